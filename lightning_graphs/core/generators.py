@@ -1,12 +1,17 @@
-"""Keeps random generators right around captures."""
+"""Keeps random generators right around captures: of torch, Python and NumPy."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -91,16 +96,82 @@ class RandomState:
             self._dropout.restore(self._masks)
 
 
-@contextlib.contextmanager
-def same_random_numbers(tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore torch's random generators of the CPU and of the tensors' GPUs, cuDNN's included."""
+def random_states(tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> list[RandomState]:
+    """torch's generators of the CPU and of the tensors' GPUs, cuDNN's included, as they are now."""
     devices = {t.device for t in tensors if t.device.type == "cuda"}
     if torch.cuda.is_available() and not devices:
         devices = {torch.device("cuda", torch.cuda.current_device())}
     modules = list(modules)
-    states = [RandomState(device, modules) for device in devices or {torch.device("cpu")}]
-    try:
-        yield
-    finally:
-        for state in states:
-            state.restore()
+    return [RandomState(device, modules) for device in devices or {torch.device("cpu")}]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PythonGenerator:
+    """A generator of Python or NumPy, with the interface of torch's."""
+
+    name: str  # what messages call it
+    get_state: Callable[[], Any]
+    set_state: Callable[[Any], object]
+
+
+def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
+    """Modules whose functions draw from one generator, with that."""
+    yield random, PythonGenerator("Python's random", random.getstate, random.setstate)
+    shared = numpy.random
+    yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
+
+
+OF_TORCH = "torch's generator of the CPU"
+"""Its name in messages, which is no name in code."""
+
+
+class Generators:
+    """The states of the random generators that Python code on the host draws from.
+
+    Those of Python, numpy and torch, those among the values that are given, and those that are
+    added.
+
+    Args:
+        held: Names and values.
+        device: Where the captured operators run: on a CPU, torch's generator is their own.
+        seen: Generators whose draws are followed: these and all of torch's are left out.
+    """
+
+    def __init__(
+        self,
+        held: Iterable[tuple[str, Any]],
+        device: torch.device,
+        *,
+        seen: Iterable[Any] | None = None,
+    ) -> None:
+        self._with_torch = seen is None and device.type != "cpu"
+        others = {getattr(generator, "name", "") for generator in seen or ()}
+        self._states = [(g, g.get_state()) for _, g in shared_generators() if g.name not in others]
+        self.add(OF_TORCH, torch.default_generator)
+        for name, value in held:
+            self.add(name, value)
+
+    def add(self, name: str, held: Any) -> None:
+        """Look at a value, if it is a generator, as it is now."""
+        of_torch = isinstance(held, torch.Generator) and held.device.type == "cpu"
+        access: tuple[Callable[[], Any], Callable[[Any], object]]
+        if isinstance(held, random.Random):
+            access = held.getstate, held.setstate
+        elif isinstance(held, numpy.random.Generator):
+            bits = held.bit_generator
+            access = partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        elif isinstance(held, numpy.random.RandomState) or (of_torch and self._with_torch):
+            access = held.get_state, held.set_state
+        else:
+            return
+        generator = PythonGenerator(name, *access)
+        self._states.append((generator, generator.get_state()))
+
+    def drawn(self) -> list[str]:
+        """The names of the generators that were drawn from."""
+        states = ((g.name, comparable(g.get_state()), comparable(s)) for g, s in self._states)
+        return [name for name, now, then in states if now != then]
+
+    def restore(self) -> None:
+        for generator, state in self._states:
+            generator.set_state(state)

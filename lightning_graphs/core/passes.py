@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.buffers import StateSnapshot, StaticInputs
+from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.contents import contents_left, contents_of
 from lightning_graphs.core.arguments.fingerprints import fingerprints_of
 from lightning_graphs.core.arguments.held import Bindings, Held
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
+from lightning_graphs.core.arguments.snapshot import Snapshot
 from lightning_graphs.core.arguments.tree import substitute
 from lightning_graphs.core.autograd.accumulation import accumulation_refused
 from lightning_graphs.core.autograd.backward import (
@@ -42,7 +43,7 @@ from lightning_graphs.core.autograd.nodes import (
     saved_for_graphs,
 )
 from lightning_graphs.core.callsite import codes_in, named_at
-from lightning_graphs.core.generators import random_place, rewinding_refused, same_random_numbers
+from lightning_graphs.core.generators import random_place, random_states, rewinding_refused
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import BackwardPass, GraphedCallable, Stores
 from lightning_graphs.core.obstacles import REBOUND
@@ -148,20 +149,13 @@ class CallableCapture:
         """
         backend = self._settings.pool.backend
         # Parameters too: an embedding with max_norm, for one, writes its weight in its forward.
-        state = StateSnapshot(self._held.state())
-        with (
-            same_random_numbers(self._tensors, self._held.submodules),
-            backend.side_stream(),
-            stale_gradient_nodes_tolerated(),
-        ):
-            try:
-                place = random_place(backend.device_type)
-                self._check_gradients(self._pull_back(self._first_call()))
-                self._known.draws = random_place(backend.device_type) != place
-                for _ in range(iterations - 1):
-                    self._pull_back(OutputPlan(self._call(), static=True))
-            finally:
-                state.restore()
+        state = Snapshot(self._held.state(), *random_states(self._tensors, self._held.submodules))
+        with backend.side_stream(), stale_gradient_nodes_tolerated(), state.undone():
+            place = random_place(backend.device_type)
+            self._check_gradients(self._pull_back(self._first_call()))
+            self._known.draws = random_place(backend.device_type) != place
+            for _ in range(iterations - 1):
+                self._pull_back(OutputPlan(self._call(), static=True))
         backend.synchronize()
         self._held = Held(self._function)  # code may make its modules when it first runs
 

@@ -37,8 +37,8 @@ def training_results(trainer: Trainer) -> Any | None:
     return trainer.fit_loop.epoch_loop._results if _IS_KNOWN else None
 
 
-def logs_kept(trainer: Trainer) -> Callable[[], None]:
-    """Keep what ``self.log`` has collected in this epoch; the result puts it back.
+def logs_kept(trainer: Trainer) -> Contents:
+    """What ``self.log`` has collected in this epoch, to be put back.
 
     Nothing public does. Fallback: nothing is put back, and what a step that ran out of memory had
     logged by then is logged twice.
@@ -48,7 +48,7 @@ def logs_kept(trainer: Trainer) -> Callable[[], None]:
     kept = Contents(("", table) for table in tables)
     if (connector := getattr(trainer, "_logger_connector", None)) is not None:
         kept.add_place("", vars(connector), "_current_fx")
-    return kept.restore
+    return kept
 
 
 def result_key(name: str) -> str:

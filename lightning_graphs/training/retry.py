@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.core.arguments.snapshot import Gradients, RegionState, Snapshot
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.callsite import (
     CallSiteFinder,
@@ -21,23 +22,17 @@ from lightning_graphs.core.callsite import (
     calls_observed,
     stacklevel_of_user,
 )
-from lightning_graphs.core.generators import RandomState
+from lightning_graphs.core.generators import Generators, RandomState
 from lightning_graphs.errors import GraphError, ReplayError, first_line
 from lightning_graphs.exchange import nothing, replaced
 from lightning_graphs.training.costs.memory import SETTLED, MemoryBudget, is_out_of_memory
-from lightning_graphs.training.guards.walkers import (
-    Generators,
-    LooseTensors,
-    held_in,
-    held_in_value,
-)
+from lightning_graphs.training.guards.walkers import LooseTensors, held_in, held_in_value
 from lightning_graphs.training.interception import StrategyCalls, loss_of
 from lightning_graphs.training.lightning_private import logs_kept
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.step.optimizers import scaler_of
 from lightning_graphs.training.step.plan import StepPlan
-from lightning_graphs.training.verify.state import Gradients, Kept, StepState
 
 Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a step once more, given why, and what ``training_step`` was given."""
@@ -47,7 +42,7 @@ _OURS = frozenset({"forward", "log"})
 _NONE_YET = -1, 0
 
 
-class StepBegin(Kept):
+class StepBegin(Snapshot):
     """What a step finds as it begins, to be put back.
 
     Buffers and other tensors that it may write, the batch among them; generators, attributes,
@@ -68,12 +63,12 @@ class StepBegin(Kept):
         held = [*held_in(module), *held_in_value("batch", args, {})]
         self.gradients = Gradients(module.parameters())
         self._tables = list(map(vars, module.modules()))
-        self._contents, self._generators = Contents(held), Generators(module, held)
-        self._put_logs_back = logs_kept(trainer)
+        self._contents, self._generators = Contents(held), Generators(held, module.device)
+        self._logs = logs_kept(trainer)
         tensors = [*module.buffers(), *LooseTensors(module, held).tensors]
         tensors += self.gradients.tensors if gradients else []
         random = RandomState(module.device, module.modules())
-        super().__init__(tensors, random, budget.room_for, self.gradients.restore)
+        super().__init__(tensors, self.gradients, random, room=budget.room_for)
 
     def restore(self) -> None:
         super().restore()
@@ -88,7 +83,7 @@ class StepBegin(Kept):
                 del table[key]
             table.update(now)
         self._generators.restore()
-        self._put_logs_back()
+        self._logs.restore()
 
 
 class Holder(Protocol):
@@ -342,8 +337,11 @@ class OomRecovery:
             nonlocal undo
             if self._begin is not None and not _takes_no_memory(optimizer):
                 undo = nothing
-                state = StepState(self._trainer, self._module, optimizer, {})
-                undo = state.keep(self._budget.room_for).restore
+                state = RegionState.of_step(
+                    self._module, optimizer, scaler_of(self._trainer.precision_plugin)
+                )
+                random = RandomState(self._module.device, self._module.modules())
+                undo = state.take(self._budget.room_for, random).restore
 
         def counted() -> Any:
             assert closure is not None

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.buffers import AddressGuard, StateSnapshot, StaticInputs
+from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
 from lightning_graphs.core.arguments.signature import CallPlan, Signature
+from lightning_graphs.core.arguments.snapshot import Snapshot
 from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.errors import ReplayError
 
@@ -280,7 +281,7 @@ def test_a_snapshot_brings_values_back_in_place(calls: tuple[list[Tensor], list[
     references = [t.detach().clone() for t in tensors]
     addresses = [t.data_ptr() for t in tensors]
     versions = [t._version for t in tensors]
-    snapshot = StateSnapshot(tensors)
+    snapshot = Snapshot(tensors)
     # Twice: what was saved must survive a restoration.
     for _ in range(2):
         _spoil(tensors)
@@ -295,7 +296,7 @@ def test_a_snapshot_goes_to_the_host_as_far_as_there_is_no_room(
     device: torch.device, room: float
 ) -> None:
     tensors = [torch.arange(8.0, device=device), torch.arange(4.0, device=device)]
-    snapshot = StateSnapshot(tensors, room=room)
+    snapshot = Snapshot(tensors, room=lambda _: room)
     for tensor in tensors:
         tensor.fill_(-1.0)
     on_device = [snapshot.saved(tensor).device.type == device.type for tensor in tensors]
@@ -313,7 +314,7 @@ def test_many_tensors_go_to_the_host_together(device: torch.device) -> None:
     tensors = [torch.arange(n).to(device, dtypes[n % 4]) for n in range(1, 40)]
     tensors.append(torch.arange(2**23, device=device))  # more than is gathered at once
     known = [tensor.clone() for tensor in tensors]
-    snapshot = StateSnapshot(tensors, room=0)
+    snapshot = Snapshot(tensors, room=lambda _: 0)
     for tensor in tensors:
         tensor.zero_()
     for tensor, value in zip(tensors, known, strict=True):
@@ -325,7 +326,7 @@ def test_many_tensors_go_to_the_host_together(device: torch.device) -> None:
 def test_a_snapshot_covers_views_and_parameters() -> None:
     flat = torch.arange(6.0)
     parameter = nn.Parameter(flat[:4].view(2, 2))
-    snapshot = StateSnapshot([parameter, flat[2:]])
+    snapshot = Snapshot([parameter, flat[2:]])
     with torch.no_grad():
         parameter.mul_(-1)
         flat.add_(100)
@@ -336,7 +337,7 @@ def test_a_snapshot_covers_views_and_parameters() -> None:
 
 def test_a_snapshot_refuses_a_tensor_that_moved_and_puts_it_back() -> None:
     first, second = torch.zeros(2), torch.zeros(3)
-    snapshot = StateSnapshot([first, second])
+    snapshot = Snapshot([first, second])
     address = second.data_ptr()
     first.fill_(5.0)
     second.data = torch.ones(3)
@@ -349,7 +350,7 @@ def test_a_snapshot_refuses_a_tensor_that_moved_and_puts_it_back() -> None:
 def test_a_snapshot_tells_the_saved_values_of_views(device: torch.device) -> None:
     whole = torch.arange(12.0, device=device)
     views = [whole.view(3, 4).t(), whole[2:7:2], whole.view(torch.int32)[1:3], whole[:0]]
-    snapshot = StateSnapshot([whole])
+    snapshot = Snapshot([whole])
     before = [view.clone() for view in views]
     whole.fill_(-1.0)
     for view, known in zip(views, before, strict=True):

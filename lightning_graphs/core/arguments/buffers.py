@@ -1,13 +1,12 @@
-"""Memory that graphs are captured over: static inputs, guarded addresses, saved state.
+"""Memory that graphs are captured over: static inputs and guarded addresses.
 
 All is prepared at capture; a replay costs one fused copy and one comparison of lists.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from lightning_graphs.core.arguments.leaves import alias_groups
 from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import (
-    clone_all,
     is_strided,
     same_pointers,
     storage_uses,
@@ -288,121 +286,6 @@ class _Part(Mapping[str, Any]):
 
 def _named(table: str, key: str) -> str:
     return f"{table}{key}`" if table else key
-
-
-class StateSnapshot:
-    """Values of tensors, saved once for each storage, together with what else lies in it."""
-
-    def __init__(self, tensors: Iterable[Tensor], *, room: float = math.inf) -> None:
-        self._tensors = list(tensors)
-        self._memory = [tensor.detach() for tensor in self._tensors]
-        self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
-        views: dict[torch.device, dict[int, Tensor]] = {}
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor, address in zip(self._tensors, self._addresses, strict=True):
-                of_device = views.setdefault(tensor.device, {})
-                if address and address not in of_device:
-                    of_device[address] = bytes_of(tensor.untyped_storage())
-            self._saved: list[tuple[list[Tensor], list[Tensor]]] = []
-            # By the first of the tensors that are gathered: where on the device
-            self._gathered: dict[Tensor, Tensor] = {}
-            for own in views.values():
-                here, there = _split(own.values(), room)
-                if here:
-                    self._saved.append((here, clone_all(here)))
-                self._save_on_host(there)
-        self._copies = {
-            view.data_ptr(): copy
-            for own, copies in self._saved
-            for view, copy in zip(own, copies, strict=True)
-        }
-
-    def _save_on_host(self, views: list[Tensor]) -> None:
-        memory: Tensor | None = None
-        for part in _parts(views):
-            if len(part) == 1:
-                self._saved.append((part, [part[0].to("cpu", copy=True)]))
-                continue
-            if memory is None:  # kept: to restore must need no memory that may be gone by then
-                memory = part[0].new_empty(min(_AT_ONCE, sum(view.nbytes for view in views)))
-            gathered = self._gathered[part[0]] = memory[: sum(view.nbytes for view in part)]
-            torch.cat(part, out=gathered)
-            self._saved.append((part, _apart(gathered.to("cpu", copy=True), part)))
-
-    @property
-    def addresses(self) -> list[int]:
-        """Where its storages begin."""
-        return self._addresses
-
-    def saved(self, tensor: Tensor) -> Tensor:
-        """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
-        address = tensor.untyped_storage().data_ptr()
-        if not address:
-            return torch.empty_like(tensor)
-        copy = self._copies[address]
-        is_part = copy.nbytes < copy.untyped_storage().nbytes()
-        storage = (copy.clone() if is_part else copy).untyped_storage()
-        view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-        return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-    def restore(self) -> None:
-        """Writes the saved values back in place; version counters stay as they are.
-
-        A tensor that has been given another storage, which a graph would not reach, gets its former
-        one back, and is refused.
-        """
-        moved = []
-        for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
-            if tensor.untyped_storage().data_ptr() != address:
-                moved.append(i)
-                tensor.data = self._memory[i]
-        with torch.no_grad():
-            for views, values in self._saved:
-                if (gathered := self._gathered.get(views[0])) is not None:
-                    gathered.copy_(bytes_of(values[0].untyped_storage()))
-                    values = _apart(gathered, views)
-                copy_all(views, values)
-        for i in moved:
-            raise ReplayError(
-                "A snapshot can be restored only into the memory that it was taken of.",
-                f"tensor {i} of shape {tuple(self._tensors[i].shape)} moved since the snapshot",
-                "change tensors in place between the snapshot and its restoration",
-            )
-
-
-def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that have room, and those that have none."""
-    here: list[Tensor] = []
-    there: list[Tensor] = []
-    for view in views:
-        if view.nbytes <= room:
-            here.append(view)
-            room -= view.nbytes
-        else:
-            there.append(view)
-    return here, there
-
-
-_AT_ONCE = 2**24
-"""Bytes that are gathered for one copy between device and host: each has to wait for the device."""
-
-
-def _parts(views: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that are copied at once; a large one alone, which then needs no memory beside it."""
-    part: list[Tensor] = []
-    size = 0
-    for view in views:
-        if part and size + view.nbytes > _AT_ONCE:
-            yield part
-            part, size = [], 0
-        part.append(view)
-        size += view.nbytes
-    if part:
-        yield part
-
-
-def _apart(together: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    return list(torch.split(together, [view.numel() for view in views]))
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

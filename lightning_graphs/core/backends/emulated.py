@@ -216,7 +216,7 @@ class RecordingCapture(UndoingRecorder):
 
     def finish(self) -> Recording:
         """Give every storage that existed before the capture its value back."""
-        self.undo()
+        self.restore()
         self._saved.clear()
         return Recording(self.operations, [*self._born.values()])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -11,7 +10,6 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.core.arguments.buffers import bytes_of
 from lightning_graphs.core.backends.recorder import KnownStorage, Operation, Recorder
-from lightning_graphs.core.callsite import is_raised_by_user
 from lightning_graphs.core.private.modes import out_of_sight
 
 
@@ -32,7 +30,7 @@ class UndoingRecorder(Recorder):
         copy: UntypedStorage = storage.clone()
         return copy
 
-    def undo(self) -> None:
+    def restore(self) -> None:
         """Give every storage that was written its value back; may be called again."""
         for known in self.storages:
             known.note_release()
@@ -74,21 +72,3 @@ class WriteWatch(UndoingRecorder):
         """The storages that it has copied."""
         for storage, _ in self._saved.values():
             yield storage
-
-
-@contextlib.contextmanager
-def writes_undone(run: Callable[[], object]) -> Iterator[None]:
-    """Undo what the body writes in older memory: a run of the same code shows ahead of it what."""
-    watch = WriteWatch(())
-    try:
-        try:
-            with watch:
-                run()
-        except Exception as error:
-            if is_raised_by_user(error):
-                raise
-            # What the watching has caused, the body does not raise, and all else again
-        watch.undo()
-        yield
-    finally:
-        watch.undo()

@@ -27,6 +27,7 @@ from lightning_graphs.core.callsite import (
     returned_by,
     site_naming,
 )
+from lightning_graphs.core.generators import PythonGenerator
 from lightning_graphs.core.host.tape import HostTape
 from lightning_graphs.core.obstacles import (
     COLLECTIVE,
@@ -67,7 +68,7 @@ from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, iterators_in
 from lightning_graphs.training.guards.side_effects import STORED_OUTSIDE
 from lightning_graphs.training.guards.uncapturable import bound_by_hooks
-from lightning_graphs.training.guards.walkers import PythonGenerator, held_in
+from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.host.draws import (
     SETTERS,
     drawing_functions,

@@ -10,13 +10,14 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.core.generators import Generators
 from lightning_graphs.core.obstacles import OnUse, refuse
 from lightning_graphs.training.guards.frozen import counters_watched
 from lightning_graphs.training.guards.outside import OutsideValues
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads
 from lightning_graphs.training.guards.side_effects import STORED_OUTSIDE, effects_watched
-from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
+from lightning_graphs.training.guards.walkers import LooseTensors, held_in
 
 
 class Environment:
@@ -46,7 +47,7 @@ class Environment:
         self._own = own
         self._on_use = on_use
         self.held = list(held_in(root))
-        self.generators = Generators(root, self.held, seen=seen)
+        self.generators = Generators(self.held, root.device, seen=seen)
         self.loose = LooseTensors(root, self.held)  # tensors that no module has in a table
         self.in_attributes = self.loose.tensors  # those that modules hold
         code = root if modules is None else nn.ModuleList(modules)

@@ -19,12 +19,13 @@ from torch.autograd import Function
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.values import is_object, value_of_class
 from lightning_graphs.core.callsite import codes_in, named_at
+from lightning_graphs.core.generators import OF_TORCH
 from lightning_graphs.core.private.torch import accumulation_hooks, gradient_hooks, module_hooks
 from lightning_graphs.exchange import Absence, bound
 from lightning_graphs.training.guards.clocks import CLOCK, clock_named
 from lightning_graphs.training.guards.own_code import OwnCode, function_of, inside_of_compiled
 from lightning_graphs.training.guards.python_state import AttributeReads
-from lightning_graphs.training.guards.walkers import OF_TORCH, held_in, held_in_value
+from lightning_graphs.training.guards.walkers import held_in, held_in_value
 from lightning_graphs.training.host.followed import stands_for_a_while
 
 _DEFAULTS = attrgetter("__defaults__")

@@ -1,24 +1,16 @@
-"""Walks through what modules hold, and follows the tensors and generators among it."""
+"""Walks through what modules hold, and follows the tensors among it."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from types import ModuleType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.buffers import StateSnapshot
+from lightning_graphs.core.arguments.snapshot import Snapshot
 from lightning_graphs.core.arguments.values import DEPTH, entries, is_plain, walk
-from lightning_graphs.core.generators import comparable
-from lightning_graphs.core.private.distributed import local
 from lightning_graphs.core.private.torch import (
     accumulation_hooks,
     gradient_hooks,
@@ -110,7 +102,8 @@ class LooseTensors:
         self._buffers: set[str] = set()  # names of those that count as written
         self._named: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
-        self._kept: list[StateSnapshot] | None = None
+        # Where it is set, tensors that are found late are put back with it, too
+        self.snapshot: Snapshot | None = None
         for name, value in held:
             self.add(name, value)
 
@@ -126,8 +119,8 @@ class LooseTensors:
                 self._named.append((name + label, tensor))
                 self._versions.append(version_of(tensor))
                 found.append(tensor)
-        if self._kept is not None and found:
-            self._kept.append(StateSnapshot(map(local, found)))
+        if self.snapshot is not None and found:
+            self.snapshot.add(Snapshot(found))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -137,17 +130,6 @@ class LooseTensors:
     def small(self) -> list[Tensor]:
         """Those that are no data: kernels outside of torch may write them unnoticed."""
         return [t for t in self.tensors if t.untyped_storage().nbytes() <= _MOST_BYTES]
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put all of them back after the body, also those that are added while it runs."""
-        self._kept = [StateSnapshot(map(local, self.tensors))]
-        try:
-            yield
-        finally:
-            kept, self._kept = self._kept, None
-            for snapshot in kept:
-                snapshot.restore()
 
     def written(self) -> dict[str, Tensor]:
         """Those that were written since this was asked last, by name."""
@@ -167,73 +149,3 @@ def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
         for label, _, held in entries(value) or []:
             if isinstance(held, Tensor):
                 yield label, held
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class PythonGenerator:
-    """A generator of Python or NumPy, with the interface of torch's."""
-
-    name: str  # what messages call it
-    get_state: Callable[[], Any]
-    set_state: Callable[[Any], object]
-
-
-def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
-    """Modules whose functions draw from one generator, with that."""
-    yield random, PythonGenerator("Python's random", random.getstate, random.setstate)
-    shared = numpy.random
-    yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
-
-
-OF_TORCH = "torch's generator of the CPU"
-"""Its name in messages, which is no name in code."""
-
-
-class Generators:
-    """The states of the random generators that Python code on the host draws from.
-
-    Those of Python, numpy and torch, those that the module holds, and those that are added.
-
-    Args:
-        seen: Generators whose draws somebody sees: these and all of torch's are left out.
-    """
-
-    def __init__(
-        self,
-        module: LightningModule,
-        held: Iterable[tuple[str, Any]],
-        *,
-        seen: Iterable[Any] | None = None,
-    ) -> None:
-        # On a CPU, torch's generator is that of the captured operators themselves.
-        self._with_torch = seen is None and module.device.type != "cpu"
-        others = {getattr(generator, "name", "") for generator in seen or ()}
-        self._states = [(g, g.get_state()) for _, g in shared_generators() if g.name not in others]
-        self.add(OF_TORCH, torch.default_generator)
-        for name, value in held:
-            self.add(name, value)
-
-    def add(self, name: str, held: Any) -> None:
-        """Look at a value, if it is a generator, as it is now."""
-        of_torch = isinstance(held, torch.Generator) and held.device.type == "cpu"
-        access: tuple[Callable[[], Any], Callable[[Any], object]]
-        if isinstance(held, random.Random):
-            access = held.getstate, held.setstate
-        elif isinstance(held, numpy.random.Generator):
-            bits = held.bit_generator
-            access = partial(getattr, bits, "state"), partial(setattr, bits, "state")
-        elif isinstance(held, numpy.random.RandomState) or (of_torch and self._with_torch):
-            access = held.get_state, held.set_state
-        else:
-            return
-        generator = PythonGenerator(name, *access)
-        self._states.append((generator, generator.get_state()))
-
-    def drawn(self) -> list[str]:
-        """The names of the generators that were drawn from."""
-        states = ((g.name, comparable(g.get_state()), comparable(s)) for g, s in self._states)
-        return [name for name, now, then in states if now != then]
-
-    def restore(self) -> None:
-        for generator, state in self._states:
-            generator.set_state(state)

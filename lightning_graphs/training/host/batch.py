@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_graphs.core.arguments.buffers import storage_address
 from lightning_graphs.core.arguments.contents import is_still, refill
+from lightning_graphs.core.arguments.snapshot import Result, results_in
 from lightning_graphs.core.arguments.tree import (
     MAPPINGS,
     item_label,
@@ -25,7 +26,6 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.exchange import Absence, bind, bound
 from lightning_graphs.training.guards.frozen import StandIn
 from lightning_graphs.training.guards.own_batch import BATCH_CHANGED
-from lightning_graphs.training.verify.differences import Result, results_in
 
 _LISTS = (list, deque)
 

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_map
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_plain
 from lightning_graphs.core.backends.recorder import OperatorCall, OperatorsSeen
+from lightning_graphs.core.generators import PythonGenerator, shared_generators
 from lightning_graphs.core.host.hoisting import HostRecording
 from lightning_graphs.core.private.modes import out_of_sight
 from lightning_graphs.exchange import replaced
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.python_state import DRAWN
-from lightning_graphs.training.guards.walkers import PythonGenerator, shared_generators
 from lightning_graphs.training.host.followed import FOR_A_WHILE, DrawingFunction
 from lightning_graphs.training.host.live_numbers import LiveNumber, StepNumbers
 

@@ -14,12 +14,13 @@ from lightning_graphs.core.arguments.contents import Change, Contents
 from lightning_graphs.core.arguments.signature import Signature
 from lightning_graphs.core.arguments.tree import leaves_of
 from lightning_graphs.core.arguments.values import is_constant
+from lightning_graphs.core.generators import Generators
 from lightning_graphs.core.private.torch import is_strided
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.exchange import Absence
 from lightning_graphs.training.guards.frozen import StandIn
 from lightning_graphs.training.guards.python_state import DRAWN, STORED, AttributeReads
-from lightning_graphs.training.guards.walkers import Generators, held_in
+from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.host.containers import (
     Entry,
     Memory,

@@ -18,6 +18,7 @@ from lightning_graphs.core.arguments.buffers import StaticInputs, storage_addres
 from lightning_graphs.core.arguments.contents import refill
 from lightning_graphs.core.arguments.outputs import Owing, gradients_of
 from lightning_graphs.core.arguments.signature import CallPlan, Signature
+from lightning_graphs.core.arguments.snapshot import Result, results_in
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.arguments.values import is_constant, is_plain
 from lightning_graphs.core.graphed import Stores
@@ -37,7 +38,6 @@ from lightning_graphs.training.host.containers import (
     perform,
     put_at,
 )
-from lightning_graphs.training.verify.differences import Result, results_in
 
 
 def _detached(value: Any) -> Any:

@@ -15,9 +15,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_graphs.core.arguments.contents import Contents
+from lightning_graphs.core.arguments.snapshot import Snapshot
 from lightning_graphs.core.autograd.backward import GradientMemory, LentGradients
 from lightning_graphs.core.autograd.lending import ReplayOrder, Source
-from lightning_graphs.core.backends.undo import writes_undone
 from lightning_graphs.core.callsite import calls_observed
 from lightning_graphs.core.graph import GraphPool
 from lightning_graphs.core.graphed import Stores
@@ -35,6 +35,7 @@ from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.modules.observation import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.training.modules.sites import REQUIRES_GRAD, Baked, CallRefused, Site
 from lightning_graphs.training.statistics import CaptureCost, capture_cost
+from lightning_graphs.training.verify.written import WrittenMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,14 +165,15 @@ class _Capture(CallableCapture):
 
     @calls_observed
     def warm_up(self, iterations: int) -> None:
-        run = partial(super().warm_up, iterations)
-        with (
-            self._explained(),
-            self._baked.environment.loose.kept(),
-            self._refusing(),
-            writes_undone(run),
-        ):
-            run()
+        """Run the call, and put back what it writes: a run before that one shows what."""
+        run, loose = partial(super().warm_up, iterations), self._baked.environment.loose
+        kept = loose.snapshot = Snapshot(loose.tensors)
+        try:
+            with self._explained(), kept.undone(), self._refusing():
+                WrittenMemory().keep_with(kept, run)
+                run()
+        finally:
+            loose.snapshot = None
 
     def _sources_of_arguments(
         self, others: Mapping[ObservedCall, _Capture]

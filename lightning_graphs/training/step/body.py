@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.callsite import add_line, calls_observed, returned_by
+from lightning_graphs.core.generators import Generators
 from lightning_graphs.core.private.torch import scaling_states
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.exchange import replaced
@@ -22,7 +23,6 @@ from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.conditions import Phase
 from lightning_graphs.training.guards.frozen import OLD_GRADIENTS, refuse_stand_ins
 from lightning_graphs.training.guards.hooks import Observers
-from lightning_graphs.training.guards.walkers import Generators
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
 from lightning_graphs.training.interception import loss_of

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.snapshot import OptimizerState
 from lightning_graphs.core.callsite import NO_LINE, add_line, calls_observed, definition_of
 from lightning_graphs.core.host.hoisting import ArenaFull, HostRecording
 from lightning_graphs.core.private.autograd import backward_passes_told, renew_gradient_nodes
@@ -63,7 +64,6 @@ from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.step.reduction import BucketReduction, reduction_of
 from lightning_graphs.training.step.segments import Segments
 from lightning_graphs.training.step.transfer import copies_on_host
-from lightning_graphs.training.verify.state import OptimizerState
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 

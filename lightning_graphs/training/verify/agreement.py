@@ -15,18 +15,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_graphs.core.arguments.fingerprints import fingerprints_of
+from lightning_graphs.core.arguments.snapshot import Result, Snapshot
 from lightning_graphs.core.callsite import stacklevel_of_user
 from lightning_graphs.errors import VerificationError, first_line
 from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.fit import Fit
-from lightning_graphs.training.verify.differences import (
-    NONE,
-    Result,
-    Tolerance,
-    difference,
-    size,
-)
-from lightning_graphs.training.verify.state import Kept
+from lightning_graphs.training.verify.differences import NONE, Tolerance, difference, size
 from lightning_graphs.training.verify.written import WrittenMemory
 
 _Computed = TypeVar("_Computed")
@@ -45,7 +39,7 @@ class BothWays:
 
     eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
     replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
-    keep: Callable[[], Kept]  # copies the state from which both start
+    take: Callable[[], Snapshot]  # of the state from which both start
     written: WrittenMemory | None = None  # what both write beside that; None for nothing
     spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
 
@@ -83,7 +77,7 @@ class Agreement:
         """Compare both ways, or say that there was no memory for it."""
         self._statistics.comparisons += 1
         try:
-            kept = self.ranks.together(ways.keep)
+            kept = self.ranks.together(ways.take)
             try:
                 # FSDP2 frees and fills all parameters anew
                 if ways.written is not None and not self.ranks.whole_steps_only:
@@ -110,7 +104,7 @@ class Agreement:
     def _run(self, way: Callable[[], _Computed]) -> _Computed:
         return self.ranks.together(way, exchanges=True)
 
-    def _require(self, ways: BothWays, kept: Kept, tolerance: Tolerance) -> None:
+    def _require(self, ways: BothWays, kept: Snapshot, tolerance: Tolerance) -> None:
         expected = self._run(ways.eager)
         names = [result.name for result in expected]
         known = fingerprints_of([result.value for result in expected], together=True)
@@ -128,13 +122,17 @@ class Agreement:
     def _require_values(
         self,
         ways: BothWays,
-        kept: Kept,
+        kept: Snapshot,
         differing: set[str],  # and what shares a fingerprint with these
         rule: Tolerance,
     ) -> None:
         again = self._run(ways.eager)
         held = {r.name: r.value.detach().clone() for r in again if r.name in differing}
-        updates = {r.name: kept.moved(r.value) for r in again if r.name in held and r.gradient}
+        updates = {
+            r.name: difference(r.value, kept.saved(r.value).to(r.value.device)).norm
+            for r in again
+            if r.name in held and r.gradient
+        }
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
         kept.restore()

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_graphs.core.arguments.tree import flatten
-from lightning_graphs.core.private.distributed import local
 
 _OF_NOISE = 4.0
 """How many times the difference of two eager runs a replay may differ. Both are draws from one
@@ -42,28 +38,6 @@ up in float32."""
 
 _TF32 = 2.0**-10
 """The same of float32 on a GPU, where kernels may round factors to the 10 bits of TF32."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One tensor that a step computes or changes."""
-
-    name: str  # what a message calls it
-    value: Tensor  # the tensor itself, not a copy
-    gradient: str = ""  # the name of the gradient that an update of it was computed from; or empty
-    is_gradient: bool = False  # whether it is a gradient itself
-
-
-def results_in(value: Any, name: str, of: str = "") -> list[Result]:
-    """The tensors in a value, by name; constants take part by their names."""
-    leaves: list[tuple[str, Any]] = []
-    flatten(value, name, leaves)
-    return [
-        Result(f"{found}{of}", local(leaf.detach()))
-        if isinstance(leaf, Tensor)
-        else Result(f"{found} = {leaf!r}{of}", torch.empty(0))
-        for found, leaf in leaves
-    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor
 from lightning_graphs.core.arguments.buffers import StaticInputs
 from lightning_graphs.core.arguments.contents import Contents
 from lightning_graphs.core.arguments.signature import Signature
+from lightning_graphs.core.arguments.snapshot import Part, RegionState, Result, Snapshot, results_in
 from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.autograd.backward import unrepeated, zero_gradient
 from lightning_graphs.core.autograd.nodes import gradients_kept_apart
-from lightning_graphs.core.generators import RandomState
+from lightning_graphs.core.generators import Generators, RandomState
 from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import (
     CaptureError,
@@ -29,7 +31,7 @@ from lightning_graphs.exchange import replaced
 from lightning_graphs.training.costs.memory import is_out_of_memory
 from lightning_graphs.training.guards.frozen import rates_exchanged
 from lightning_graphs.training.guards.own_code import OwnCode
-from lightning_graphs.training.guards.walkers import Generators, LooseTensors, held_in
+from lightning_graphs.training.guards.walkers import LooseTensors, held_in
 from lightning_graphs.training.host.batch import new_results
 from lightning_graphs.training.host.logs import LogRecorder
 from lightning_graphs.training.host.places import Places
@@ -38,8 +40,7 @@ from lightning_graphs.training.modules.sites import CallRefused, Site
 from lightning_graphs.training.step.body import StepBody
 from lightning_graphs.training.step.plan import StepPlan
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.differences import Result, Tolerance, results_in
-from lightning_graphs.training.verify.state import Gradients, Kept, StepState
+from lightning_graphs.training.verify.differences import Tolerance
 
 
 class Verification(StepBody):
@@ -50,9 +51,13 @@ class Verification(StepBody):
         self._places = places
         self._agreement = agreement
 
-    def _state(self, written: dict[str, Tensor], others: Sequence[Tensor] = ()) -> StepState:
-        held = LooseTensors(self.module, held_in(self.module)).small
-        return StepState(self.trainer, self.module, self.optimizer, written, held, others)
+    def _state(self, written: dict[str, Tensor], others: Sequence[Tensor] = ()) -> RegionState:
+        unseen = LooseTensors(self.module, held_in(self.module)).small
+        parts = self.module, self.optimizer, self._scaler
+        return RegionState.of_step(*parts, written=written, unseen=unseen, others=others)
+
+    def _take(self, state: RegionState, room: Callable[[int], int], *parts: Part) -> Snapshot:
+        return state.take(room, *parts, RandomState(self.module.device, self.module.modules()))
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """With rates on the device: kernels round others otherwise."""
@@ -69,15 +74,15 @@ class Verification(StepBody):
             plan.store(name)
         state, budget = self._state(plan.loose, plan.outside.parameters), self._agreement.budget
 
-        def keep() -> Kept:
-            others = () if plan.host is None else (plan.host.restore,)
+        def take() -> Snapshot:
+            parts = () if plan.host is None else (plan.host,)
             # The gradients of the graph lie where the eager step would compute
-            return state.keep(lambda size: budget.room_for(size, plan.gradients.held), *others)
+            return self._take(state, lambda n: budget.room_for(n, plan.gradients.held), *parts)
 
         ways = BothWays(
             partial(self._eager, plan, args, batch, state),
             partial(self._replayed, plan, args, batch, state),
-            keep,
+            take,
             self._agreement.written[plan.conditions],
             plan.gradients.buffers,
         )
@@ -86,7 +91,7 @@ class Verification(StepBody):
         plan.fill(batch)
 
     def _eager(
-        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: StepState
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: RegionState
     ) -> list[Result]:
         """Run the step eagerly; what it computed, and what it changed, in place."""
         if not plan.adds:
@@ -101,7 +106,7 @@ class Verification(StepBody):
         gradients = plan.gradients.taking_over() if self._agreement.ranks.are_one else nullcontext()
         assert self._places is not None, "whole steps have places"
         seen = None if plan.host is None else plan.host.generators
-        generators = Generators(self.module, held_in(self.module), seen=seen)
+        generators = Generators(held_in(self.module), self.module.device, seen=seen)
         clocks: AbstractContextManager[None] = nullcontext()
         if plan.clocks is not None:
             clocks = plan.clocks.repeated(OwnCode(self.module))
@@ -118,10 +123,10 @@ class Verification(StepBody):
         if plan.changes is not None:
             stored += new_results(arguments[0], own)
         output.finish_capture()
-        return state.results(output.hand_out()) + stored
+        return _returned(output.hand_out()) + state.results() + stored
 
     def _replayed(
-        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: StepState
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: RegionState
     ) -> list[Result]:
         """The same of a replay."""
         plan.fill(batch)
@@ -138,7 +143,7 @@ class Verification(StepBody):
             changed = substitute(args[0], own)
             plan.changes.apply(changed, copies=False)
             stored += new_results(changed, own)
-        return state.results(plan.outputs.hand_out()) + stored
+        return _returned(plan.outputs.hand_out()) + state.results() + stored
 
     def check_update(self, replay: Callable[[], None]) -> None:
         """Verify a captured optimizer step on the gradients that there are."""
@@ -146,16 +151,27 @@ class Verification(StepBody):
             return
         state, room = self._state({}), self._agreement.budget.room_for
         held = list(held_in(self.module))
-        python = Contents(held).restore, Generators(self.module, held).restore
+        python = Contents(held), Generators(held, self.module.device)
 
         def results(step: Callable[[], None]) -> list[Result]:
             step()
-            return state.results(None)
+            return state.results()
 
         runs = partial(results, self.update), partial(results, replay)
         written = self._agreement.written["update"]
-        ways = BothWays(*runs, partial(state.keep, room, *python), written)
+        ways = BothWays(*runs, partial(self._take, state, room, *python), written)
         self._agreement.compare(ways, "the captured optimizer step was not verified")
+
+
+_LOSSES = ("output", "output['loss']", 'output["loss"]')
+
+
+def _returned(value: Any) -> list[Result]:
+    """What a step has returned."""
+    return [
+        replace(output, name="the loss") if output.name in _LOSSES else output
+        for output in results_in(value, "output")
+    ]
 
 
 # ------------------------------------------------------------------ calls of modules
@@ -190,7 +206,7 @@ class CallChecks:
         run = _CallRun(self._agreement, site, again=again)
         code = call.module, call.training, call.frozen, call.grad_enabled, call.recomputed
         written = self._agreement.written[code]
-        ways = BothWays(run.eager, run.replayed, run.keep, written)
+        ways = BothWays(run.eager, run.replayed, run.take, written)
         tolerance = Tolerance(run.device.type, call.autocast)
         try:
             self._agreement.compare(ways, "a captured module was not verified", tolerance)
@@ -209,14 +225,17 @@ class _CallRun:
         self._budget = agreement.budget
         self._site = site
         call = site.call
-        signature, tensors = Signature.of(call.args, call.kwargs)
+        signature, samples = Signature.of(call.args, call.kwargs)
         self._names = signature.tensor_names
-        self._samples = site.graphed.inputs.tensors if again else tensors
+        self._samples = site.graphed.inputs.tensors if again else samples
         self._backward = site.graphed.backward_pass
-        self._buffers = [(f"{call.name}.{n}", b) for n, b in call.module.named_buffers()]
+        tensors = {f"buffer `{call.name}.{n}`": b for n, b in call.module.named_buffers()}
+        tensors |= {f"tensor `{name}`": tensor for name, tensor in site.written.items()}
         self._parameters = self._differentiable()
-        contents, generators = Contents(held_in(call.module)), Generators(root, held_in(root))
-        self._python = contents.restore, generators.restore
+        unseen = [*site.baked.environment.loose.small, *call.module.parameters()]
+        parameters = {name: parameter for parameter, name in self._parameters.items()}
+        self._state = RegionState(tensors, parameters, unseen)
+        self._python = Contents(held_in(call.module)), Generators(held_in(root), root.device)
 
     def _differentiable(self) -> dict[Tensor, str]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
@@ -229,18 +248,9 @@ class _CallRun:
         trained = (p for p in found if p not in call.frozen)
         return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
 
-    def keep(self) -> Kept:
-        gradients = Gradients(self._parameters)
-        tensors = [
-            *self._site.call.module.parameters(),
-            *(buffer for _, buffer in self._buffers),
-            *self._site.written.values(),
-            *self._site.baked.environment.loose.small,
-            *gradients.tensors,
-        ]
-        others = *self._python, gradients.restore
+    def take(self) -> Snapshot:
         random = RandomState(self.device, self._root.modules())
-        return Kept(tensors, random, self._budget.room_for, *others)
+        return self._state.take(self._budget.room_for, *self._python, random)
 
     def eager(self) -> list[Result]:
         try:
@@ -273,45 +283,38 @@ class _CallRun:
             returned = forward(*args, **kwargs)
             outputs = leaves_of(returned, Tensor)
             with torch.autocast(self.device.type, enabled=False):
-                gradients = self._pull_back(outputs, tensors, direct=direct)
-        module = f"of `{call.name}`"
-        found = results_in(returned, "output", f" {module}")
-        found += [Result(f"buffer `{name}`", buffer) for name, buffer in self._buffers]
-        found += [Result(f"tensor `{name}`", t) for name, t in self._site.written.items()]
-        # Kernels outside of torch, and `x.data`, write an argument unseen.
-        pairs = zip(self._names, tensors, strict=True)
-        found += [Result(f"{name} {module} after the call", t.detach()) for name, t in pairs]
-        return found + gradients
+                self._pull_back(outputs, tensors, direct=direct)
+        found = results_in(returned, "output", f" of `{call.name}`")
+        for name, tensor in zip(self._names, tensors, strict=True):
+            title = f"{name} of `{call.name}`"
+            # Kernels outside of torch, and `x.data`, write an argument unseen.
+            found.append(Result(f"{title} after the call", tensor.detach()))
+            if tensor.is_leaf and tensor.grad is not None:
+                found.append(Result(f"the gradient of {title}", tensor.grad, is_gradient=True))
+        return found + self._state.results()
 
     def _pull_back(
         self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], *, direct: bool
-    ) -> list[Result]:
-        """The gradients of arguments and parameters, for random ones of the outputs."""
+    ) -> None:
+        """Give arguments and parameters their gradients, for random ones of the outputs."""
         outputs = [output for output in outputs if output.requires_grad]
-        module, pairs = self._site.call.name, zip(self._names, arguments, strict=True)
         # Everything that may have a gradient, each tensor once
-        named = {t: f"{name} of `{module}`" for name, t in pairs if t.requires_grad}
-        named |= self._parameters
-        if self._backward is None or not outputs or not named:
-            return []
+        wanted = [*dict.fromkeys(t for t in (*arguments, *self._parameters) if t.requires_grad)]
+        if self._backward is None or not outputs or not wanted:
+            return
         generator = torch.Generator(self.device).manual_seed(0)
         buffers = self._backward.output_gradients.buffers  # in the strides that training gives
         layouts = buffers if len(buffers) == len(outputs) else outputs
-        pairs_of = zip(outputs, layouts, strict=True)
-        given = [zero_gradient(output, layout.stride()) for output, layout in pairs_of]
+        pairs = zip(outputs, layouts, strict=True)
+        given = [zero_gradient(output, layout.stride()) for output, layout in pairs]
         for gradient in given:
             std = max(gradient.numel(), 1) ** -0.5
             unrepeated(gradient).normal_(std=std, generator=generator)
-        gradients: Sequence[Tensor | None]
         if direct:
             torch.autograd.backward(outputs, given)
-            gradients = [tensor.grad for tensor in named]
-        else:  # it runs no accumulation of gradients, to which a reducer's hooks are tied
-            wanted = list(named)
-            with gradients_kept_apart(wanted):
-                gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
-        return [
-            Result(f"the gradient of {name}", gradient, is_gradient=True)
-            for name, gradient in zip(named.values(), gradients, strict=True)
-            if gradient is not None
-        ]
+            return
+        # It runs no accumulation of gradients, to which a reducer's hooks are tied
+        with gradients_kept_apart(wanted):
+            gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        for tensor, found in zip(wanted, gradients, strict=True):
+            tensor.grad = found

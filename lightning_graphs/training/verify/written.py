@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor, UntypedStorage
 
-from lightning_graphs.core.arguments.buffers import StateSnapshot, bytes_of, storage_address
+from lightning_graphs.core.arguments.buffers import bytes_of, storage_address
+from lightning_graphs.core.arguments.snapshot import Snapshot
 from lightning_graphs.core.backends.undo import WriteWatch
 from lightning_graphs.core.callsite import is_raised_by_user
 from lightning_graphs.core.private.torch import storage_reference
 from lightning_graphs.errors import GraphError
 from lightning_graphs.training.costs.memory import is_out_of_memory
-from lightning_graphs.training.verify.state import Kept
 
 
 class WrittenMemory:
@@ -27,18 +27,19 @@ class WrittenMemory:
 
     def keep_with(
         self,
-        kept: Kept,
+        kept: Snapshot,
         run: Callable[[], object],
-        spare: Iterable[Tensor],  # whose values nothing needs
-        together: Callable[[Callable[[], object]], object],  # runs something on all ranks
+        spare: Iterable[Tensor] = (),  # whose values nothing needs
+        # Runs something on all ranks
+        together: Callable[[Callable[[], object]], object] = lambda run: run(),
     ) -> None:
         """Let what is kept have it, too; the first time it is found by a run."""
         if self._found is not None:
             storages = [storage for find in self._found if (storage := find()) is not None]
-            kept.add(StateSnapshot(list(map(bytes_of, storages))).restore)
+            kept.add(Snapshot(map(bytes_of, storages)))
             return
         watch = WriteWatch({*kept.addresses, *map(storage_address, spare)})
-        kept.add(watch.undo)
+        kept.add(watch)
 
         def watched() -> None:
             try:

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_graphs.core.arguments.snapshot import RegionState
 from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.training.verify.state import StepState
 from tests.training.fits import FullTrace, Net, Trace, compare, prepare
 from tests.training.guards.test_verification import HIDDEN, Everything
 
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(*_: Any) -> None:
+    def take(*_: Any) -> None:
         raise torch.OutOfMemoryError("9 MiB are free")
 
-    monkeypatch.setattr(StepState, "keep", keep)
+    monkeypatch.setattr(RegionState, "take", take)
 
 
 @pytest.mark.usefixtures("no_memory")

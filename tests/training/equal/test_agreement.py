@@ -9,20 +9,18 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
-from lightning_graphs.core.generators import RandomState
+from lightning_graphs.core.arguments.snapshot import Result, Snapshot
 from lightning_graphs.training.costs.memory import MemoryBudget
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.ranks import Ranks
 from lightning_graphs.training.statistics import Statistics
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.differences import Result
-from lightning_graphs.training.verify.state import Kept
 
 CPU = torch.device("cpu")
 
 
-def nothing() -> Kept:
-    return Kept([], RandomState(CPU, []), lambda size: size)
+def nothing() -> Snapshot:
+    return Snapshot([])
 
 
 def agreement() -> Agreement:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
+from lightning_graphs.core.arguments.snapshot import Snapshot
 from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
 from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.state import Kept
 from lightning_graphs.training.verify.verification import CallChecks, Verification
 from tests.training import fits
 from tests.training.fits import Fit, compare, prepare
@@ -199,14 +199,14 @@ def test_a_check_that_is_interrupted_leaves_nothing(
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Kept.__init__
+    own = Snapshot.__init__
 
-    def keep(self: Kept, tensors: Sequence[Tensor], *others: Any, **options: Any) -> None:
+    def take(self: Snapshot, tensors: Sequence[Tensor], *parts: Any, **options: Any) -> None:
         if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
             raise torch.OutOfMemoryError("9 MiB are free")
-        own(self, tensors, *others, **options)
+        own(self, tensors, *parts, **options)
 
-    monkeypatch.setattr(Kept, "__init__", keep)
+    monkeypatch.setattr(Snapshot, "__init__", take)
 
 
 @pytest.mark.usefixtures("no_memory")
