@@ -23,12 +23,10 @@ from lightning_graphs.core.private.distributed import (
     take_no_more_times,
 )
 from lightning_graphs.errors import FIX, CaptureError, GraphError
+from lightning_graphs.regions.lifecycle import CAPTURE, EAGER
 from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
 from lightning_graphs.training.ddp import is_model_parallel, waits_for_gradients, wrapper_of
 from lightning_graphs.training.lightning_private import Sigterm, sigterm_agreed
-
-GIVE_UP, EAGER, CAPTURE = -1, 0, 1
-"""What a step may be; larger numbers are those of plans, which replay it."""
 
 NOT_REDUCED = (
     "after set_requires_gradient_sync(False) a step leaves gradients to the next one, of which a "

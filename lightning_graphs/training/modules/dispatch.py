@@ -19,7 +19,7 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
-from lightning_graphs.training.costs.cache import PlanCache
+from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.modules.observation import ObservedCall, StepObserver
 from lightning_graphs.training.modules.sequence import Means, capture_alone

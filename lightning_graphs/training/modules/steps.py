@@ -14,7 +14,7 @@ from torch import nn
 from lightning_graphs.core.callsite import add_line, named_at, reached_by_name, with_keyword
 from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.training.costs.cache import PlanCache
+from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.training.costs.investment import FEW, PATIENCE, Waiting
 from lightning_graphs.training.costs.memory import SETTLED, NoRoomError
 from lightning_graphs.training.ddp import wrapper_of

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from torch.optim import Optimizer
 from lightning_graphs.core.arguments.buffers import AddressGuard
 from lightning_graphs.core.autograd.backward import refuse_sparse_gradients
 from lightning_graphs.core.callsite import calls_observed
-from lightning_graphs.core.graph import CUDAGraph
 from lightning_graphs.core.private.torch import same_pointers
 from lightning_graphs.errors import GraphError, VerificationError
-from lightning_graphs.training.costs.cache import PlanCache
+from lightning_graphs.exchange import nothing, replaced
+from lightning_graphs.regions.cache import PlanCache
+from lightning_graphs.regions.lifecycle import Lifecycle, Plan
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.fit import Fit
 from lightning_graphs.training.guards.frozen import rates_exchanged
@@ -37,18 +39,11 @@ from lightning_graphs.training.step.optimizers import (
 from lightning_graphs.training.verify.agreement import Agreement
 from lightning_graphs.training.verify.verification import Verification
 
-
-@dataclass(slots=True)
-class UpdatePlan:
-    """A captured optimizer step."""
-
-    gradients: AttachedGradients  # the gradients that it reads
-    graph: CUDAGraph  # unscales and clips them where nobody looks in between, and takes the step
-    uses: int = 0  # how often it was replayed
+_CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
 
 
 class CapturedUpdate:
-    """Takes the optimizer steps of a fit as graph launches."""
+    """Takes the optimizer steps of a fit as graph launches; a region whose calls bring nothing."""
 
     def __init__(self, fit: Fit, gradients: PersistentGradients, agreement: Agreement) -> None:
         self.optimizer: Optimizer = fit.trainer.optimizers[0]
@@ -62,10 +57,16 @@ class CapturedUpdate:
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = Moves(fit.trainer)
         self._awaited = StateAwaited()
-        self._cache: PlanCache[Any, UpdatePlan] = PlanCache(
+        cache: PlanCache[Any, Plan] = PlanCache(
+            fit.investment, self.discard, capacity=fit.options.max_graphs
+        )
+        self._life: Lifecycle[Hashable, Plan] = Lifecycle(
+            self,
+            cache,
             fit.investment,
-            lambda plan: self._pool.release(plan.graph),
-            capacity=fit.options.max_graphs,
+            fit.ranks,
+            verifies=agreement.is_on,
+            again=(lambda: agreement.is_due) if agreement.every else None,
         )
         self._bind()
 
@@ -100,7 +101,9 @@ class CapturedUpdate:
         hooked = bool(self._observers.before_step)
         if hooked:  # first: they may remove gradients, and move what a graph freezes
             call_gradient_hooks(self._fit.trainer, self._fit.module, self.optimizer)
-        plan = self._plan(self.capturable)
+        self.is_new = False
+        plan = self._plan_for(self.capturable)
+        self.is_new |= plan is None
         if plan is None:
             if hooked:
                 self.optimizer.step()
@@ -108,60 +111,38 @@ class CapturedUpdate:
         if not hooked:
             announce_optimizer_step(self._fit.trainer, self.optimizer)
         self._moves.replays += 1
-        self._replay(self.capturable, plan)
+        plan.replay()
         return True
 
-    def _replay(
-        self, capturable: CapturableOptimizer, plan: UpdatePlan, *, looks: bool = True
-    ) -> None:
-        plan.uses += 1
-        capturable.refresh()
-        with self._gradients.brought_in(plan.gradients, looks=looks):
-            plan.graph.replay()
-
-    def _plan(self, capturable: CapturableOptimizer) -> UpdatePlan | None:
+    def _plan_for(self, capturable: CapturableOptimizer) -> Plan | None:
         reason = capturable.reason_to_rebind(self._fit.trainer.current_epoch)
         if not (reason or same_pointers(*self._guard.places) or self._guard.bring_back()):
             reason = "a parameter has moved"
-        if reason:
+        numbers = capturable.hyper_parameters()
+        if reason or self._moves.are_too_many(numbers):
             self._rebind(reason)
             return None
-        numbers = capturable.hyper_parameters()
-        if self._moves.are_too_many(numbers):
-            self._rebind()
-            return None
-        trainer = self._fit.trainer
         with_gradient = tuple([p.grad is not None for p in self._parameters])
         if not any(with_gradient):
             return None  # there would be nothing in the graph
-        clipping = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-        key = (numbers, clipping, with_gradient)
-        plan = self._cache.get(key)
-        is_new = self.is_new = plan is None
-        if is_new and not (self._cache.is_due(key) and capturable.has_stepped):
-            return None
-        try:
-            if plan is None:
-                with self._gradients.capturing():
-                    plan = self._capture(capturable)
-                self._cache.add(key, plan)
-            if is_new or self._agreement.is_due:
-                self._gradients.look()  # ahead of the check, which keeps them itself
-                replay = partial(self._replay, capturable, plan, looks=False)
-                self._checks.check_update(replay)
-        except GraphError as error:
-            if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
-                raise
-            if self._awaited.may_come(key, error, self.optimizer):
-                return None
-            self._cache.refuse(key)
-            self._fit.statistics.note("the optimizer step runs eagerly", error)
-            return None
-        return plan
+        return self._life.plan_for((numbers, _CLIPPING(self._fit.trainer), with_gradient))
+
+    # ------------------------------------------------------------------ the region
+
+    def key(self, call: Hashable) -> Hashable:
+        return call
+
+    def is_ready(self, call: Hashable, key: Hashable) -> bool:
+        return self.capturable is not None and self.capturable.has_stepped
+
+    def capture(self, call: Hashable, key: Hashable) -> Plan:
+        assert self.capturable is not None
+        with self._gradients.capturing():
+            return self._captured(self.capturable, key)
 
     @calls_observed
     @code_captured("A captured optimizer step")
-    def _capture(self, capturable: CapturableOptimizer) -> UpdatePlan:
+    def _captured(self, capturable: CapturableOptimizer, key: Hashable) -> Plan:
         with_gradient = [p for p in self._parameters if p.grad is not None]
         refuse_sparse_gradients([p.grad for p in with_gradient])
         others = [p for p in self._parameters if p.grad is None]
@@ -173,7 +154,40 @@ class CapturedUpdate:
                 with self._pool.capture() as captured:
                     self._body.update()
         capturable.remember_state()
-        return UpdatePlan(gradients, captured)
+        return Plan(
+            key=key,
+            before=(capturable.refresh, partial(self._gradients.bring_in, gradients)),
+            # It unscales and clips them where no hook looks in between, and takes the step.
+            graphs={"update": captured},
+            after=(gradients.take_out,),
+        )
+
+    def compare(self, plan: Plan, call: Hashable) -> bool:
+        self._gradients.look()  # first: the comparison keeps them itself
+        with replaced(self._gradients, "look", nothing):
+            self._checks.check_update(plan.replay)
+        return True
+
+    def may_succeed(self, key: Hashable, error: GraphError) -> bool:
+        return self._awaited.may_come(key, error, self.optimizer)
+
+    def refuse(self, error: GraphError) -> None:
+        if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
+            raise error
+        self._fit.statistics.note("the optimizer step runs eagerly", error)
+
+    def discard(self, plan: Plan | None) -> None:
+        if plan is not None:
+            self._pool.release(plan.graphs["update"])
+
+    def wait(self, *_: Any) -> None:
+        """Nothing is said of it: the rest of the step has its graphs."""
+
+    def enter(self, plan: Plan) -> None:
+        """Note that no eager step has run beside its memory."""
+        self.is_new = True
+
+    # ------------------------------------------------------------------ rebinding
 
     def _rebind(self, reason: str = "") -> None:
         if reason:
@@ -184,7 +198,7 @@ class CapturedUpdate:
         self._bind()
 
     def close(self) -> None:
-        self._cache.clear()
+        self._life.cache.clear()
         if self.capturable is not None:
             self.capturable.restore()
             self.capturable = None

@@ -89,6 +89,8 @@ class AttachedGradients:
         self.copied = copied
         self.in_pool = in_pool
         self._has_lent = False
+        # Between bring_in and take_out: whether it was copied, and buffers with what they held
+        self._brought: tuple[bool, list[Tensor], list[Tensor]] | None = None
         # Parameter, gradient that user code keeps, and buffer
         self._left: list[tuple[Parameter, Tensor, Tensor]] = []
         self._use(buffers)
@@ -243,25 +245,29 @@ class AttachedGradients:
             if sources:
                 torch._foreach_copy_(targets, sources)
 
-    @contextlib.contextmanager
-    def brought_in(self, are_kept: Callable[[], bool]) -> Iterator[None]:
-        """While the body runs, the buffers hold the gradients that there are; it may change these.
+    def bring_in(self, are_kept: Callable[[], bool]) -> None:
+        """Let the buffers hold the gradients that there are, for a graph that may change these.
 
-        Where hooks have put others there, the buffers may be what they keep.
+        :meth:`take_out` is called after it. Buffers may be what hooks keep that have put others
+        into ``.grad``.
         """
+        self._brought = None
         if self.are_attached():
-            yield
             return
-        keeps, copied = are_kept(), self.copied
+        keeps = are_kept()
         others = [buffer for parameter, buffer in self.pairs() if parameter.grad is not buffer]
-        kept = clone_all(others) if keeps else []
+        self._brought = self.copied, others, clone_all(others) if keeps else []
         self.copied |= keeps
         self.adopt()
-        yield
-        self.attach()
-        self.copied = copied
-        if kept:
-            torch._foreach_copy_(others, kept)
+
+    def take_out(self) -> None:
+        """Let ``.grad`` be what the graph has made of the gradients."""
+        brought, self._brought = self._brought, None
+        if brought is not None:
+            self.attach()
+            self.copied, others, kept = brought
+            if kept:
+                torch._foreach_copy_(others, kept)
 
     def are_attached(self) -> bool:
         return all(map(is_, map(_gradient, self.parameters), self.buffers))
@@ -375,19 +381,15 @@ class PersistentGradients(GradientMemory):
         ):
             yield
 
-    def brought_in(
-        self,
-        gradients: AttachedGradients,
-        *,
-        looks: bool = True,  # or this package keeps gradients itself, and has looked before
-    ) -> AbstractContextManager[None]:
-        """See :meth:`AttachedGradients.brought_in`."""
-        gradients.copied = self.are_copied
-        return gradients.brought_in(self._looked if looks else lambda: self.are_kept)
+    def bring_in(self, gradients: AttachedGradients) -> None:
+        """See :meth:`AttachedGradients.bring_in`."""
 
-    def _looked(self) -> bool:
-        self.look()
-        return self.are_kept
+        def are_kept() -> bool:
+            self.look()
+            return self.are_kept
+
+        gradients.copied = self.are_copied
+        gradients.bring_in(are_kept)
 
 
 class GradientTargets:

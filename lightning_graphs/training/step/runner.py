@@ -18,7 +18,8 @@ from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
 from lightning_graphs.core.obstacles import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.exchange import nothing
-from lightning_graphs.training.costs.cache import PlanCache
+from lightning_graphs.regions.cache import PlanCache
+from lightning_graphs.regions.lifecycle import CAPTURE, EAGER, GIVE_UP
 from lightning_graphs.training.costs.investment import Moves
 from lightning_graphs.training.costs.memory import MemoryKept, NoRoomError
 from lightning_graphs.training.fit import Fit, Learned
@@ -35,7 +36,7 @@ from lightning_graphs.training.lightning_private import (
     takes_no_closure,
 )
 from lightning_graphs.training.notices import Notices
-from lightning_graphs.training.ranks import CAPTURE, EAGER, GIVE_UP, NOT_REDUCED
+from lightning_graphs.training.ranks import NOT_REDUCED
 from lightning_graphs.training.statistics import capture_cost, in_words
 from lightning_graphs.training.step.capture import StateAwaited, StepCapture, refuse_iterator
 from lightning_graphs.training.step.gradients import KEPT_LATE
@@ -194,8 +195,9 @@ class StepRunner:
             return
         self._in_graph.refresh()
         # A fused step unscales by itself what no hook has unscaled before it
-        with plan.gradients.brought_in(self._kept.look):
-            plan.graphs["step"].replay()
+        plan.gradients.bring_in(self._kept.look)
+        plan.graphs["step"].replay()
+        plan.gradients.take_out()
         plan.store("step")
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.training.costs import investment as module
-from lightning_graphs.training.costs.cache import PlanCache
 from lightning_graphs.training.costs.investment import Investment
 from lightning_graphs.training.options import Options
 from lightning_graphs.training.statistics import Statistics

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
-
-from lightning_graphs.training.costs.investment import Investment
+from typing import Any, Generic, Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 Plan = TypeVar("Plan")
@@ -20,12 +18,23 @@ _RECENT = 1024
 """Sightings after which older ones count half."""
 
 
+class Worth(Protocol):
+    """Decides from sightings what is worth a capture."""
+
+    @property
+    def payback(self) -> float:
+        """How many replays repay a capture."""
+
+    def why_not(self, seen: int, share: float, lost: int, uses: int, *, moved: bool) -> str:
+        """Why a key is not worth a capture yet; empty if it is."""
+
+
 class PlanCache(Generic[Key, Plan]):
     """Captured plans by key; none is ever dropped for one that is used less."""
 
     def __init__(
         self,
-        investment: Investment,  # decides from sightings what is worth a capture
+        investment: Worth,
         release: Callable[[Plan], None],  # called with a plan that leaves the cache
         *,
         capacity: int | None = None,  # number of plans at most; None: as many as are worth it
@@ -38,7 +47,7 @@ class PlanCache(Generic[Key, Plan]):
         self._release = release
         self._capacity = float("inf") if capacity is None else capacity
         self._shape = shape
-        self._plans: OrderedDict[Key, Plan] = OrderedDict()
+        self.by_key: OrderedDict[Key, Plan] = OrderedDict()
         self._counted: dict[Key, int] = {}
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._shapes: OrderedDict[Hashable, float] = OrderedDict()
@@ -50,24 +59,24 @@ class PlanCache(Generic[Key, Plan]):
         self._past_uses = 0
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self.by_key)
 
     def plans(self) -> list[Plan]:
-        return list(reversed(self._plans.values()))
+        return list(reversed(self.by_key.values()))
 
     def find(self, fits: Callable[[Plan], bool]) -> Plan | None:
         """The first plan that fits, from the most recently used one on; see :meth:`get`."""
-        for key, plan in reversed(self._plans.items()):
+        for key, plan in reversed(self.by_key.items()):
             if fits(plan):
-                self._plans.move_to_end(key)
+                self.by_key.move_to_end(key)
                 return plan
         return None
 
     def get(self, key: Key) -> Plan | None:
         """The plan of ``key``, which becomes the most recently used one; None if there is none."""
-        if key in self._plans:
-            self._plans.move_to_end(key)
-        return self._plans.get(key)
+        if key in self.by_key:
+            self.by_key.move_to_end(key)
+        return self.by_key.get(key)
 
     # ------------------------------------------------------------------ what is worth a plan
 
@@ -89,10 +98,10 @@ class PlanCache(Generic[Key, Plan]):
         seen = self.see(key)
         shape = self._shape(key)
         share = self._share(shape)
-        shapes = {self._shape(other) for other in self._plans}
+        shapes = {self._shape(other) for other in self.by_key}
         # How many were refused or dropped, or gave way to another one of their shape
         lost = self._captures - len(shapes)
-        uses = self._past_uses + sum(map(self._uses, self._plans.values()))
+        uses = self._past_uses + sum(map(self._uses, self.by_key.values()))
         moved = shape in shapes  # there are plans for it, for other values
         self.why_not = self._investment.why_not(seen, share, lost, uses, moved=moved)
         self.is_full = not self.why_not and not self._has_room(shape)
@@ -118,7 +127,7 @@ class PlanCache(Generic[Key, Plan]):
         return share
 
     def _count_uses(self) -> None:
-        for key, plan in self._plans.items():
+        for key, plan in self.by_key.items():
             uses, shape = self._uses(plan), self._shape(key)
             self._shapes[shape] = self._shapes.get(shape, 0.0) + uses - self._counted[key]
             self._counted[key] = uses
@@ -136,27 +145,27 @@ class PlanCache(Generic[Key, Plan]):
 
     def _in_the_way(self, shape: Hashable) -> Key | None:
         """Whose plan gives way to one of this shape: the oldest of its own, or the least used."""
-        is_full = len(self._plans) >= self._capacity
-        same = [key for key in self._plans if self._shape(key) == shape]
+        is_full = len(self.by_key) >= self._capacity
+        same = [key for key in self.by_key if self._shape(key) == shape]
         if same:
             return same[0] if is_full or len(same) >= _VALUES else None
-        least = min(self._plans, key=lambda k: self._shapes.get(self._shape(k), 0.0), default=None)
+        least = min(self.by_key, key=lambda k: self._shapes.get(self._shape(k), 0.0), default=None)
         return least if is_full else None
 
     def add(self, key: Key, plan: Plan) -> None:
         """Keep a captured plan, releasing the one before and, beyond capacity, the least used."""
-        if key in self._plans:
+        if key in self.by_key:
             self.drop(key)
         other = self._in_the_way(self._shape(key))
         if other is not None:
             self.drop(other)
         self._seen.pop(key, None)
         self._captures += 1
-        self._plans[key] = plan
+        self.by_key[key] = plan
         self._counted[key] = self._uses(plan) + 1  # the coming one has been seen already
 
     def drop(self, key: Key) -> None:
-        plan = self._plans.pop(key)
+        plan = self.by_key.pop(key)
         self._past_uses += self._uses(plan)
         del self._counted[key]
         self._release(plan)
@@ -164,14 +173,14 @@ class PlanCache(Generic[Key, Plan]):
     def refuse(self, key: Key) -> None:
         """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
         _count(self._refused, key)
-        if key in self._plans:
+        if key in self.by_key:
             self.drop(key)
         else:
             self._captures += 1
 
     def drop_all(self) -> None:
         """Release every plan; how often each key was seen stays known."""
-        for key in reversed([*self._plans]):
+        for key in reversed([*self.by_key]):
             self.drop(key)
 
     def clear(self) -> None:

@@ -1,0 +1,1 @@
+"""Regions of user code that are captured, and the one life cycle that all of them have."""

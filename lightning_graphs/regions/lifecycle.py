@@ -1,0 +1,251 @@
+"""The life of captured regions: due, captured, verified, replayed, refused, released."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.regions.cache import PlanCache
+
+Check = tuple[Callable[[], Any], Any]
+"""Compare: a function that reads something, and what it has given at the capture."""
+
+Instruction = Callable[[], object]
+"""Compute, copy in or emit: a call without arguments, prepared at the capture."""
+
+
+GIVE_UP, EAGER, CAPTURE = -1, 0, 1
+"""What becomes of a call; larger numbers are those of plans, which replay it."""
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """A captured region, complete when made.
+
+    A replay compares with ``checks``; where all are equal it runs ``before``, launches ``graphs``
+    and runs ``after``.
+    """
+
+    key: Hashable  # what it is for, with all that its capture has read
+    checks: tuple[Check, ...] = ()
+    before: tuple[Instruction, ...] = ()
+    graphs: Mapping[str, CUDAGraph] = field(default_factory=dict)  # by name, in launch order
+    after: tuple[Instruction, ...] = ()
+    uses: int = 0  # how often it was replayed
+    unverified: bool = False  # it is yet to be compared with the eager region
+    number: int = 0  # equal on all ranks that have captured it together
+
+    def fits(self, call: Any) -> bool:
+        """Whether it is right for a call; if so it is ready for a replay."""
+        return bool(self.key == call)
+
+    def holds(self) -> bool:
+        """Whether all that its checks read is as it was at the capture."""
+        for read, known in self.checks:  # noqa: SIM110 (no generator in a replay)
+            if read() != known:
+                return False
+        return True
+
+    def cancel(self) -> None:
+        """Undo what :meth:`fits` has prepared, since there is no replay."""
+
+    def replay(self) -> None:
+        """Run the whole of it; the caller has asked whether it :meth:`fits`."""
+        self.uses += 1
+        for instruction in self.before:
+            instruction()
+        for graph in self.graphs.values():
+            graph.replay()
+        for instruction in self.after:
+            instruction()
+
+
+Call = TypeVar("Call", contravariant=True)
+P = TypeVar("P", bound=Plan)
+_Result = TypeVar("_Result")
+
+
+class Region(Protocol[Call, P]):
+    """Code that a life cycle captures; a call is one run of it, with what it is given."""
+
+    def key(self, call: Call) -> Hashable:
+        """What tells the call from others; None: it runs eagerly, and is not counted.
+
+        Raises:
+            CaptureError: No graph could be for this call.
+        """
+
+    def wait(self, call: Call, key: Hashable) -> None:
+        """Note that the call is not worth a capture yet; the cache says why."""
+
+    def is_ready(self, call: Call, key: Hashable) -> bool:
+        """Whether all is there that a capture of the call needs."""
+
+    def capture(self, call: Call, key: Hashable) -> P | None:
+        """Capture the call; None: that would cost more than it saves.
+
+        Raises:
+            GraphError: It cannot be captured.
+        """
+
+    def discard(self, plan: P | None) -> None:
+        """Release the graphs of a plan that was not entered."""
+
+    def enter(self, plan: P) -> None:
+        """Note that a captured plan is in the cache from now on."""
+
+    def compare(self, plan: P, call: Call) -> bool:
+        """Run the call both ways from one state, and leave all as it was before.
+
+        False: the call runs eagerly, for another reason than its results.
+
+        Raises:
+            GraphError: The replay computes something else.
+        """
+
+    def may_succeed(self, key: Hashable, error: GraphError) -> bool:
+        """Whether a capture that failed so may succeed in a later call."""
+
+    def refuse(self, error: GraphError) -> None:
+        """Tell that such calls run eagerly, or raise."""
+
+
+class Policy(Protocol):
+    """Decides when plans are compared with eager runs."""
+
+    @property
+    def affords_verification(self) -> bool: ...
+
+    def verifying(self) -> AbstractContextManager[None]: ...
+
+
+class Ranks(Protocol):
+    """Lets all ranks do the same with a call."""
+
+    are_one: bool
+    numbers: itertools.count[int]  # of plans, above CAPTURE and equal on all ranks
+
+    def settle(self, choice: int, wish: bool) -> tuple[int, bool]: ...
+
+    def any(self, value: bool) -> bool: ...
+
+    def together(self, run: Callable[[], _Result], undo: Callable[[_Result], None]) -> _Result: ...
+
+
+class Lifecycle(Generic[Call, P]):
+    """Finds, captures and verifies the plans of a region; its owner replays them."""
+
+    def __init__(
+        self,
+        region: Region[Call, P],
+        cache: PlanCache[Any, P],
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        verifies: bool,  # plans are compared with eager runs before their first replay
+        # Whether known plans are compared again in the present call; None: they never are
+        again: Callable[[], bool] | None = None,
+    ) -> None:
+        self._region = region
+        self.cache = cache
+        self._policy = policy
+        self._ranks = ranks
+        self._verifies = verifies
+        self._again = again
+        self.is_failing = False  # this rank gives up as soon as all do
+        self.has_failed = False  # all ranks gave up
+
+    def plan_for(self, call: Call) -> P | None:
+        """The plan for a replay of this call, captured and verified on the way if it is due.
+
+        None: the call runs eagerly.
+        """
+        region, key, plan = self._region, None, self._find(call)
+        if plan is not None:
+            choice, wish = plan.number, plan.unverified and self._policy.affords_verification
+        else:
+            key = self._due_key(call)
+            choice, wish = EAGER if key is None else CAPTURE, False
+        if self.is_failing:
+            choice = GIVE_UP
+        if not self._ranks.are_one:
+            choice, wish = self._ranks.settle(choice, wish)
+        self.has_failed |= choice == GIVE_UP
+        if plan is not None and choice <= CAPTURE:
+            plan.cancel()
+        if choice == CAPTURE:
+            if plan is not None:  # another rank has lost it
+                self.cache.drop(plan.key)
+            return self._captured(call, region.key(call) if key is None else key)
+        if choice <= EAGER or plan is None:
+            return None
+        again = self._again is not None and self._again()
+        return self._verified(plan, call) if wish or again else plan
+
+    def _find(self, call: Call) -> P | None:
+        """The first plan that fits, from the one that was used last on."""
+        plans = self.cache.by_key
+        for key, plan in reversed(plans.items()):
+            if plan.fits(call):
+                plans.move_to_end(key)
+                return plan
+        return None
+
+    def _due_key(self, call: Call) -> Hashable | None:
+        """The key of a call that is to be captured now; None for any other."""
+        try:
+            key = self._region.key(call)
+        except CaptureError as error:
+            self._refuse(None, error)
+            return None
+        if key is None:
+            return None
+        if not self.cache.is_due(key):
+            if self.cache.why_not:
+                self._region.wait(call, key)
+            return None
+        return key if self._region.is_ready(call, key) else None
+
+    def _captured(self, call: Call, key: Hashable) -> P | None:
+        region = self._region
+        try:
+            plan = self._ranks.together(partial(region.capture, call, key), region.discard)
+        except GraphError as error:
+            if not region.may_succeed(key, error):
+                self._refuse(key, error)
+            return None
+        if plan is None:
+            return None
+        plan.number, plan.unverified = next(self._ranks.numbers), self._verifies
+        self.cache.add(plan.key, plan)
+        region.enter(plan)
+        is_too_much = self._ranks.any(not self._policy.affords_verification)
+        return plan if is_too_much else self._verified(plan, call)
+
+    def _verified(self, plan: P, call: Call) -> P | None:
+        """The plan if it computes what the eager call does; else it is dropped."""
+        if not self._verifies:
+            return plan
+        plan.unverified = False
+        try:
+            with self._policy.verifying():
+                return plan if self._region.compare(plan, call) else None
+        except GraphError as error:
+            self._refuse(plan.key, error)
+            return None
+
+    def _refuse(self, key: Hashable, error: GraphError) -> None:
+        if key is not None:
+            self.cache.refuse(key)
+        self._region.refuse(error)
+
+    def give_up(self) -> None:
+        """Let no call have graphs any more: at once if there is one rank, else when all do."""
+        self.is_failing = True
+        self.has_failed |= self._ranks.are_one
