@@ -10,6 +10,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -265,8 +266,9 @@ def cheap_contexts(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
     return replaced(trainer.profiler, "profile", _Unrecorded)  # type: ignore[attr-defined]
 
 
+@dataclass(eq=False, repr=False)
 class _Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):
-    """What ``Profiler.profile`` gives: a context, and a decorator."""
+    """What ``Profiler.profile`` gives: a context and a decorator, whose code is all Python's."""
 
-    def __init__(self, action_name: str) -> None:
-        super().__init__(action_name)
+    action_name: str
+    enter_result = property(attrgetter("action_name"))

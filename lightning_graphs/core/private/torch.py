@@ -168,13 +168,12 @@ def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
     return [getattr(module, name, {}) for name in names]
 
 
-def hooks_registered() -> int:
-    """A number that grows with every hook that is registered anywhere; else it always differs."""
-    number = getattr(RemovableHandle, "next_id", None)
-    return number if isinstance(number, int) else next(_never_the_same)
-
-
-_never_the_same = itertools.count()
+hooks_registered: Callable[[], int] = (
+    partial(attrgetter("next_id"), RemovableHandle)
+    if isinstance(getattr(RemovableHandle, "next_id", None), int)
+    else partial(next, itertools.count())
+)
+"""A number that grows with every hook that is registered anywhere; else it always differs."""
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
