@@ -7,7 +7,7 @@ pass through here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -63,6 +63,25 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         bind(table, name, before)
+
+
+Member = tuple[Any, str, Any]
+"""An object, a class or a module of Python, a name in it, and a value for that."""
+
+
+@contextlib.contextmanager
+def exchanged(members: Iterable[Member]) -> Iterator[None]:
+    """Let all of these be members while the body runs; see :func:`replaced`."""
+    before = []
+    try:
+        for owner, name, value in members:
+            table = owner if isinstance(owner, type) else vars(owner)
+            before.append((table, name, bound(table, name)))
+            bind(table, name, value)
+        yield
+    finally:
+        for place in reversed(before):
+            bind(*place)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ Where torch lacks what is used here, recurrent layers with dropout stay eager.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.exchange import replaced
+from lightning_graphs.exchange import exchanged
 
 aten = torch.ops.aten
 
@@ -150,15 +151,11 @@ class DropoutCapture:
         self.found: CapturedDropout | None = None
         self._to_be_made: DropoutState | None = None
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[None]:
         """Follow the recurrent layers that the body calls, a part of a capture."""
-        with contextlib.ExitStack() as stack:
-            for owner in (torch._VF, torch):
-                for name in _LAYERS:
-                    call = self._noted(getattr(owner, name))
-                    stack.enter_context(replaced(owner, name, call))
-            yield
+        owners = torch._VF, torch
+        calls = [(o, name, self._noted(getattr(o, name))) for o in owners for name in _LAYERS]
+        return exchanged(calls)
 
     def end(self) -> None:
         """After the capture: what was to be made anew before it, still is."""

@@ -80,6 +80,7 @@ from lightning_graphs.training.host.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
     LoggedNumbers,
+    metrics_exchanged,
     metrics_of,
 )
 from lightning_graphs.training.host.places import place_of, trained_parameters
@@ -251,10 +252,7 @@ class Doctor:
         """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._logs.watching(self._module))
-            for _, metric in self._metrics:
-                for method in ("forward", "update", "compute", "reset"):
-                    plain = getattr(metric, method)
-                    stack.enter_context(replaced(metric, method, self._unobserved(plain)))
+            stack.enter_context(metrics_exchanged(self._module, self._unobserved))
             stack.enter_context(around.reading(number=self._numbers.counter))
             watched = old_gradients_watched(self._trainer, self._met, around.in_attributes)
             stack.enter_context(watched)
@@ -285,7 +283,7 @@ class Doctor:
     def _effect(self) -> Effect:
         return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
 
-    def _unobserved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _unobserved(self, function: Callable[..., Any], _: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             given, site = leaves_of((args, kwargs), Tensor), self._sites.here()

@@ -7,6 +7,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_graphs.core.callsite import CallSite, CallSiteFinder, frames_from
 from lightning_graphs.core.obstacles import Obstacle, OnUse
 from lightning_graphs.core.private.torch import values_checked_on_device
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line, refusals
-from lightning_graphs.exchange import replaced
+from lightning_graphs.exchange import exchanged
 from lightning_graphs.training.costs.memory import is_out_of_memory, no_room
 from lightning_graphs.training.guards.own_code import OwnCode
 
@@ -51,8 +52,7 @@ _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
 _GUARDS = "lightning_graphs.training.guards."  # what reads attributes for others, to watch them
 
 
-@contextlib.contextmanager
-def effects_watched(trainer: Trainer, own: OwnCode, on_use: OnUse) -> Iterator[None]:
+def effects_watched(trainer: Trainer, own: OwnCode, on_use: OnUse) -> AbstractContextManager[None]:
     """Watch for prints, opened files, Python's loggers and Lightning's, in this thread.
 
     Only lines of the step's author count: libraries warn and log on their own account.
@@ -64,11 +64,8 @@ def effects_watched(trainer: Trainer, own: OwnCode, on_use: OnUse) -> Iterator[N
             site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
             on_use(SIDE_EFFECT, what, f"{what} is used", site)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, what in list(_present(trainer)):
-            watched = _watched(getattr(owner, name), what, used)
-            stack.enter_context(replaced(owner, name, watched))
-        yield
+    present = list(_present(trainer))
+    return exchanged((o, name, _watched(getattr(o, name), what, used)) for o, name, what in present)
 
 
 def _present(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:

@@ -11,6 +11,7 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from numbers import Real
 from typing import Any, NoReturn
@@ -25,7 +26,7 @@ from lightning_graphs.core.backends.recorder import OperatorCall, OperatorsSeen
 from lightning_graphs.core.generators import PythonGenerator, shared_generators
 from lightning_graphs.core.host.hoisting import HostRecording
 from lightning_graphs.core.private.modes import out_of_sight
-from lightning_graphs.exchange import replaced
+from lightning_graphs.exchange import exchanged, replaced
 from lightning_graphs.training.guards.frozen import StandIn, present
 from lightning_graphs.training.guards.python_state import DRAWN
 from lightning_graphs.training.host.followed import FOR_A_WHILE, DrawingFunction
@@ -41,10 +42,9 @@ _plainly: set[int] = set()
 """Threads in which functions that draw are themselves."""
 
 
-@contextlib.contextmanager
 def draws_exchanged(
     exchange: Exchange, further: Collection[DrawingFunction] = ()
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let something else stand in this thread for the functions of shared generators.
 
     Args:
@@ -53,7 +53,7 @@ def draws_exchanged(
     """
     thread = threading.get_ident()
 
-    def exchanged(
+    def drawing(
         name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
     ) -> Any:
         own = exchange(name, function, generator)
@@ -68,20 +68,19 @@ def draws_exchanged(
         vars(call)[FOR_A_WHILE] = True
         return call
 
-    generators = {}
-    with contextlib.ExitStack() as stack:
-        for module, generator in shared_generators():
-            generators[generator.name] = generator
-            owner = getattr(generator.get_state, "__self__", module)
-            for name, function in list(vars(module).items()):
-                if getattr(function, "__self__", None) is owner and name not in _GETTERS:
-                    own = exchanged(f"{module.__name__}.{name}", function, generator, draws=True)
-                    stack.enter_context(replaced(module, name, own))
-        for module_name, name, drawn in further:
-            module = sys.modules[module_name]
-            own = exchanged(name, vars(module)[name], generators[drawn], draws=False)
-            stack.enter_context(replaced(module, name, own))
-        yield
+    generators, members = {}, []
+    for module, generator in shared_generators():
+        generators[generator.name] = generator
+        owner = getattr(generator.get_state, "__self__", module)
+        for name, function in vars(module).items():
+            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
+                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
+                members.append((module, name, own))
+    for module_name, name, drawn in further:
+        module = sys.modules[module_name]
+        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
+        members.append((module, name, own))
+    return exchanged(members)
 
 
 def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
@@ -132,10 +131,10 @@ def draws_recorded(
     def converted(array: Any) -> Any:
         return torch.as_tensor(array) if isinstance(array, LiveArray) else from_numpy(array)
 
-    exchanged = draws_exchanged(drawing, functions)
+    drawn = draws_exchanged(drawing, functions)
     # What gives the present value of data with live numbers in it; None of other data
     recording.reader_of = lambda d: partial(present, d) if _numbers_in(d) else None
-    with recording, exchanged, replaced(torch, "from_numpy", converted):
+    with recording, drawn, replaced(torch, "from_numpy", converted):
         yield
 
 

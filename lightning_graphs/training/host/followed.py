@@ -6,16 +6,16 @@ They ask for a bare number. While code is watched, such a number gets the call.
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
 from lightning_graphs.core.callsite import frames_from, is_library
-from lightning_graphs.exchange import replaced
+from lightning_graphs.exchange import Member, exchanged
 
 
 class Followed(abc.ABC):
@@ -48,16 +48,10 @@ DrawingFunction = tuple[str, str, str]
 """The name of a module, of a function in it, and of the generator that this draws from."""
 
 
-@contextlib.contextmanager
-def calls_followed(conversions: Collection[Conversion] = ()) -> Iterator[None]:
+def calls_followed(conversions: Collection[Conversion] = ()) -> AbstractContextManager[None]:
     """Let functions of ``math``, and these, follow numbers; compiled code must see none of it."""
-    with contextlib.ExitStack() as stack:
-        for name, function in list(vars(math).items()):
-            if callable(function) and not name.startswith("__"):
-                stack.enter_context(replaced(math, name, _following(function)))
-        for module, kind in conversions:
-            stack.enter_context(replaced(sys.modules[module], kind.__name__, _CONVERSIONS[kind]))
-        yield
+    converting = ((sys.modules[m], kind.__name__, _CONVERSIONS[kind]) for m, kind in conversions)
+    return exchanged([*_OF_MATH, *converting])
 
 
 def _following(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,6 +63,13 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return call
+
+
+_OF_MATH: list[Member] = [
+    (math, name, _following(function))
+    for name, function in vars(math).items()
+    if callable(function) and not name.startswith("__")
+]
 
 
 def _conversion(kind: Any) -> type:

@@ -20,7 +20,7 @@ from lightning_graphs.core.arguments.tree import leaves_of, substitute
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import clone_all, current_autograd_node, version_of
-from lightning_graphs.exchange import replaced
+from lightning_graphs.exchange import exchanged
 from lightning_graphs.training.guards.frozen import FrozenNumber, StandIn, refuse_stand_ins
 from lightning_graphs.training.guards.walkers import held_in
 from lightning_graphs.training.host.progress import ProgressValues
@@ -86,6 +86,17 @@ def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
             found.append((name.removeprefix("self."), child))
             inside.update(child.modules())
     return found
+
+
+def metrics_exchanged(
+    module: LightningModule, instead: Callable[[Callable[..., Any], str], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Let others stand for the methods of metrics that code calls, given these and a name."""
+    return exchanged(
+        (metric, method, instead(getattr(metric, method), f"metric `{name}`"))
+        for name, metric in metrics_of(module)
+        for method in ("forward", "update", "compute", "reset")
+    )
 
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -190,10 +201,7 @@ class LogRecorder:
             log = stack.enter_context(log_exchanged(self._module, self._record_log))
             caught = functools.partial(self._record_log, log)
             stack.enter_context(kept_log_caught(self._module.trainer, caught))
-            for name, metric in metrics_of(self._module):
-                for method in ("forward", "update", "compute", "reset"):
-                    recorder = self._metric_recorder(metric, method, f"metric `{name}`")
-                    stack.enter_context(replaced(metric, method, recorder))
+            stack.enter_context(metrics_exchanged(self._module, self._metric_recorder))
             yield
 
     def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -216,9 +224,7 @@ class LogRecorder:
             value = value.detach().clone() if value.device == device else value.detach()
         self._calls.append(_LogCall(self._module, log, name, arguments, value, now))
 
-    def _metric_recorder(self, metric: Any, method: str, name: str) -> Callable[..., Any]:
-        function = getattr(metric, method)
-
+    def _metric_recorder(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
             self._dtype, given = torch.get_default_dtype(), (args, kwargs)
             refuse_stand_ins(given)

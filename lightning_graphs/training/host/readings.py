@@ -6,18 +6,18 @@ ahead of its graph, and the others behind it, in their order.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_graphs.core.host.half import Draw
-from lightning_graphs.exchange import replaced
+from lightning_graphs.exchange import exchanged
 from lightning_graphs.training.guards.clocks import CLOCK, NUMBERS
 from lightning_graphs.training.guards.own_code import OwnCode
 from lightning_graphs.training.host.followed import FOR_A_WHILE
@@ -71,14 +71,13 @@ class Readings:
         for reading in self._taken[1:]:
             reading()
 
-    def repeated(self, own: OwnCode) -> contextlib.AbstractContextManager[None]:
+    def repeated(self, own: OwnCode) -> AbstractContextManager[None]:
         """Let the body, the captured code, see the last readings again."""
         values = iter([reading.value for reading in self._taken])
         return clocks_exchanged(own, lambda name, _: next(values, self._apart(name)))
 
 
-@contextlib.contextmanager
-def clocks_exchanged(own: OwnCode, read: Read) -> Iterator[None]:
+def clocks_exchanged(own: OwnCode, read: Read) -> AbstractContextManager[None]:
     """Let something else stand for clocks in this thread, where the author's code reads them.
 
     Packages read clocks on their own account, some whenever Python collects garbage. Compiled code
@@ -86,7 +85,7 @@ def clocks_exchanged(own: OwnCode, read: Read) -> Iterator[None]:
     """
     thread = threading.get_ident()
 
-    def exchanged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def standing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def call(*args: Any) -> Any:
             follows = threading.get_ident() == thread and own.runs_in(sys._getframe(1))
@@ -98,13 +97,15 @@ def clocks_exchanged(own: OwnCode, read: Read) -> Iterator[None]:
     stand_ins: dict[int, Callable[..., Any]] = {}
     for name, known in NUMBERS.items():
         function = vars(time)[name]
-        stand_ins[id(known)] = stand_ins[id(function)] = exchanged(name, function)
-    with contextlib.ExitStack() as stack:
-        for module in (time, timeit, *_modules(own)):
-            for key, value in list(vars(module).items()):
-                if id(value) in stand_ins:
-                    stack.enter_context(replaced(module, key, stand_ins[id(value)]))
-        yield
+        stand_ins[id(known)] = stand_ins[id(function)] = standing(name, function)
+    return exchanged(
+        [
+            (module, key, stand_ins[id(value)])
+            for module in (time, timeit, *_modules(own))
+            for key, value in vars(module).items()
+            if id(value) in stand_ins
+        ]
+    )
 
 
 def _modules(own: OwnCode) -> list[ModuleType]:

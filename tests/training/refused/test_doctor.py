@@ -232,7 +232,7 @@ class TestLifecycle:
                     raise ValueError("in the second step")
                 return self.loss(batch)
 
-        fit = prepare(backend, tmp_path, True, module=Failing, capture={"doctor": True})
+        fit = prepare(backend, tmp_path, True, module=Failing, capture={"diagnose": True})
         with pytest.raises(ValueError, match="in the second step"):
             fit.run()
         assert fit.capture.report.diagnosis is not None
