@@ -211,12 +211,8 @@ def returned_by(function: Any) -> CallSite:
     code = getattr(function, "__code__", None)
     if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
         return site
-    lines, line = set(), code.co_firstlineno
-    starts = dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = starts.get(instruction.offset) or line
-        if instruction.opname in ("RETURN_VALUE", "RETURN_CONST"):
-            lines.add(line)
+    returns = ("RETURN_VALUE", "RETURN_CONST")
+    lines = {line for line, found in _instructions(code) if found.opname in returns}
     return replace(site, line=lines.pop()) if len(lines) == 1 else site
 
 
@@ -243,11 +239,26 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_in(constant)
 
 
+def _instructions(code: types.CodeType) -> Iterator[tuple[int, dis.Instruction]]:
+    """The instructions of a function, each with its line."""
+    line, starts = code.co_firstlineno, dict(dis.findlinestarts(code))
+    for instruction in dis.get_instructions(code):
+        line = starts.get(instruction.offset) or line
+        yield line, instruction
+
+
 def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
     """The line of some functions that binds a name, or else the first one that reads it."""
     words = [*reversed(re.findall(r"\w+", name.partition(": ")[0]))]
-    for word, find in [*((w, _lines_with) for w in words), *((w, _lines_quoting) for w in words)]:
-        found = [place for code in codes for place in find(code, word)]
+    for word, is_text in [*((w, False) for w in words), *((w, True) for w in words)]:
+        found = [
+            (instruction.opname.startswith("STORE"), CallSite(code.co_filename, line, code.co_name))
+            for code in codes
+            for line, instruction in _instructions(code)
+            if instruction.argval == word
+            if is_text == (instruction.opname == "LOAD_CONST")
+            if is_text or word in (*code.co_names, *code.co_freevars)
+        ]
         if found:
             return max(found, key=lambda place: place[0])[1]
     return CallSite()
@@ -256,9 +267,7 @@ def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
 def with_keyword(names: Collection[str], codes: Iterable[types.CodeType]) -> CallSite:
     """The first line of some functions that passes a keyword of these names."""
     for code in codes:
-        line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
-        for instruction in dis.get_instructions(code):
-            line = lines.get(instruction.offset) or line
+        for line, instruction in _instructions(code):
             given = instruction.argval
             if instruction.opname == "KW_NAMES":  # of which dis tells nothing on Python 3.11
                 given = code.co_consts[instruction.arg or 0]
@@ -284,25 +293,6 @@ def named_at(name: str, codes: Iterable[types.CodeType]) -> str:
     """Where that is, to follow a name in a message; empty where no line has it."""
     site = site_naming(name, codes)
     return f", named at {site.describe()}" if site.line else ""
-
-
-def _lines_with(code: types.CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
-    """The lines of a function with a name, and whether they bind it."""
-    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = lines.get(instruction.offset) or line
-        if instruction.argval == name and name in (*code.co_names, *code.co_freevars):
-            binds = instruction.opname.startswith("STORE")
-            yield binds, CallSite(code.co_filename, line, code.co_name)
-
-
-def _lines_quoting(code: types.CodeType, name: str) -> Iterator[tuple[bool, CallSite]]:
-    """The same of a text, such as the key of an entry."""
-    line, lines = code.co_firstlineno, dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = lines.get(instruction.offset) or line
-        if instruction.opname == "LOAD_CONST" and instruction.argval == name:
-            yield False, CallSite(code.co_filename, line, code.co_name)
 
 
 def inside_compiled_module() -> bool:
