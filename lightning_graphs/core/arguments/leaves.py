@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import reprlib
-from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from types import MethodType
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.core.arguments.identity import Identity
-from lightning_graphs.core.arguments.values import (
-    HeldValues,
-    exact,
-    in_words,
-    is_object,
-    is_plain,
-    is_small_array,
-    values_of_class,
-)
+from lightning_graphs.core.arguments.values import Constant, Inside
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.exchange import Absence
 
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
 
@@ -72,54 +57,6 @@ class TensorSpec:
             text += f" stride ({_commas(self.stride)})"
         text += f" on {self.device}" if self.device != other.device else ""
         return text + (" requires_grad" if self.requires_grad and not other.requires_grad else "")
-
-
-class Inside(NamedTuple):
-    """Name and value of what is inside of an object or a container; tensors are themselves."""
-
-    values: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, value: Any) -> Inside:
-        held = HeldValues()
-        held.add("", lambda _: value, None, value)
-        if is_object(value):
-            held.read(values_of_class(type(value)))
-        return cls(held.now())
-
-    def changes(self, other: Inside) -> list[str]:
-        """What changed from this to another, a line each."""
-        old, new = dict(self.values), dict(other.values)
-        absent = Absence.ABSENT
-        pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
-        return [f"{key}: {in_words(a, b)}" for key, (a, b) in pairs.items() if a != b]
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A leaf that is no tensor: baked into the graph, so it has to stay what it was.
-
-    Equal by type and value, objects by what is inside of them; other things that cannot be hashed
-    are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
-    """
-
-    kind: type
-    key: Hashable
-    text: str = field(compare=False)
-
-    @classmethod
-    def of(cls, value: Any) -> Constant:
-        # While modules are watched, their classes are exchanged.
-        kind = nn.Module if isinstance(value, nn.Module) else type(value)
-        text = reprlib.repr(value)
-        if text.startswith("<") and not is_plain(value):  # with an address
-            text = kind.__qualname__
-        return cls(kind, as_hashable(value), text)
-
-    def matches(self, value: Any) -> bool:
-        if isinstance(self.key, Identity):
-            return self.key.matches(value)
-        return type(value) is self.kind and as_hashable(value) == self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +107,6 @@ def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
     if texts[0] == texts[1]:
         texts[1] += " (another object)"
     return [f"{name}: {' -> '.join(texts)}"]
-
-
-_CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
-
-
-def as_hashable(value: Any) -> Hashable:
-    """What stands for a value, and for what is inside of it, in comparisons."""
-    if isinstance(value, nn.Module):
-        return Identity(value)
-    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
-        with contextlib.suppress(Exception):  # of code of its own
-            return Inside.of(value)
-    try:
-        return exact(value)
-    except Exception:  # it has no hash, or one of its own that fails
-        return Identity(value)
 
 
 def special_kind(tensor: Tensor) -> str:

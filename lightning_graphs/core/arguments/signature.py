@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_graphs.core.arguments.leaves import (
-    Constant,
     Leaf,
     TensorSpec,
     Unread,
@@ -27,6 +26,7 @@ from lightning_graphs.core.arguments.tree import (
     frozen_context,
     open_container,
 )
+from lightning_graphs.core.arguments.values import Constant
 from lightning_graphs.core.private.torch import attention_switches, saved_tensors_hooks
 from lightning_graphs.errors import CaptureError, SignatureError
 

@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from lightning_graphs.core.arguments.leaves import as_hashable
-from lightning_graphs.core.arguments.values import attributes_of, is_object, slots_of
+from lightning_graphs.core.arguments.values import as_hashable, attributes_of, is_object, slots_of
 from lightning_graphs.core.callsite import is_of_library
 from lightning_graphs.exchange import in_slot
 

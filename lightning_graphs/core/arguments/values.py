@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import reprlib
 import sys
 import zlib
@@ -83,15 +84,42 @@ def exact(value: Any) -> Hashable:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainValue:
-    """A plain value as something that is equal by type, too, and that is written as the value."""
+class Constant:
+    """A Python value that a graph has baked in, so that it has to stay what it was.
+
+    Equal by type and value, objects by what is inside of them; other things that cannot be hashed
+    are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
+    """
 
     kind: type
     key: Hashable
-    value: Any = field(compare=False)
+    text: str = field(compare=False)
+
+    @classmethod
+    def of(cls, value: Any) -> Constant:
+        """That of any value: objects are known by what is inside of them."""
+        # While modules are watched, their classes are exchanged.
+        kind = nn.Module if isinstance(value, nn.Module) else type(value)
+        text = reprlib.repr(value)
+        if text.startswith("<") and not is_plain(value):  # with an address
+            text = kind.__qualname__
+        return cls(kind, as_hashable(value), text)
+
+    @classmethod
+    def plain(cls, value: Any) -> Constant | Identity:
+        """That of a plain value; what cannot be hashed is equal to itself only."""
+        try:
+            return cls(type(value), exact(value), repr(value))
+        except TypeError:
+            return Identity(value)
+
+    def matches(self, value: Any) -> bool:
+        if isinstance(self.key, Identity):
+            return self.key.matches(value)
+        return type(value) is self.kind and as_hashable(value) == self.key
 
     def __repr__(self) -> str:
-        return repr(self.value)
+        return self.text
 
 
 class ArrayValue(NamedTuple):
@@ -337,7 +365,7 @@ class HeldValues:
 
     def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
         if is_plain(value) or type(value) in _WRITTEN:
-            self._values.append((name, _plain(value)))
+            self._values.append((name, Constant.plain(value)))
             return
         if id(value) in self._seen:
             self._values.append((name, Identity(value)))
@@ -387,8 +415,38 @@ class HeldValues:
                     self._describe(f"{name}.{key}", held, depth - 1, most)
 
 
-def _plain(value: Any) -> PlainValue | Identity:
+class Inside(NamedTuple):
+    """Name and value of what is inside of an object or a container; tensors are themselves."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Inside:
+        held = HeldValues()
+        held.add("", lambda _: value, None, value)
+        if is_object(value):
+            held.read(values_of_class(type(value)))
+        return cls(held.now())
+
+    def changes(self, other: Inside) -> list[str]:
+        """What changed from this to another, a line each."""
+        old, new = dict(self.values), dict(other.values)
+        absent = Absence.ABSENT
+        pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
+        return [f"{key}: {in_words(a, b)}" for key, (a, b) in pairs.items() if a != b]
+
+
+_CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
+
+
+def as_hashable(value: Any) -> Hashable:
+    """What stands for a value, and for what is inside of it, in comparisons."""
+    if isinstance(value, nn.Module):
+        return Identity(value)
+    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
+        with contextlib.suppress(Exception):  # of code of its own
+            return Inside.of(value)
     try:
-        return PlainValue(type(value), exact(value), value)
-    except TypeError:
+        return exact(value)
+    except Exception:  # it has no hash, or one of its own that fails
         return Identity(value)

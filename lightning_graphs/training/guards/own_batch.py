@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from lightning_graphs.core.arguments.contents import Contents, held_in_all
-from lightning_graphs.core.arguments.leaves import Constant, Unread
+from lightning_graphs.core.arguments.leaves import Unread
 from lightning_graphs.core.arguments.signature import Modes, Signature
 from lightning_graphs.core.arguments.tree import Node, flatten, substitute
+from lightning_graphs.core.arguments.values import Constant
 from lightning_graphs.core.callsite import CallSite, CallSiteFinder
 from lightning_graphs.core.obstacles import Obstacle
 from lightning_graphs.core.private.torch import version_of
