@@ -69,7 +69,7 @@ STEPS = WARMUP + 3 * TIMED
 TRACED = 5
 _EXCHANGES = 2000
 
-Fit = tuple[str, str, int, bool]
+TrainingContext = tuple[str, str, int, bool]
 """Row (a workload, and maybe a variant behind it), way, number of ranks, whether it is traced."""
 
 
@@ -140,7 +140,7 @@ def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def fits(rank: int, ranks: int, plan: Sequence[Fit], tiny: bool) -> Iterator[Any]:
+def fits(rank: int, ranks: int, plan: Sequence[TrainingContext], tiny: bool) -> Iterator[Any]:
     """Make all fits of a plan on this rank; None for those that it is not one of."""
     for row, how, number, traced in plan:
         takes_part = number > 1 or rank == (how == "captured")
@@ -301,7 +301,7 @@ def _run(rank: int, function: Any, ranks: int, port: int, args: Any, results: An
 # ---------------------------------------------------------------------- rows
 
 
-def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[Fit]:
+def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[TrainingContext]:
     """All fits, those that compile last; variants are measured on several GPUs only."""
     plain = [name for name in names if " " not in name]
     variants = [name for name in names if name not in plain]
@@ -363,7 +363,7 @@ def in_words(row: Row) -> str:
     return f"{row.name} {figure}{detail} {row.verdict}".rstrip()
 
 
-def measure(plan: Sequence[Fit], gpus: int, tiny: bool) -> dict[str, Found]:
+def measure(plan: Sequence[TrainingContext], gpus: int, tiny: bool) -> dict[str, Found]:
     """The results of all fits, which are printed as they come, with all that follows from them."""
     found: dict[str, Found] = {row: {} for row, *_ in plan}
     # On one GPU there is no DDP: a row with views has the fits of the plain one

@@ -38,9 +38,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.core.arguments.tree import leaves_of, substitute
-from lightning_graphs.core.graphed import GraphedCallable
-from lightning_graphs.training.modules.choice import select
+from lightning_graphs.autograd.graphed import GraphedCallable
+from lightning_graphs.regions.choose import select
+from lightning_graphs.values.tree import leaves_of, substitute
 
 BLOCKS = {
     "mlp": "net.net.*",

@@ -34,12 +34,11 @@ def advice_on(sentence: str, known: Mapping[str, str]) -> str:
 
 AREAS = {
     "Options and configuration": (
-        "training/options", "training/plugins", "training/callback",
-        "training/modules/choice",
+        "lightning/options", "lightning/plugins", "lightning/callback", "regions/choose",
     ),
-    "Training steps": ("training/",),
-    "The core": ("core/",),
-    "Reports": ("reporting/",),
+    "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/"),
+    "The core": ("core/", "device/", "values/", "autograd/", "private/"),
+    "Reports": ("report/",),
 }  # fmt: skip
 """Title -> beginnings of the paths of its messages; the first that fits."""
 

@@ -20,7 +20,7 @@ from lightning_graphs.errors import (
 
 if TYPE_CHECKING:
     from lightning_graphs import core
-    from lightning_graphs.training.callback import GraphCapture
+    from lightning_graphs.lightning.callback import GraphCapture
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> object:
     if name == "core":
         return import_module("lightning_graphs.core")
     if name == "GraphCapture":
-        return import_module("lightning_graphs.training.callback").GraphCapture
+        return import_module("lightning_graphs.lightning.callback").GraphCapture
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -65,7 +65,7 @@ def _said(check: Callable[[], str]) -> tuple[bool, str]:
 def _capture() -> str:
     import torch
 
-    from lightning_graphs.core.graph import get_backend
+    from lightning_graphs.device.graph import get_backend
 
     if torch.version.cuda is not None and not torch.cuda.is_available():
         raise ValueError(
@@ -77,7 +77,7 @@ def _capture() -> str:
 
 
 def _kernel_names() -> str:
-    from lightning_graphs.core.backends import driver
+    from lightning_graphs.device import inspect as driver
 
     driver.require_driver((12, 3), "naming the kernels of a graph")
     version = "{}.{}".format(*driver.driver_version())

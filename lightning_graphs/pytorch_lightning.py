@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytorch_lightning
 
-from lightning_graphs.training.callback import GraphCapture as _GraphCapture
+from lightning_graphs.lightning.callback import GraphCapture as _GraphCapture
 
 
 class GraphCapture(_GraphCapture, pytorch_lightning.Callback):  # type: ignore[misc]

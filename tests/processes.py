@@ -24,7 +24,7 @@ in_one_process = pytest.mark.xdist_group("forks")
 _IMPORTED = [
     "torch",
     "lightning.pytorch",
-    "lightning_graphs.training.callback",
+    "lightning_graphs.lightning.callback",
     "tests.training.fsdp_fits",
 ]
 

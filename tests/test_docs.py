@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from lightning_graphs import cli, errors
-from lightning_graphs.training.options import OptionError, Options
-from lightning_graphs.training.plugins import capture_of
+from lightning_graphs.lightning.options import OptionError, Options
+from lightning_graphs.lightning.plugins import capture_of
 
 for library in ("mkdocs", "material", "mkdocstrings", "jsonargparse"):
     pytest.importorskip(library)
@@ -334,9 +334,7 @@ def test_a_constant_is_that_of_its_own_file(messages: ModuleType, tmp_path: Path
 
 def test_a_rule_of_several_files_is_listed_with_its_own_observation(found: Any) -> None:
     same = [m for m in found.errors if m.rule.startswith("A replay must compute ")]
-    assert {m.site.partition(":")[0] for m in same} == {
-        "lightning_graphs/training/verify/agreement.py"
-    }
+    assert {m.site.partition(":")[0] for m in same} == {"lightning_graphs/regions/verify.py"}
     assert all(m.observed for m in same)
 
 

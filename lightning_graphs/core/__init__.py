@@ -1,8 +1,8 @@
 """torch's API for CUDA graphs over two backends, with checks; it does not import Lightning."""
 
-from lightning_graphs.core.backends.backend import BackendName
-from lightning_graphs.core.callables import make_graphed_callables
-from lightning_graphs.core.graph import (
+from lightning_graphs.autograd.callables import make_graphed_callables
+from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import (
     CUDAGraph,
     graph,
     graph_pool_handle,

@@ -22,7 +22,7 @@ class Worth(Protocol):
     """Decides from sightings what is worth a capture."""
 
     @property
-    def payback(self) -> float:
+    def break_even(self) -> float:
         """How many replays repay a capture."""
 
     def why_not(self, seen: int, share: float, lost: int, uses: int, *, moved: bool) -> str:
@@ -141,7 +141,7 @@ class PlanCache(Generic[Key, Plan]):
         if other is None or self._shape(other) == shape:
             return True
         least = self._shapes.get(self._shape(other), 0.0)
-        return self._shapes[shape] >= 2.0 * least + self._investment.payback
+        return self._shapes[shape] >= 2.0 * least + self._investment.break_even
 
     def _in_the_way(self, shape: Hashable) -> Key | None:
         """Whose plan gives way to one of this shape: the oldest of its own, or the least used."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from lightning_graphs.core.graph import CUDAGraph
+from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.regions.cache import PlanCache
 

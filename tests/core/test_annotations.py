@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from lightning_graphs.core import BackendName, CUDAGraph, graph
-from lightning_graphs.core.inspect import inspect
+from lightning_graphs.device.inspect import inspect
 
 
 class Net(nn.Module):

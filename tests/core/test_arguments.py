@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core import make_graphed_callables
-from lightning_graphs.core.arguments.values import Constant
-from lightning_graphs.core.backends.backend import BackendName
+from lightning_graphs.device.backend import BackendName
 from lightning_graphs.errors import CaptureError, SignatureError
+from lightning_graphs.values.guards import Constant
 
 
 class Settings:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.buffers import AddressGuard, StaticInputs
-from lightning_graphs.core.arguments.signature import CallPlan, Signature
-from lightning_graphs.core.arguments.snapshot import Snapshot
-from lightning_graphs.core.private.torch import clone_all
 from lightning_graphs.errors import ReplayError
+from lightning_graphs.private.torch import clone_all
+from lightning_graphs.values.memory import AddressGuard, StaticInputs
+from lightning_graphs.values.signature import CallPlan, Signature
+from lightning_graphs.values.snapshot import Snapshot
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 _LAYOUTS = ("plain", "permuted", "sliced", "expanded", "windows")

@@ -12,7 +12,7 @@ import torch
 
 from lightning_graphs import CaptureError
 from lightning_graphs.core import BackendName, CUDAGraph, graph
-from lightning_graphs.core.callsite import is_raised_by_user
+from lightning_graphs.private.callsite import is_raised_by_user
 
 
 def test_the_line_of_a_cell_is_named_as_in_the_notebooks_tracebacks(

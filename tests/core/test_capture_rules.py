@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_graphs import CaptureError
 from lightning_graphs.core import BackendName, CUDAGraph, graph
-from lightning_graphs.core.backends.recorder import OperatorMode
-from lightning_graphs.core.private.modes import run_kernel
+from lightning_graphs.device.trace import OperatorMode
+from lightning_graphs.private.torch import run_kernel
 
 # One a line: the line of the lambda is the line that the message must name.
 ILLEGAL: dict[str, Callable[[Tensor], object]] = {

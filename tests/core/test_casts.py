@@ -13,17 +13,17 @@ from torch import Tensor, autograd, nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.core import make_graphed_callables
-from lightning_graphs.core.autograd.lending import ReplayOrder
-from lightning_graphs.core.autograd.nodes import (
+from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
+from lightning_graphs.autograd.nodes import (
     ahead_of_casts,
     cast_together,
     has_python_nodes,
     leaves_behind,
 )
-from lightning_graphs.core.backends.backend import BackendName
-from lightning_graphs.core.graph import GraphPool
-from lightning_graphs.core.passes import CallableCapture, CaptureSettings
+from lightning_graphs.core import make_graphed_callables
+from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.values.aliases import ReplayOrder
 from tests.core.callables_support import assert_same, both_ways, gradients_of
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_graphs.core.backends import driver
+from lightning_graphs.device import inspect as driver
 from lightning_graphs.errors import GraphError, UnsupportedError
 
 GRAPH, STREAM = 1, 77

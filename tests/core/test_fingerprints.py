@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_graphs.core.arguments import fingerprints
-from lightning_graphs.core.arguments.fingerprints import fingerprints_of
+from lightning_graphs.values import snapshot as fingerprints
+from lightning_graphs.values.snapshot import fingerprints_of
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.core.autograd.backward import (
+from lightning_graphs.autograd.backward import (
     DirectGradients,
     LentGradients,
     new_buffers,
     refuse_parameter_hooks,
 )
-from lightning_graphs.core.private.torch import without_hooks
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.private.torch import without_hooks
 
 
 def _parameters(device: torch.device) -> list[Parameter]:

@@ -20,7 +20,7 @@ from lightning_graphs.core import (
     graph_pool_handle,
     is_current_stream_capturing,
 )
-from lightning_graphs.core.inspect import inspect as inspect_graph
+from lightning_graphs.device.inspect import inspect as inspect_graph
 
 
 def _doubling(

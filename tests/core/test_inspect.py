@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_graphs.core.inspect import (
+from lightning_graphs.device.inspect import (
     GraphInfo,
     GraphNode,
     diff,
     from_recording,
     inspect,
 )
-from lightning_graphs.core.private.torch import demangle
+from lightning_graphs.private.torch import demangle
 
 FILL = (
     "_ZN2at6native29vectorized_elementwise_kernelILi4E"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_graphs.core.arguments.outputs import OutputPlan
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.values.memory import OutputPlan
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -15,8 +15,9 @@ from torch.profiler import record_function
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_graphs import CaptureError
-from lightning_graphs.core import BackendName, CUDAGraph, callsite, graph
-from lightning_graphs.core.backends.recorder import Operation, Recorder
+from lightning_graphs.core import BackendName, CUDAGraph, graph
+from lightning_graphs.device.trace import Operation, Recorder
+from lightning_graphs.private import callsite
 
 
 def _recorded(body: Callable[[], object], *, strict: bool = True) -> list[Operation]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_graphs import ReplayError
 from lightning_graphs.core import BackendName, CUDAGraph, graph, graph_pool_handle
-from lightning_graphs.core.graph import get_backend
+from lightning_graphs.device.graph import get_backend
 
 STEPS = 20
 WARM_UPS = 3

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_graphs.core.arguments.leaves import TensorSpec
-from lightning_graphs.core.arguments.signature import CallPlan, Modes, Signature
-from lightning_graphs.core.arguments.tree import substitute
-from lightning_graphs.core.arguments.values import Constant
 from lightning_graphs.errors import CaptureError, SignatureError
+from lightning_graphs.values.guards import Constant
+from lightning_graphs.values.signature import CallPlan, Modes, Signature
+from lightning_graphs.values.tree import TensorSpec, substitute
 
 Pair = namedtuple("Pair", ["left", "right"])
 

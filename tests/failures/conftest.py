@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs import CaptureError
-from lightning_graphs.core.graph import CUDAGraph, graph
+from lightning_graphs.device.graph import CUDAGraph, graph
 from tests.failures.support import SCOPES, forget_workspaces
 from tests.training.fits import prepare
 

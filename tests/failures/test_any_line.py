@@ -18,10 +18,10 @@ from tests.training.leftovers import assert_nothing_left
 
 # Where a capture changes what others see: the policies, and who owns graphs.
 _FILES = (
-    "core/graph.py",
-    "core/passes.py",
-    "core/backends/emulated.py",
-    "core/backends/cuda.py",
+    "device/graph.py",
+    "autograd/callables.py",
+    "device/emulated.py",
+    "device/cuda.py",
 )
 
 

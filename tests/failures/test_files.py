@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import lightning_graphs
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError
-from lightning_graphs.training.plugins import capture_of
+from lightning_graphs.lightning.plugins import capture_of
 
 SOURCES = sorted(Path(lightning_graphs.__file__).parent.rglob("*.py"))
 # Loaders that run code which is written in the file.

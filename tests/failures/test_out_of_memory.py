@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_graphs.core.backends.emulated import EmulatedGraph
-from lightning_graphs.core.graph import is_current_stream_capturing
-from lightning_graphs.exchange import bind, bound
-from lightning_graphs.training import retry
-from lightning_graphs.training.costs import timing
-from lightning_graphs.training.costs.memory import MemoryBudget
-from lightning_graphs.training.interception import NAMES
-from lightning_graphs.training.step import runner
+from lightning_graphs.device.emulated import EmulatedGraph
+from lightning_graphs.device.graph import is_current_stream_capturing
+from lightning_graphs.lightning import oom as retry
+from lightning_graphs.lightning import runner
+from lightning_graphs.lightning.strategy import NAMES
+from lightning_graphs.policy import timing
+from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.private.exchange import bind, bound
 from tests.failures.support import forwards_are_their_own
-from tests.training.fits import Fit, Net, adamw, batches, compare, prepare
+from tests.training.fits import Net, TrainingContext, adamw, batches, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
@@ -139,7 +139,7 @@ def _replays_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _modes() -> list[Any]:
-    from lightning_graphs.core.private.modes import dispatch_modes
+    from lightning_graphs.private.torch import dispatch_modes
 
     return dispatch_modes()
 
@@ -231,7 +231,7 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], range, dict[str, A
 def test_out_of_memory_at_any_allocation(backend: str, tmp_path: Path, case: str) -> None:
     module, capture, steps, trainer = CASES[case]
 
-    def fit(captured: bool, shortage: Shortage | None = None) -> tuple[Fit, Any]:
+    def fit(captured: bool, shortage: Shortage | None = None) -> tuple[TrainingContext, Any]:
         made = prepare(
             backend,
             tmp_path,

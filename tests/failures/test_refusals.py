@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.graph import is_current_stream_capturing
+from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.errors import GraphError
 from tests.failures.support import SCOPES, Mishap, assert_nothing_lost
 from tests.training.fits import Net, compare, fit_twice, prepare

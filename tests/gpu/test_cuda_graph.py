@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_graphs import CaptureError, ReplayError
 from lightning_graphs.core import CUDAGraph, graph, graph_pool_handle
-from lightning_graphs.core.backends import driver as bindings
-from lightning_graphs.core.graph import GraphPool, get_backend
+from lightning_graphs.device import inspect as bindings
+from lightning_graphs.device.graph import GraphPool, get_backend
 
 pytestmark = pytest.mark.gpu
 

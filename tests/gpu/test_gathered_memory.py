@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_graphs.training.costs.memory import gather
+from lightning_graphs.policy.budget import gather
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

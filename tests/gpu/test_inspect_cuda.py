@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightning_graphs.core.backends import driver
-from lightning_graphs.core.backends.driver import from_cuda
-from lightning_graphs.core.inspect import GraphInfo, diff
+from lightning_graphs.device import inspect as driver
+from lightning_graphs.device.inspect import GraphInfo, diff, from_cuda
 from lightning_graphs.errors import GraphError
 
 pytestmark = pytest.mark.gpu

@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor
 
-from tests.training.fits import Fit, FullTrace, GradientTrace, Net, batches, compare, prepare
+from tests.training.fits import (
+    FullTrace,
+    GradientTrace,
+    Net,
+    TrainingContext,
+    batches,
+    compare,
+    prepare,
+)
 
 
 def of_sizes(*sizes: int) -> Callable[[], list[dict[str, Tensor]]]:
@@ -167,7 +175,7 @@ def row(module: Any = Net, *, capture: Any = None, **expected: Any) -> Program:
 class Run(NamedTuple):
     """A fit, and what its program has seen and left outside of its module."""
 
-    fit: Fit
+    fit: TrainingContext
     seen: str
 
 

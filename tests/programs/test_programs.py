@@ -10,7 +10,7 @@ import pytest
 
 from tests.programs import table
 from tests.programs.table import Program, eager, quiet, run
-from tests.training.fits import Fit
+from tests.training.fits import TrainingContext
 from tests.training.leftovers import assert_nothing_left
 
 TOPICS = sorted(
@@ -31,7 +31,7 @@ def programs(*wanted: Any) -> Any:
     return pytest.mark.parametrize("name", names)
 
 
-def assert_as_expected(program: Program, fit: Fit) -> None:
+def assert_as_expected(program: Program, fit: TrainingContext) -> None:
     """Assert that steps were replayed or refused as the program says."""
     statistics, said = fit.statistics, "".join(fit.statistics.fallbacks)
     if program.said is not None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_graphs.core.obstacles import HOST_DATA, HOST_READ
-from lightning_graphs.reporting import GraphRecord, Report, StepTime, render, summary_line
-from lightning_graphs.reporting.diagnosis import Diagnosis
+from lightning_graphs.device.rules import HOST_DATA, HOST_READ
+from lightning_graphs.report import GraphRecord, Report, StepTime, render, summary_line
+from lightning_graphs.report.diagnosis import Diagnosis
 
 PARTS = ("zeroing", "neither zeroing nor stepping", "stepping")
 

@@ -43,7 +43,7 @@ class Compiled(Plain):
         self.net.compile()
 
 
-class Means(Net):
+class CaptureConfig(Net):
     """Logs means over all ranks, and computes one in the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -75,7 +75,7 @@ CASES: dict[str, Case] = {
     "clipping": lambda: {"gradient_clip_val": 0.01},
     "hooks that look at gradients": lambda: {"trace": GradientTrace},
     "hooks that look before backward": lambda: {"trace": FullTrace},
-    "means over ranks": lambda: {"module": Means},
+    "means over ranks": lambda: {"module": CaptureConfig},
     "submodules": lambda: {"capture": {"scope": "modules"}},
     "submodules and accumulation": lambda: {
         "capture": {"scope": "modules"},

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.core.private.distributed import local
+from lightning_graphs.private.distributed import local
 
 Optimizers = Callable[[LightningModule], Any]
 
@@ -172,7 +172,7 @@ class Table(CSVLogger):
 
 
 @dataclass
-class Fit:
+class TrainingContext:
     """What a fit left behind."""
 
     module: Any
@@ -187,7 +187,7 @@ class Fit:
     def statistics(self) -> Any:
         return self.capture._statistics
 
-    def run(self, **options: Any) -> Fit:
+    def run(self, **options: Any) -> TrainingContext:
         """Fit, or fit once more, with the same trainer and module."""
         seed_everything(self.seed, verbose=False)
         fit(self.trainer, self.module, self.loader, **options)
@@ -250,7 +250,7 @@ def prepare(
     capture: dict[str, Any] | None = None,
     seed: int = 1,
     **options: Any,
-) -> Fit:
+) -> TrainingContext:
     """A trainer, a module and its data, made anew from one seed; nothing runs yet.
 
     Args:
@@ -288,21 +288,23 @@ def prepare(
     }
     given.update(options)
     trainer = Trainer(callbacks=[seen, *callbacks(), *([own] if captured else [])], **given)
-    result = Fit(module(), trainer, seen, own, "", loader_of(data()), seed)
+    result = TrainingContext(module(), trainer, seen, own, "", loader_of(data()), seed)
     if validation:
         held_out = batches(validation)
         result.module.val_dataloader = lambda: DataLoader(held_out, batch_size=None)
     return result
 
 
-def fit_twice(backend: str, root: Path, **options: Any) -> tuple[Fit, Fit]:
+def fit_twice(backend: str, root: Path, **options: Any) -> tuple[TrainingContext, TrainingContext]:
     """The same fit without and with the callback."""
     eager = prepare(backend, root, False, **options).run()
     captured = prepare(backend, root, True, **options).run()
     return eager, captured
 
 
-def warned(backend: str, root: Path, said: str, **options: Any) -> tuple[Fit, Fit]:
+def warned(
+    backend: str, root: Path, said: str, **options: Any
+) -> tuple[TrainingContext, TrainingContext]:
     """The same fit without and with the callback, which warns so; both give the same values."""
     options["capture"] = {"on_failure": "eager", **options.get("capture", {})}
     eager = prepare(backend, root, False, **options).run()
@@ -313,7 +315,7 @@ def warned(backend: str, root: Path, said: str, **options: Any) -> tuple[Fit, Fi
     return eager, captured
 
 
-def said_of_rates(captured: Fit) -> list[str]:
+def said_of_rates(captured: TrainingContext) -> list[str]:
     """What a fit says of its optimizer if parameters have become float64, which only CUDA minds."""
     dtypes = {parameter.dtype for parameter in captured.module.parameters()}
     if captured.statistics.backend != "cuda" or torch.float64 not in dtypes:
@@ -323,8 +325,8 @@ def said_of_rates(captured: Fit) -> list[str]:
 
 
 def compare(
-    eager: Fit,
-    captured: Fit,
+    eager: TrainingContext,
+    captured: TrainingContext,
     *,
     replayed: bool = True,
     tolerance: float = 0.0,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_graphs.training.interception import NAMES
-from tests.training.fits import Fit
+from lightning_graphs.lightning.strategy import NAMES
+from tests.training.fits import TrainingContext
 
 
-def assert_nothing_left(captured: Fit) -> None:
+def assert_nothing_left(captured: TrainingContext) -> None:
     """Assert that strategy, stream, optimizer, module and trainer are Lightning's again."""
     trainer = captured.trainer
     assert not set(NAMES) & set(vars(trainer.strategy))

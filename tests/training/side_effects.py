@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from tests.training.fits import Fit, Net
+from tests.training.fits import Net, TrainingContext
 
 LOGGER = logging.getLogger("tests.side_effects")
 FILE = Path()
@@ -265,7 +265,7 @@ class Effects:
     def __init__(self, capsys: Any, caplog: Any, root: Path) -> None:
         self._capsys, self._caplog, self._root = capsys, caplog, root
 
-    def of(self, fit: Fit, name: str) -> dict[str, Any]:
+    def of(self, fit: TrainingContext, name: str) -> dict[str, Any]:
         """Run a fit, beginning from nothing, and take what it has left."""
         global FILE, LAST, counter
         FILE, LAST, counter = self._root / f"{name}.txt", None, 0

@@ -10,8 +10,8 @@ from unittest.mock import patch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_graphs.core.host.hoisting import HostRecording
-from lightning_graphs.training.step.body import StepBody
+from lightning_graphs.regions.body import StepBody
+from lightning_graphs.watch.host_trace import HostTracer
 from tests.training.costs.test_replayed_steps import Silent
 from tests.training.fits import Net, batches, prepare
 
@@ -64,7 +64,7 @@ def calls(backend: str, root: Path, layers: int) -> list[list[int]]:
     """In each step: runs of the author's code by us, and operators that the host looked into."""
     counts: Counter[str] = Counter()
     counting = Calls(counts, "forward", "_follow")
-    with counted(counts, StepBody, "forward"), counted(counts, HostRecording, "_follow"):
+    with counted(counts, StepBody, "forward"), counted(counts, HostTracer, "_follow"):
         fit = prepare(
             backend,
             root,

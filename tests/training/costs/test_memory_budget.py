@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_graphs.training.costs.memory import MemoryBudget, MemoryKept, NoRoomError
+from lightning_graphs.policy.budget import MemoryBudget, MemoryKept, NoRoomError
 
 MIB = 2**20
 

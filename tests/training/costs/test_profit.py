@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.reporting import GraphRecord
-from lightning_graphs.training import notices
-from lightning_graphs.training.costs.timing import SAMPLES, StepTiming, Verdict, judge
-from lightning_graphs.training.handler import StrategyHandler
-from lightning_graphs.training.statistics import Statistics
-from tests.training.fits import Fit, compare, prepare
+from lightning_graphs.lightning.handler import StrategyHandler
+from lightning_graphs.policy.timing import SAMPLES, StepTiming, Verdict, judge
+from lightning_graphs.report import GraphRecord
+from lightning_graphs.report import messages as notices
+from lightning_graphs.report.statistics import Statistics
+from tests.training.fits import TrainingContext, compare, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
@@ -68,7 +68,9 @@ class TestVerdict:
 class Given:
     """A stopwatch with given times: a mark is the number of replays so far."""
 
-    def __init__(self, fit: Fit, eager: float, replay: float, *, meaningful: bool = True) -> None:
+    def __init__(
+        self, fit: TrainingContext, eager: float, replay: float, *, meaningful: bool = True
+    ) -> None:
         self.meaningful = meaningful
         self._fit = fit
         self._times = eager, replay
@@ -84,8 +86,12 @@ class Given:
 
 
 def given(
-    monkeypatch: pytest.MonkeyPatch, fit: Fit, eager: float, replay: float, **options: bool
-) -> Fit:
+    monkeypatch: pytest.MonkeyPatch,
+    fit: TrainingContext,
+    eager: float,
+    replay: float,
+    **options: bool,
+) -> TrainingContext:
     """The fit, its steps taking the given milliseconds."""
     stopwatch = Given(fit, eager, replay, **options)
     monkeypatch.setattr(notices, "Stopwatch", lambda device: stopwatch)
@@ -165,8 +171,11 @@ class TestInAFit:
 
     @staticmethod
     def _told(
-        fit: Fit, replay: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> tuple[Fit, list[str]]:
+        fit: TrainingContext,
+        replay: float,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> tuple[TrainingContext, list[str]]:
         """A fit whose replays take so many times what eager steps take, and what it says."""
         with caplog.at_level(logging.INFO, logger=INFO.name):
             given(monkeypatch, fit, 1.0, replay).run()

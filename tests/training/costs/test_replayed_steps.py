@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_graphs
-from lightning_graphs.core.backends.emulated import EmulatedGraph
+from lightning_graphs.device.emulated import EmulatedGraph
 from tests.training.fits import Net, Trace, batches, prepare
 
 PACKAGE = str(Path(lightning_graphs.__file__).parent)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_graphs.core.arguments.snapshot import RegionState
-from lightning_graphs.core.graph import is_current_stream_capturing
+from lightning_graphs.device.graph import is_current_stream_capturing
+from lightning_graphs.values.snapshot import RegionState
 from tests.training.fits import FullTrace, Net, Trace, compare, prepare
 from tests.training.guards.test_verification import HIDDEN, Everything
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.training.guards.python_state import AttributeReads
+from lightning_graphs.watch.reads import AttributeGuards
 from tests.training.fits import Net, compare, fit_twice
 from tests.training.modules.test_equal import named
 
@@ -189,7 +189,7 @@ class Asked(LightningModule):
 
 
 def noted(look: Callable[[Any], object]) -> list[str]:
-    module, reads = Asked(), AttributeReads()
+    module, reads = Asked(), AttributeGuards()
     with reads.watching(module):
         look(module)
     return [name for name, _ in reads.now()]
@@ -209,6 +209,6 @@ def test_only_the_step_s_own_questions_count() -> None:
 
 
 def test_a_miss_is_still_an_attribute_error() -> None:
-    module, reads = Asked(), AttributeReads()
+    module, reads = Asked(), AttributeGuards()
     with reads.watching(module), pytest.raises(AttributeError, match=r"'Asked' .*'nothing'"):
         _ = module.nothing

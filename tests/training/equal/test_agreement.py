@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
-from lightning_graphs.core.arguments.snapshot import Result, Snapshot
-from lightning_graphs.training.costs.memory import MemoryBudget
-from lightning_graphs.training.options import Options
-from lightning_graphs.training.ranks import Ranks
-from lightning_graphs.training.statistics import Statistics
-from lightning_graphs.training.verify.agreement import Agreement, BothWays
+from lightning_graphs.lightning.options import Options
+from lightning_graphs.lightning.ranks import Ranks
+from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.regions.verify import Comparison, Verifier
+from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.values.snapshot import Result, Snapshot
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def nothing() -> Snapshot:
     return Snapshot([])
 
 
-def agreement() -> Agreement:
+def agreement() -> Verifier:
     plugin = SimpleNamespace(precision="32-true")
     strategy = SimpleNamespace(model=None)
     trainer: Any = SimpleNamespace(precision_plugin=plugin, world_size=1, strategy=strategy)
@@ -31,7 +31,7 @@ def agreement() -> Agreement:
     budget = MemoryBudget(CPU)
     parts = {"module": root, "options": Options(), "budget": budget, "ranks": Ranks(trainer)}
     fit: Any = SimpleNamespace(trainer=trainer, statistics=Statistics(), **parts)
-    return Agreement(fit)
+    return Verifier(fit)
 
 
 def compared(eager: list[float], replayed: list[float]) -> None:
@@ -41,7 +41,7 @@ def compared(eager: list[float], replayed: list[float]) -> None:
     def run(way: str) -> list[Result]:
         return [Result("x", torch.tensor([next(values[way])]))]
 
-    ways = BothWays(lambda: run("eager"), lambda: run("replayed"), nothing)
+    ways = Comparison(lambda: run("eager"), lambda: run("replayed"), nothing)
     agreement().compare(ways, "it was not verified")
     assert [list(left) for left in values.values()] == [[], []]
 
@@ -70,7 +70,7 @@ def test_without_memory_for_copies_it_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_result_of_one_way_only_is_named() -> None:
-    ways = BothWays(
+    ways = Comparison(
         lambda: [Result("x", torch.ones(1))],
         lambda: [Result("y", torch.ones(1))],
         nothing,

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_graphs.core.arguments.tree import leaves_of
+from lightning_graphs.values.tree import leaves_of
 from tests.training.examined import examined, rows
 from tests.training.fits import (
     GradientTrace,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_graphs.core.host.hoisting import HostRecording
-from lightning_graphs.reporting.diagnosis import Diagnosis
+from lightning_graphs.report.diagnosis import Diagnosis
+from lightning_graphs.watch.host_trace import HostTracer
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, compare, prepare
 
@@ -91,7 +91,7 @@ class TestHigherOrderOperators:
             seen = flex_attention(x, x, x, score_mod=_biased)
             return seen, torch.cond(x.new_ones(()) > 2, torch.sin, torch.cos, (x,))
 
-        with HostRecording(device, [], [], 1 << 10):
+        with HostTracer(device, [], [], 1 << 10):
             recorded = called()
         for now, before in zip(called(), recorded, strict=True):
             assert torch.equal(now, before)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_graphs.training.costs.investment import Investment
+from lightning_graphs.policy.worth import CapturePolicy
 from tests.training.fits import Net, batches, compare, fit_twice
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
@@ -348,7 +348,7 @@ def test_a_step_with_a_host_half(backend: str, tmp_path: Path, module: Callable[
     assert captured.statistics.fallbacks == []
 
 
-class Kept(Plain):
+class Snapshot(Plain):
     """A number of the host outlives the step."""
 
     def __init__(self) -> None:
@@ -368,7 +368,7 @@ class Kept(Plain):
         self.found.append(float(self.share))
 
 
-class Returned(Kept):
+class Returned(Snapshot):
     def keep(self, share: Tensor) -> dict[str, Any]:
         return {"share": share}
 
@@ -376,7 +376,7 @@ class Returned(Kept):
         self.found.append(float(outputs["share"]))
 
 
-class Appended(Kept):
+class Appended(Snapshot):
     def keep(self, share: Tensor) -> dict[str, Any]:
         self.found.append(share)
         return {}
@@ -384,7 +384,7 @@ class Appended(Kept):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
 
-@pytest.mark.parametrize("module", [Kept, Returned, Appended])
+@pytest.mark.parametrize("module", [Snapshot, Returned, Appended])
 def test_what_is_kept_of_the_host_is_not_frozen(backend: str, tmp_path: Path, module: Any) -> None:
     options: dict[str, Any] = {"module": module, "data": lambda: batches(12), "validation": 0}
     eager, captured = fit_twice(backend, tmp_path, capture={"on_failure": "eager"}, **options)
@@ -425,11 +425,11 @@ def test_a_capture_that_costs_too_much_by_then_is_left_for_later(
 ) -> None:
     asked: list[bool] = []
 
-    def goes_on(investment: Investment) -> bool:
+    def goes_on(investment: CapturePolicy) -> bool:
         asked.append(False)
         return False
 
-    monkeypatch.setattr(Investment, "goes_on_with_host", goes_on)
+    monkeypatch.setattr(CapturePolicy, "goes_on_with_host", goes_on)
     eager, captured = fit_twice(backend, tmp_path, module=AMask, data=lambda: batches(12))
     compare(eager, captured)
     assert asked == [False]  # the next capture records the host half at once
@@ -437,7 +437,7 @@ def test_a_capture_that_costs_too_much_by_then_is_left_for_later(
     assert captured.statistics.fallbacks == []
 
 
-class Kept(Plain):
+class Snapshot(Plain):
     def scale(self, x: Tensor) -> Tensor:
         self.kept = torch.rand((8,), device="cpu")
         return self.kept.to(x.device)
@@ -476,7 +476,7 @@ class ReadOfWhatWasWritten(Plain):
         return 2.0 if mask.any() else 1.0
 
 
-REFUSED = [Kept, Returned, ReadOfTheDevice, ReadOfAParameter, ReadOfWhatWasWritten]
+REFUSED = [Snapshot, Returned, ReadOfTheDevice, ReadOfAParameter, ReadOfWhatWasWritten]
 
 
 @pytest.mark.parametrize("module", REFUSED, ids=lambda kind: kind.__name__)
@@ -488,7 +488,7 @@ def test_what_cannot_be_done_again_is_refused(
     eager, captured = fit_twice(backend, tmp_path, module=module, data=data, capture=capture)
     compare(eager, captured, replayed=False)
     # In a rehearsal its tensor is one of the device, which is stored by replays.
-    assert captured.statistics.replayed == 0 or (module is Kept and backend == "emulated")
+    assert captured.statistics.replayed == 0 or (module is Snapshot and backend == "emulated")
 
 
 def test_numbers_that_never_come_back_are_not_captured_for_ever(

@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_graphs.training.step import gradients
-from lightning_graphs.training.step.gradients import AttachedGradients, PersistentGradients
+from lightning_graphs.regions import gradients
+from lightning_graphs.regions.gradients import AttachedGradients, PersistentGradients
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
 KEPT = "a gradient of an earlier step is kept, and is copied now"

@@ -59,7 +59,7 @@ class PastItself(Scaling):
         return loss
 
 
-class Kept(Net):
+class Snapshot(Net):
     """Keeps the method from before the fit."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class ChangedLater(Net):
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize(
-    "module", [Scaling, Renaming, PastItself, Kept, ByTheTrainer, ChangedLater]
+    "module", [Scaling, Renaming, PastItself, Snapshot, ByTheTrainer, ChangedLater]
 )
 def test_log(backend: str, tmp_path: Path, module: Any, scope: str) -> None:
     options: dict[str, Any] = {"max_epochs": 3, "data": lambda: batches(6, last=3)}
@@ -112,10 +112,10 @@ def test_log(backend: str, tmp_path: Path, module: Any, scope: str) -> None:
 def test_a_kept_method_from_the_first_batch_of_an_epoch(backend: str, tmp_path: Path) -> None:
     """A capture there is where Lightning resets what the epoch before has logged."""
     options: dict[str, Any] = {"max_epochs": 4, "data": lambda: batches(3)}
-    compare(*fit_twice(backend, tmp_path, module=Kept, **options))
+    compare(*fit_twice(backend, tmp_path, module=Snapshot, **options))
 
 
-class KeptNumber(Kept):
+class KeptNumber(Snapshot):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.report("number", 0.25)
         return self.loss(batch)

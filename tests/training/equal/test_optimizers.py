@@ -16,7 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.training.step.optimizers import CapturableOptimizer, capture_obstacle
+from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
 from tests.training.fits import (
     FullTrace,
     GradientTrace,

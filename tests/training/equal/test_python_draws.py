@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_graphs.core.generators import comparable
+from lightning_graphs.device.generators import comparable
 from tests.training.fits import Net, batches, compare, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")

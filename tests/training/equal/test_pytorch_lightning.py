@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_graphs
-from lightning_graphs.training.guards.hooks import Observers, moves_batches_itself
+from lightning_graphs.regions.conditions import Observers, moves_batches_itself
 from tests.training.fits import batches, close
 
 pl = pytest.importorskip("pytorch_lightning")

@@ -13,11 +13,11 @@ from torch.optim import lr_scheduler
 
 from tests.training.equal.test_optimizers import in_scope
 from tests.training.fits import (
-    Fit,
     FullTrace,
     GradientTrace,
     Net,
     Trace,
+    TrainingContext,
     adamw,
     batches,
     compare,
@@ -95,7 +95,7 @@ def plain_sgd(module: Any) -> torch.optim.Optimizer:
 
 def fit_with_cycles(
     backend: str, root: Path, eager: Callable[[], Net], captured: Callable[[], Net], **options: Any
-) -> tuple[Fit, Fit]:
+) -> tuple[TrainingContext, TrainingContext]:
     """Both fits; that the optimizer step is eager is said once, with the way out."""
     plain = prepare(backend, root, False, module=eager, **options).run()
     cycled = prepare(backend, root, True, module=captured, **options)

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.training.fits import Fit, Net, batches, compare, fit_twice
+from tests.training.fits import Net, TrainingContext, batches, compare, fit_twice
 from tests.training.modules.test_equal import named
 
 
@@ -278,7 +278,7 @@ class InBackward(Block):
 
 def followed(
     backend: str, root: Path, module: Any, capture: dict[str, Any], **options: Any
-) -> tuple[Fit, Fit]:
+) -> tuple[TrainingContext, TrainingContext]:
     """Two fits with equal values, in parameters as in what the modules have found."""
     modules: list[Any] = []
 

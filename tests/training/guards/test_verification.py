@@ -18,17 +18,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from lightning_graphs import GraphCapture, VerificationError
-from lightning_graphs.core.graph import CUDAGraph
-from lightning_graphs.training.options import OptionError
-from lightning_graphs.training.step.gradients import AttachedGradients
-from lightning_graphs.training.verify.verification import Verification
+from lightning_graphs.device.graph import CUDAGraph
+from lightning_graphs.lightning.options import OptionError
+from lightning_graphs.regions.gradients import AttachedGradients
+from lightning_graphs.regions.verify import Verification
 from tests.training.fits import (
-    Fit,
     FullTrace,
     GradientTrace,
     Hidden,
     Net,
     Trace,
+    TrainingContext,
     adamw,
     batches,
     compare,
@@ -268,7 +268,7 @@ def written(parameter: Parameter) -> Tensor:
     return gradient
 
 
-Spoils = Callable[[Fit], Tensor]
+Spoils = Callable[[TrainingContext], Tensor]
 SPOILED: dict[str, tuple[Spoils, str]] = {
     "buffer": (lambda fit: fit.module.net[1].running_mean, r"buffer `net\.1\.running_mean`"),
     "parameter": (lambda fit: fit.module.net[4].weight, r"parameter `net\.4\.weight`"),

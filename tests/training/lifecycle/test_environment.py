@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError
-from lightning_graphs.training import callback
-from lightning_graphs.training.plugins import callbacks
+from lightning_graphs.lightning import callback
+from lightning_graphs.lightning.plugins import callbacks
 from tests.test_package import run_python
 from tests.training.fits import compare, prepare
 from tests.training.leftovers import assert_nothing_left
@@ -105,7 +105,7 @@ def test_words_that_one_would_try(
 
 def test_while_it_is_off_nothing_is_imported() -> None:
     code = (
-        "import sys, lightning_graphs.training.plugins as p\n"
+        "import sys, lightning_graphs.lightning.plugins as p\n"
         "print(p.callbacks(), 'torch' in sys.modules, 'yaml' in sys.modules)"
     )
     assert run_python(code) == "[] False False"

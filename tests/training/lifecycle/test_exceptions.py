@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
+from lightning_graphs.device.graph import CUDAGraph, is_current_stream_capturing
 from tests.training.fits import GradientTrace, Net, Trace, batches, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 

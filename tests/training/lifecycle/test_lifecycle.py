@@ -137,7 +137,7 @@ def test_inactive_on_a_cpu_without_the_emulated_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr("lightning_graphs.training.callback.rank_zero_info", lines.append)
+    monkeypatch.setattr("lightning_graphs.lightning.callback.rank_zero_info", lines.append)
     eager = prepare("emulated", tmp_path, False).run()
     captured = prepare("emulated", tmp_path, True, capture={"backend": "auto"}).run()
     assert len(lines) == 1

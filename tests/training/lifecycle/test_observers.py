@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from lightning_graphs.training.guards.hooks import Observers, moves_batches_itself
+from lightning_graphs.regions.conditions import Observers, moves_batches_itself
 from tests.training.fits import Net
 
 

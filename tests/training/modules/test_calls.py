@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice
+from tests.training.fits import Net, TrainingContext, adamw, batches, compare, fit_twice
 from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_equal import Blocks, named
 from tests.training.modules.test_manual import replays
@@ -22,7 +22,7 @@ BLOCKS = named("blocks.*")
 
 def trained(
     backend: str, root: Path, module: Callable[[], Any] = Blocks, **options: Any
-) -> tuple[Fit, Fit]:
+) -> tuple[TrainingContext, TrainingContext]:
     """A fit without the callback and one with it, of the same values."""
     tolerance = options.pop("tolerance", 0.0)
     options = {"capture": BLOCKS, "validation": 0, **options}

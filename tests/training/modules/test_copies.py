@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
-from tests.training.fits import Fit, batches, close, compare, fit_twice, prepare
+from tests.training.fits import TrainingContext, batches, close, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_equal import Blocks, named
 
@@ -80,7 +80,7 @@ def test_nobody_sees_that_a_module_is_graphed(backend: str, tmp_path: Path) -> N
     close(captured, eager, 0.0, "found")
 
 
-def looked(fit: Fit) -> dict[str, Any]:
+def looked(fit: TrainingContext) -> dict[str, Any]:
     found: dict[str, Any] = next(c for c in fit.trainer.callbacks if isinstance(c, Look)).found  # type: ignore[attr-defined]
     return found
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core.arguments.outputs import OutputPlan
-from lightning_graphs.core.autograd.backward import OutputGradients
-from lightning_graphs.core.autograd.lending import LentMemory, SharedArgument
-from lightning_graphs.core.passes import CallableCapture
+from lightning_graphs.autograd.backward import OutputGradients
+from lightning_graphs.autograd.callables import CallableCapture
+from lightning_graphs.values.aliases import AliasedBuffer, SharedArgument
+from lightning_graphs.values.memory import OutputPlan
 from tests.training.fits import Net, batches, compare, fit_twice
 
 CAPTURE: dict[str, Any] = {"scope": "modules", "modules": ["blocks.*"]}
@@ -73,12 +73,12 @@ class Keeping(Chain):
 
 
 @pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> set[LentMemory]:
+def lent(monkeypatch: pytest.MonkeyPatch) -> set[AliasedBuffer]:
     """All memory that was lent."""
-    found: set[LentMemory] = set()
+    found: set[AliasedBuffer] = set()
     original = OutputPlan.lend
 
-    def lend(self: OutputPlan, index: int) -> LentMemory:
+    def lend(self: OutputPlan, index: int) -> AliasedBuffer:
         found.add(original(self, index))
         return original(self, index)
 
@@ -88,21 +88,21 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> set[LentMemory]:
 
 @pytest.mark.parametrize(("module", "count"), [(Chain, 2), (Residual, 2), (Changing, 0)])
 def test_outputs_go_from_graph_to_graph_unless_something_else_comes_between(
-    backend: str, tmp_path: Path, lent: set[LentMemory], module: type[Chain], count: int
+    backend: str, tmp_path: Path, lent: set[AliasedBuffer], module: type[Chain], count: int
 ) -> None:
     compare(*fit_twice(backend, tmp_path, module=module, capture=CAPTURE))
     assert len(lent) == count
 
 
 def test_an_output_that_somebody_keeps_is_not_overwritten(
-    backend: str, tmp_path: Path, lent: set[LentMemory]
+    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
 ) -> None:
     compare(*fit_twice(backend, tmp_path, module=Keeping, capture=CAPTURE))
     assert len(lent) == 2
 
 
 def test_shapes_share_modules_and_not_memory(
-    backend: str, tmp_path: Path, lent: set[LentMemory]
+    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
 ) -> None:
     def data() -> list[dict[str, Any]]:
         return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
@@ -123,7 +123,7 @@ class HandingOut(Chain):
 
 
 def test_hooks_after_the_step_see_what_a_lent_output_was(
-    backend: str, tmp_path: Path, lent: set[LentMemory]
+    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
 ) -> None:
     def data() -> list[dict[str, Any]]:
         return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
@@ -144,7 +144,7 @@ class KeepingTheLast(Chain):
 
 
 def test_an_output_that_is_kept_is_copied_from_then_on(
-    backend: str, tmp_path: Path, lent: set[LentMemory]
+    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
 ) -> None:
     def data() -> list[dict[str, Any]]:
         return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]

@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_graphs.core.backends.cuda import CudaBackend
-from lightning_graphs.core.backends.emulated import EmulatedBackend
-from lightning_graphs.core.backends.recorder import Recorder
-from lightning_graphs.core.obstacles import Obstacle
-from lightning_graphs.training.costs.investment import Investment
+from lightning_graphs.device.cuda import CudaBackend
+from lightning_graphs.device.emulated import EmulatedBackend
+from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.device.trace import Recorder
+from lightning_graphs.policy.worth import CapturePolicy
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_equal import Block, Blocks, named
@@ -468,15 +468,15 @@ def test_little_that_surely_keeps_its_shapes_is_weighed_before_more_is_looked_at
 ) -> None:
     parts: list[float] = []
 
-    def weighed(_: Investment, part: float) -> bool:
+    def weighed(_: CapturePolicy, part: float) -> bool:
         parts.append(part)
         return goes_on
 
     def why_not(*_: Any, **__: Any) -> str:
         return "" if goes_on or not parts else "too few steps are left"
 
-    monkeypatch.setattr(Investment, "goes_on_with_part", weighed)
-    monkeypatch.setattr(Investment, "why_not", why_not)
+    monkeypatch.setattr(CapturePolicy, "goes_on_with_part", weighed)
+    monkeypatch.setattr(CapturePolicy, "why_not", why_not)
     eager, captured = fit_twice(
         backend,
         tmp_path,
@@ -523,7 +523,7 @@ def test_calls_that_compute_too_little_for_a_graph_stay_eager(
     capture: dict[str, Any],
     expected: list[str],
 ) -> None:
-    monkeypatch.setattr(Investment, "why_not", lambda *_, **__: "")  # whatever a step takes
+    monkeypatch.setattr(CapturePolicy, "why_not", lambda *_, **__: "")  # whatever a step takes
     eager, captured = fit_twice(
         backend,
         tmp_path,

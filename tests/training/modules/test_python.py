@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_graphs.training.modules.steps import ModuleGraphs
+from lightning_graphs.regions.submodules import ModuleGraphs
 from tests.training.fits import Net, adamw, batches, compare, fit_twice
 from tests.training.modules.test_equal import named
 

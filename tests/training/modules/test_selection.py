@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_graphs.training.modules.choice import select
-from lightning_graphs.training.options import OptionError
+from lightning_graphs.lightning.options import OptionError
+from lightning_graphs.regions.choose import select
 from tests.training.fits import prepare
 from tests.training.leftovers import assert_nothing_left
 

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
-from lightning_graphs.core.arguments.snapshot import Snapshot
-from lightning_graphs.core.graph import CUDAGraph, is_current_stream_capturing
-from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.verification import CallChecks, Verification
+from lightning_graphs.device.graph import CUDAGraph, is_current_stream_capturing
+from lightning_graphs.regions.verify import CallChecks, Comparison, Verification, Verifier
+from lightning_graphs.values.snapshot import Snapshot
 from tests.training import fits
-from tests.training.fits import Fit, compare, prepare
+from tests.training.fits import TrainingContext, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_equal import Blocks
 from tests.training.modules.test_lending import Chain
@@ -113,7 +112,7 @@ def test_graphs_that_do_nothing_are_found(
         captured.run()
 
 
-def spoil_update(fit: Fit, monkeypatch: pytest.MonkeyPatch, since: int = 0) -> None:
+def spoil_update(fit: TrainingContext, monkeypatch: pytest.MonkeyPatch, since: int = 0) -> None:
     """From some step on, replays outside of the backward pass write a parameter of their own."""
 
     def spoil(graph: CUDAGraph) -> None:
@@ -181,11 +180,11 @@ def _interrupts() -> Iterator[None]:
 def test_a_check_that_is_interrupted_leaves_nothing(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    def interrupted(self: Agreement, ways: BothWays, *_: Any) -> None:
+    def interrupted(self: Verifier, ways: Comparison, *_: Any) -> None:
         assert "output of `net`" in ways.eager()[0].name
         raise error("in the middle")
 
-    monkeypatch.setattr(Agreement, "_require", interrupted)
+    monkeypatch.setattr(Verifier, "_require", interrupted)
     monkeypatch.setattr(Verification, "check_update", lambda *_: None)
     capture = verifying("net")
     captured = prepare(backend, tmp_path, True, module=Normalized, capture=capture)

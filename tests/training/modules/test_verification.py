@@ -14,8 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
-from lightning_graphs.training.verify.agreement import Agreement, BothWays
-from lightning_graphs.training.verify.verification import CallChecks, Verification
+from lightning_graphs.regions.verify import CallChecks, Comparison, Verification, Verifier
 from tests.training.fits import (
     GradientTrace,
     Hidden,
@@ -190,10 +189,10 @@ def test_which_steps_are_verified(
 def test_switched_off_nothing_runs_twice(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: Agreement, ways: BothWays, *_: Any) -> None:
+    def refuse(self: Verifier, ways: Comparison, *_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(Agreement, "compare", refuse)
+    monkeypatch.setattr(Verifier, "compare", refuse)
     capture = verifying("blocks.*", verify=False)
     compare(*fit_twice(backend, tmp_path, module=Blocks, capture=capture, validation=0))
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_graphs.reporting.diagnosis import Diagnosis, Finding
+from lightning_graphs.report.diagnosis import Diagnosis, Finding
 from tests.training.examined import examined, line, rows
-from tests.training.fits import Fit, Net, Trace, compare, prepare
+from tests.training.fits import Net, Trace, TrainingContext, compare, prepare
 from tests.training.leftovers import assert_nothing_left
 
 
@@ -67,7 +67,7 @@ class Many(Net):
 
 
 @pytest.fixture
-def many(backend: str, tmp_path: Path) -> Fit:
+def many(backend: str, tmp_path: Path) -> TrainingContext:
     return examined(backend, tmp_path, module=Many)
 
 
@@ -97,7 +97,9 @@ EXPECTED = [
 
 
 class TestManyObstacles:
-    def test_every_obstacle_has_its_line_and_remedy(self, many: Fit, backend: str) -> None:
+    def test_every_obstacle_has_its_line_and_remedy(
+        self, many: TrainingContext, backend: str
+    ) -> None:
         for kind, text, rehearsed, on_cuda, remedy in EXPECTED:
             operator = on_cuda if on_cuda and backend == "cuda" else rehearsed
             if not operator:  # a copy from host to host
@@ -116,7 +118,7 @@ class TestManyObstacles:
             assert row.effect == ("runs ahead of the graph" if ahead else "eager step")
             assert row.rule
 
-    def test_nothing_else_is_listed(self, many: Fit, backend: str) -> None:
+    def test_nothing_else_is_listed(self, many: TrainingContext, backend: str) -> None:
         known = {(kind, line(Many.training_step, text)) for kind, text, *_ in EXPECTED}
         known |= {("host-read", line(Many.training_step, "numpy")), ("optimizer", 0)}
         known |= {("data-dependent-shape", 0)}  # the backward pass of a boolean index
@@ -124,19 +126,19 @@ class TestManyObstacles:
         found = [f for f in many.capture.report.diagnosis.findings if f.kind != "optimizer"]
         assert {(f.kind, f.line) for f in found} <= known
 
-    def test_each_row_counts_how_often(self, many: Fit) -> None:
+    def test_each_row_counts_how_often(self, many: TrainingContext) -> None:
         number = line(Many.training_step, "item")
         assert [r.count for r in rows(many, "host-read") if r.line == number] == [3]
         assert [r.last_step for r in rows(many, "host-read") if r.line == number] == [3]
 
-    def test_the_optimizer(self, many: Fit) -> None:
+    def test_the_optimizer(self, many: TrainingContext) -> None:
         (row,) = rows(many, "optimizer")
         assert (row.operator, row.effect) == ("Adagrad", "eager optimizer step")
         assert row.function == "configure_optimizers"
         assert "Adagrad" in row.observed
         assert "torch.optim.AdamW" in row.code
 
-    def test_rows_as_json(self, many: Fit) -> None:
+    def test_rows_as_json(self, many: TrainingContext) -> None:
         found = many.capture.report.diagnosis
         assert found is not None
         read = json.loads(found.to_json())
@@ -145,14 +147,16 @@ class TestManyObstacles:
         assert len(read["findings"]) == len(found.findings)
         assert json.loads(many.capture.report.to_json())["diagnosis"] == read
 
-    def test_the_report_shows_them(self, many: Fit, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_report_shows_them(
+        self, many: TrainingContext, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         report = many.capture.report
         report.show()
         assert capsys.readouterr().out.endswith(f"\n\n{report.diagnosis}\n")
         assert f" 0 captures, {len(report.diagnosis.obstacles)} obstacles, " in repr(report)
 
     def test_the_fit_is_what_it_is_without_the_doctor(
-        self, many: Fit, backend: str, tmp_path: Path
+        self, many: TrainingContext, backend: str, tmp_path: Path
     ) -> None:
         eager = prepare(backend, tmp_path, False, module=Many).run()
         compare(eager, many, replayed=False)

@@ -19,7 +19,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from lightning_graphs.reporting.diagnosis import Diagnosis, Finding
+from lightning_graphs.report.diagnosis import Diagnosis, Finding
 from tests.training.equal.test_distributions import Variational
 from tests.training.equal.test_host_half import BRANCHING, SERVED
 from tests.training.equal.test_python_draws import spans

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_graphs.reporting.diagnosis import Diagnosis
+from lightning_graphs.report.diagnosis import Diagnosis
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, prepare
 from tests.training.guards.test_reads_of_the_trainer import Storing

@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
-from lightning_graphs.training.guards.frozen import old_gradients_watched
+from lightning_graphs.watch.tracers import old_gradients_watched
 from tests.training.fits import Net, compare, fit_twice, prepare, warned
 
 

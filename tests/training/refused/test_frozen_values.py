@@ -18,7 +18,7 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_graphs.training.guards.python_state import AttributeReads
+from lightning_graphs.watch.reads import AttributeGuards
 from tests.training.fits import Net, compare, fit_twice, warned
 from tests.training.modules.test_equal import named
 
@@ -193,7 +193,7 @@ def test_values_are_described_again_only_after_a_change() -> None:
             super().__init__()
             self.settings = {"scale": 1.0, "seen": [0]}
 
-    module, reads = Module(), AttributeReads()
+    module, reads = Module(), AttributeGuards()
     with reads.watching(module):
         assert module.settings["scale"] == 1.0
     before = reads.now()
@@ -234,7 +234,7 @@ def test_large_arrays_and_those_of_objects_are_compared_by_identity() -> None:
             self.large = numpy.zeros(65537, dtype=numpy.uint8)
             self.objects = numpy.array([None])
 
-    module, reads = Module(), AttributeReads()
+    module, reads = Module(), AttributeGuards()
     with reads.watching(module):
         _ = module.large, module.objects
     before = reads.now()

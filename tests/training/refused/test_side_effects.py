@@ -20,8 +20,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.training.guards.environment import Environment
-from lightning_graphs.training.guards.own_code import OwnCode
+from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.user_code import UserCode
 from tests.training import side_effects
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.side_effects import (
@@ -175,7 +175,7 @@ def test_other_threads_may_print(
             LOGGER.warning("a worker")
             done.set()
 
-    class Waiting(Net):
+    class EagerStreak(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             done.clear()
             asked.set()
@@ -185,7 +185,7 @@ def test_other_threads_may_print(
     worker = threading.Thread(target=work)
     worker.start()
     try:
-        compare(*fit_twice(backend, tmp_path, module=Waiting))
+        compare(*fit_twice(backend, tmp_path, module=EagerStreak))
     finally:
         over.set()
         asked.set()
@@ -229,7 +229,7 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
     batch = batches()[0]
     fit.module.trainer = fit.trainer
-    environment = Environment(fit.module, OwnCode(fit.module))
+    environment = Environment(fit.module, UserCode(fit.module))
     with contextlib.suppress(ZeroDivisionError), environment.refusing("training_step"):
         for step in (Counting.training_step, Keeping.training_step, Appending.training_step):
             step(fit.module, batch, 0)

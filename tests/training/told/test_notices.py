@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.training.statistics import Statistics
+from lightning_graphs.report.statistics import Statistics
 from tests.training.equal.test_batches import lengths
 from tests.training.examined import examined, rows
 from tests.training.fits import Net, adamw, batches, compare, fit_twice, prepare

@@ -1,0 +1,423 @@
+"""Hands out the gradients of a graphed backward: to autograd, or to ``.grad`` without its help."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import attrgetter, is_
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.private.torch import (
+    accumulation_hooks,
+    clone_all,
+    gradient_hooks,
+    has_gradient_hooks,
+    hooks_registered,
+)
+from lightning_graphs.values.aliases import AliasedBuffer
+from lightning_graphs.values.memory import copy_all, extent, linear, overlap_span
+
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+class GradientMemory:
+    """Memory for the gradients of parameters, given before a capture."""
+
+    are_copied = False  # ``.grad`` shares nothing with that memory
+    are_kept = False  # a caller holds some of it as it is, which no replay may change
+
+    def of(self, parameters: Sequence[Parameter]) -> Sequence[Tensor]:
+        """A buffer for each of them."""
+        return new_buffers(parameters)
+
+
+def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
+    return list(map(empty_gradient, parameters))
+
+
+def empty_gradient(parameter: Tensor) -> Tensor:
+    """Memory for a gradient in the layout that autograd gives it."""
+    # It is that of the parameter where its elements fill their memory, and else row-major.
+    layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
+    return torch.empty_like(parameter, requires_grad=False, memory_format=layout)
+
+
+def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Memory for the gradient of an output, in the strides in which it is known to come."""
+    # Kernels round otherwise over another layout, one with gaps or repetitions (a stride of 0)
+    # included. Where none is known, or elements overlap otherwise, it is that of the output.
+    zeros = torch.zeros_like(output, requires_grad=False)
+    if stride is None or stride == zeros.stride() or not zeros.numel():
+        return zeros
+    meta = torch.empty_strided(output.shape, stride, dtype=output.dtype, device="meta")
+    if overlap_span(unrepeated(meta)):
+        return zeros
+    return zeros.new_zeros(extent(meta)).as_strided(output.shape, stride)
+
+
+def repeated(tensor: Tensor) -> list[int]:
+    """The dimensions along which a tensor has the same elements again and again."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [i for i, (size, stride) in enumerate(pairs) if stride == 0 and size > 1]
+
+
+def unrepeated(tensor: Tensor, dimensions: Sequence[int] | None = None) -> Tensor:
+    """A tensor without its repetitions, those along some dimensions or all."""
+    for dimension in repeated(tensor) if dimensions is None else dimensions:
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
+    rule = (
+        'param_grads="direct" cannot call hooks on parameters, because the graph itself writes the '
+        "gradients."
+    )
+    remedy = 'use param_grads="autograd"'
+    hooked = next((name for name, p in named if has_gradient_hooks(p)), None)
+    if hooked is not None:
+        raise CaptureError(rule, f"`{hooked}` has a gradient hook", remedy)
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        ranks = distributed.get_world_size()
+        if ranks > 1:
+            observed = f"the process group has {ranks} ranks, and the reducer of DDP is such a hook"
+            raise CaptureError(rule, observed, remedy)
+
+
+def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise CaptureError(
+            "A graph cannot write sparse gradients, which have no fixed address.",
+            "the backward pass computes one",
+            "write nn.Embedding(..., sparse=False)",
+        )
+
+
+class LentGradients:
+    """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
+
+    Autograd keeps what it is given as ``.grad`` and adds to it in place, so that a replay would
+    overwrite it (pytorch#181723). So the graph copies into memory outside of its pool, lent to one
+    backward pass at a time. A replay that finds any of it still held saves it first; from then on
+    gradients are copies.
+    """
+
+    def __init__(self, targets: Sequence[Tensor]) -> None:
+        self._memory, self._reserved = _side_by_side(targets)
+        self.buffers: Sequence[Tensor | None] = ()  # the lent memory of each gradient
+        self._lent: list[Tensor] = []
+        # Of gradients with gaps or repetitions, by index, how they came; the buffers have neither.
+        self._spread: dict[int, tuple[torch.Size, tuple[int, ...]]] = {}
+        self._loans = [AliasedBuffer(memory) for memory in self._memory]
+        self._lends = True
+
+    @property
+    def is_kept(self) -> bool:
+        return any(loan.is_kept for loan in self._loans)
+
+    def capture(self, gradients: Sequence[Tensor | None]) -> None:
+        """Write the gradients into the buffers, as the last part of a capture."""
+        written = [None if g is None else unrepeated(g) for g in gradients]
+        self.buffers = list(map(_fitted, self._reserved, written))
+        self._lent = [buffer for buffer in self.buffers if buffer is not None]
+        for loan in self._loans:
+            loan.settle()
+        write_all(self._lent, [g for g in written if g is not None])
+        found = [(g, w) for g, w in zip(gradients, written, strict=True) if w is not None]
+        for i, ((gradient, once), lent) in enumerate(zip(found, self._lent, strict=True)):
+            assert gradient is not None
+            has_gaps = once.stride() != lent.stride() and not overlap_span(once)
+            if has_gaps or once.shape != gradient.shape:
+                self._spread[i] = gradient.shape, (once if has_gaps else lent).stride()
+
+    def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
+        """Run the backward graph; the gradients, in the order of their layouts."""
+        if self.is_kept:
+            self._lends = False
+            kept = clone_all(self._memory)
+            backward()
+            gradients = clone_all(self._lent)
+            torch._foreach_copy_(self._memory, kept)
+        else:
+            backward()
+            gradients = list(map(_alias, self._lent)) if self._lends else clone_all(self._lent)
+        for i, (shape, stride) in self._spread.items():
+            gradients[i] = _spread(gradients[i], shape, stride)
+        if len(gradients) == len(self.buffers):
+            return gradients
+        found = iter(gradients)
+        return [None if buffer is None else next(found) for buffer in self.buffers]
+
+
+class HookedInOrder:
+    """Gives parameters to the node of a call so that their hooks run in the order of autograd.
+
+    One node hands out all gradients at once, and autograd then calls hooks on parameters in any
+    order: another one than in eager code, where gradients come one by one. Hooks that share a
+    generator, an average or a list would see it. So each parameter with hooks goes through a node
+    of its own, and of several nodes that are ready autograd runs the one first that was made last.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], came: Sequence[Tensor]) -> None:
+        self.own = parameters
+        place = {parameter: i for i, parameter in enumerate(parameters)}
+        self._last_to_first = [place[leaf] for leaf in reversed(came) if leaf in place]
+        self._unused = sorted(set(range(len(parameters))) - set(self._last_to_first))
+        self._at_capture = any(map(has_gradient_hooks, parameters))
+        self._hooked = self._at_capture
+        self._hooks_looked_at = -1
+
+    def given(self) -> Sequence[Tensor]:
+        """The parameters; called once for each call, right before its node is made."""
+        if (number := hooks_registered()) != self._hooks_looked_at:
+            self._hooks_looked_at = number
+            found = any(gradient_hooks(p) or accumulation_hooks(p) for p in self.own)
+            self._hooked = self._at_capture or found
+        if not self._hooked:
+            return self.own
+        given = list(self.own)
+        for i in self._last_to_first:
+            given[i] = torch.ops.aten.alias.default(given[i])
+        for i in self._unused:  # autograd would call hooks with None
+            given[i] = given[i].detach()
+        return given
+
+
+class OutputGradients:
+    """The static inputs of a backward graph; what a later graph lends is read in place."""
+
+    def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
+        self.buffers = list(buffers)
+        self._lent = [(i, self.buffers[i], lender) for i, lender in lenders.items()]
+        self._own = [i for i in range(len(self.buffers)) if i not in lenders]
+        self._targets = [unrepeated(self.buffers[i]) for i in self._own]
+        repeats = [(j, i, repeated(self.buffers[i])) for j, i in enumerate(self._own)]
+        self._repeats = [repeat for repeat in repeats if repeat[2]]
+
+    @property
+    def repeat(self) -> bool:
+        """Whether gradients must come that have some elements again and again."""
+        return bool(self._repeats)
+
+    def fit(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these gradients repeat what the graph takes for repeated."""
+        strides = [(gradients[i].stride(), repeat) for _, i, repeat in self._repeats]
+        return not any(stride[dimension] for stride, repeat in strides for dimension in repeat)
+
+    def completed(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        pairs = zip(gradients, self.buffers, strict=True)
+        return [
+            torch.zeros_like(unrepeated(buffer)).expand_as(buffer) if g is None else g
+            for g, buffer in pairs
+        ]
+
+    def take(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Bring the gradients in; buffers and values that are to be put back after the replay."""
+        if self._targets:
+            sources = [gradients[i] for i in self._own]
+            for j, _, repeat in self._repeats:
+                sources[j] = unrepeated(sources[j], repeat)
+            copy_all(self._targets, sources)
+        displaced = []
+        for i, buffer, lender in self._lent:
+            gradient = gradients[i]
+            if gradient.data_ptr() == buffer.data_ptr() and gradient.stride() == buffer.stride():
+                continue
+            if lender.is_kept:
+                displaced.append((buffer, buffer.clone()))
+            buffer.copy_(gradient)
+        return displaced
+
+
+def _side_by_side(targets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Memory for each device and dtype, and in it the elements for each tensor."""
+    # They share a storage so that one number tells whether anybody holds any of them.
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, target in enumerate(targets):
+        kinds[target.device, target.dtype].append(i)
+    memory, parts = [], [*targets]
+    for (device, dtype), indices in kinds.items():
+        step = _ALIGNMENT // dtype.itemsize
+        sizes = [-(-targets[i].numel() // step) * step for i in indices]
+        memory.append(torch.empty(sum(sizes), dtype=dtype, device=device))
+        for i, part in zip(indices, memory[-1].split(sizes), strict=True):
+            parts[i] = part[: targets[i].numel()]
+    return memory, parts
+
+
+_PIECES = 64
+"""How many pairs of tensors one launch of torch's fused copy takes; many tensors take several."""
+
+_GRAIN = 2048
+"""Pieces have a multiple of so many elements: 512 threads copy four at a time if aligned."""
+
+
+def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Copy gradients to their buffers, as part of a capture: one launch for each pair of dtypes.
+
+    torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
+    few then take 13 us (H200). So they are cut into pieces, as many as one launch takes, that all
+    multiprocessors share in; and a single one is left to the plain kernel.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if buffer.stride() == gradient.stride() and is_dense(buffer):
+            kind = buffer.device, buffer.dtype, gradient.dtype
+            kinds.setdefault(kind, []).append((linear(buffer), linear(gradient.detach())))
+        else:  # one such pair would have all others copied one by one, too
+            buffer.copy_(gradient)
+    for pairs in kinds.values():
+        if len(pairs) == 1:
+            pairs[0][0].copy_(pairs[0][1])
+            continue
+        total = sum(target.numel() for target, _ in pairs)
+        size = total // max(_PIECES - len(pairs), _PIECES // 4) // _GRAIN * _GRAIN + _GRAIN
+        targets, sources = zip(*pairs, strict=True)
+        torch._foreach_copy_(_pieces(targets, size), _pieces(sources, size))
+
+
+def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
+    return [piece for tensor in tensors for piece in tensor.split(size)]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without overlaps and gaps."""
+    return extent(tensor) == tensor.numel() and not overlap_span(tensor)
+
+
+def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """The memory of a buffer in the layout of this gradient, without overlaps and gaps."""
+    if gradient is None:
+        return None
+    dense = torch.empty_like(gradient, device="meta")
+    return buffer.as_strided(dense.shape, dense.stride(), buffer.storage_offset())
+
+
+def _spread(gradient: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """A gradient with the gaps that it came with, and then its repetitions."""
+    if stride != gradient.stride():
+        gradient = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
+    return gradient.expand(shape)
+
+
+_alias: Callable[[Tensor], Tensor] = attrgetter("data")  # detach() costs twice as much
+_ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memory in larger units
+
+
+class DirectGradients:
+    """Hands the gradients that a backward graph writes to ``parameter.grad`` itself.
+
+    The graph copies them into buffers outside of its pool: inside, their memory would be that of
+    activations. A parameter without gradient is given its buffer. A parameter that has one gets the
+    new gradient added; where that is still the buffer, its value is kept meanwhile.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        memory: GradientMemory | None = None,  # where these are
+    ) -> None:
+        self.parameters = list(parameters)
+        self.buffers = list(buffers)
+        self._memory = memory or GradientMemory()
+        self._old: list[Tensor] | None = None  # values of buffers, while a graph writes these
+        self._nothing = [None] * len(self.parameters)
+        self._hooks_looked_at = -1
+
+    def capture(self, gradients: Sequence[Tensor | None]) -> None:
+        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        self.parameters = [self.parameters[i] for i in used]
+        self.buffers = [self.buffers[i] for i in used]
+        self._nothing = [None] * len(used)
+        self.write([g for g in gradients if g is not None])
+
+    def write(self, gradients: Sequence[Tensor]) -> None:
+        write_all(self.buffers, gradients)
+
+    def refuse_hooks(self) -> None:
+        number = hooks_registered()
+        if number == self._hooks_looked_at:
+            return
+        parameters = self.parameters
+        if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
+            raise ReplayError(
+                'A graph with param_grads="direct" cannot call hooks on parameters.',
+                "a gradient hook was registered on a parameter after the capture",
+                'remove the hook, or use param_grads="autograd"',
+            )
+        self._hooks_looked_at = number
+
+    def replay(
+        self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
+    ) -> None:
+        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
+        parameters, buffers = self.parameters, self.buffers
+        before = list(map(_gradient, parameters))
+        memory, is_whole = self._memory, reached is None
+        if is_whole and not memory.are_copied and all(map(is_, before, self._nothing)):
+            backward()
+            for parameter, buffer in zip(parameters, buffers, strict=True):
+                parameter.grad = buffer
+            return
+        chosen = frozenset(parameters if reached is None else reached)
+        if memory.are_copied:  # but what was attached before stays so until it is zeroed
+            attached = any(map(is_, before, buffers))
+            kept = clone_all(buffers) if memory.are_kept or attached else []
+            backward()
+            fresh = clone_all(buffers)
+            if kept:
+                torch._foreach_copy_(buffers, kept)
+            self._accumulate(chosen, before, fresh)
+            return
+        held = [i for i, gradient in enumerate(before) if gradient is buffers[i]]
+        old = self._set_aside(held)
+        backward()
+        self._add_old(chosen, held, old)
+        self._accumulate(chosen, before, buffers)
+
+    def _set_aside(self, held: Sequence[int]) -> list[Tensor]:
+        """The values of these buffers, in memory of their own."""
+        if not held:
+            return []
+        if self._old is None:
+            self._old = [torch.empty_like(buffer) for buffer in self.buffers]
+        old = [self._old[i] for i in held]
+        torch._foreach_copy_(old, [self.buffers[i] for i in held])
+        return old
+
+    def _add_old(
+        self, chosen: Collection[Tensor], held: Sequence[int], old: Sequence[Tensor]
+    ) -> None:
+        """Add to buffers what was in them, in place as autograd; the others have it back."""
+        buffers = [self.buffers[i] for i in held]
+        is_chosen = [self.parameters[i] in chosen for i in held]
+        if held and all(is_chosen):
+            torch._foreach_add_(buffers, list(old))
+            return
+        for buffer, value, adds in zip(buffers, old, is_chosen, strict=True):
+            buffer.add_(value) if adds else buffer.copy_(value)
+
+    def _accumulate(
+        self,
+        chosen: Collection[Tensor],
+        before: Sequence[Tensor | None],
+        gradients: Sequence[Tensor],
+    ) -> None:
+        """Let ``.grad`` of the chosen parameters be these, or these added to what it was."""
+        targets, additions = [], []
+        for parameter, old, gradient in zip(self.parameters, before, gradients, strict=True):
+            if parameter not in chosen or old is gradient:
+                continue
+            if old is None:
+                parameter.grad = gradient
+            else:
+                targets.append(old)
+                additions.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, additions)

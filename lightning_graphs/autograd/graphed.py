@@ -1,0 +1,329 @@
+"""Runs one graphed callable: a forward graph, and a backward graph inside of an autograd node."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.autograd.backward import (
+    DirectGradients,
+    HookedInOrder,
+    LentGradients,
+    OutputGradients,
+)
+from lightning_graphs.device.graph import CUDAGraph, GraphPool
+from lightning_graphs.errors import ArgumentElsewhereError, ReplayError
+from lightning_graphs.private.torch import (
+    in_transform,
+    saved_tensors_hooks,
+    version_of,
+    will_execute,
+)
+from lightning_graphs.values.aliases import (
+    PendingBackward,
+    ReplayOrder,
+    SharedArgument,
+    Source,
+)
+from lightning_graphs.values.memory import AddressGuard, OutputPlan, StaticInputs
+from lightning_graphs.values.signature import CallPlan
+
+Stores = tuple[tuple[nn.Module, str, Any], ...]
+"""Module, name and value of attributes that code sets; the values are plain ones."""
+
+
+def set_again(stores: Stores) -> None:
+    """Set these attributes, past whatever the module makes of it: that has run at capture."""
+    for module, name, value in stores:
+        vars(module)[name] = value
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPass:
+    graph: CUDAGraph  # computes the gradients from ``output_gradients``
+    output_gradients: OutputGradients  # its static inputs, one for each output that requires grad
+    reach: tuple[frozenset[Tensor], ...]  # the leaves of autograd that each of these depends on
+    targets: tuple[Tensor, ...]  # the leaves whose gradients autograd is given, in their order
+    # Of inputs that require grad, among the call's tensors; several times where each use counts
+    input_positions: tuple[int, ...]
+    parameters: HookedInOrder  # whose gradients autograd is given; none if direct
+    handed: LentGradients  # hands autograd the gradients of those inputs, then parameters
+    direct: DirectGradients | None  # writes the parameters' gradients, where autograd does not
+    place: int  # its place in the order of captures
+    # Computes all of these gradients without the graph, from what its forward graph has left, for
+    # gradients of outputs that do not repeat themselves as those of the capture do.
+    pull: Callable[[Sequence[Tensor]], Sequence[Tensor | None]] | None
+
+    def reached(self, gradients: Sequence[Tensor | None]) -> frozenset[Tensor]:
+        """The leaves that outputs with a gradient depend on."""
+        pairs = zip(self.reach, gradients, strict=True)
+        return frozenset().union(*(leaves for leaves, g in pairs if g is not None))
+
+
+@dataclass(eq=False, repr=False)
+class GraphedCallable:
+    """Runs a callable as a forward graph and, inside one autograd node, a backward graph.
+
+    Calls must equal the captured one in everything but values. Where the train/eval flag of any
+    submodule, or of a module that a function holds, differs from its state at capture, the original
+    runs instead; also inside of a transform (``torch.func``, forward-mode autograd), where a replay
+    would overwrite a lent output that the caller has kept, and in the first call of a recurrent
+    layer with dropout after a seed was set, which makes cuDNN's random state anew.
+
+    Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
+    of ``module.forward``.
+    """
+
+    original: Callable[..., Any]
+    module: nn.Module | None  # whose forward it is, if a module's
+    plan: CallPlan  # the check of its arguments
+    pool: GraphPool
+    order: ReplayOrder  # of the captures over that pool
+    inputs: StaticInputs
+    outputs: OutputPlan
+    forward_graph: CUDAGraph
+    backward_pass: BackwardPass | None
+    place: int  # of the forward graph, in the order of captures
+    # By the index of a tensor of the call, the memory where it is read in place; and what tells
+    # later calls whether they are given the same tensor.
+    borrowed: tuple[tuple[int, Source], ...]
+    shared: tuple[tuple[int, SharedArgument], ...]
+    stores: tuple[Stores, Stores]  # attributes that its forward sets, and its backward
+    modules: Sequence[nn.Module]  # all that it holds
+    guards: Sequence[AddressGuard]  # of the tensors in these
+    # Optimizers change all parameters together: one tells, at no cost that grows with them.
+    witness: Tensor | None
+    # Puts the error of a refused backward pass in the words of the maker of the graphs; as it is,
+    # it speaks to callers of make_graphed_callables.
+    explain: Callable[[ReplayError], object]
+
+    def __post_init__(self) -> None:
+        self.__wrapped__ = self.original  # inspect.signature shows the original's arguments
+        # Autograd records a node only if an input of it requires grad; parameters whose gradients
+        # are direct do not pass through it.
+        with torch.inference_mode(False):
+            device = self.plan.signature.modes.device_type
+            self._anchor = torch.empty(0, device=device, requires_grad=True)
+            self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
+        self._training = [m.training for m in self.modules]
+        self._replay_forward, self._dropout = self.forward_graph.replay, self.forward_graph.dropout
+        self._forward_stores, self._backward_stores = self.stores
+        backward = self.backward_pass
+        self._writes_gradients = backward is not None and backward.direct is not None
+        self._witness = self._anchor if self.witness is None else self.witness
+        self._version = version_of(self._witness)
+        self._pending: PendingBackward | None = None
+        self._released = False
+
+    def is_seeded(self) -> bool:
+        """Whether a call makes cuDNN's random state anew, from which the graph draws."""
+        return self._dropout is not None and not self._dropout.is_current()
+
+    @property
+    def is_next(self) -> bool:
+        """Whether a call now keeps to the order of captures, and spoils no pending backward."""
+        return self.place > self.order.last
+
+    def _refuse_arguments_elsewhere(self, tensors: Sequence[Tensor]) -> None:
+        for leaf, source in self.borrowed:
+            if not source.holds(tensors[leaf]):
+                raise ArgumentElsewhereError(
+                    "An argument must be the tensor of an earlier graph, as it was at the capture.",
+                    f"got another tensor as {self.plan.signature.tensor_names[leaf]}",
+                    "pass what the earlier call returned or was given, or capture again",
+                )
+
+    def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether these arguments, under the switches now in force, have a replay."""
+        return (
+            not self._released
+            and [m.training for m in self.modules] == self._training
+            and self.plan.match(args, kwargs) is not None
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs) if self.is_seeded() else self.call(args, kwargs)
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Replay a call, of which :meth:`is_seeded` has been asked already."""
+        changed = self._released or [m.training for m in self.modules] != self._training
+        if changed or in_transform():
+            return self.original(*args, **kwargs)
+        if saved_tensors_hooks() is not None and torch.is_grad_enabled():
+            raise ReplayError(
+                "A graphed callable cannot call hooks for saved tensors, because a replay saves "
+                "none.",
+                "it is called inside of torch.autograd.graph.saved_tensors_hooks (save_on_cpu)",
+                "enter the hooks in the callable itself, which makes them a part of its graphs; or "
+                "leave it ungraphed",
+            )
+        tensors = self.plan.tensors(args, kwargs)
+        for guard in self.guards:
+            guard.check(trainable=self._writes_gradients)
+        self._refuse_arguments_elsewhere(tensors)
+        if self.outputs.is_kept:  # a replay would overwrite what a caller has kept
+            return self.original(*args, **kwargs)
+        self.inputs.copy_in(tensors, given=not self.borrowed)
+        for leaf, argument in self.shared:
+            argument.put(tensors[leaf])
+        self._replay_forward()
+        if self._forward_stores:
+            set_again(self._forward_stores)
+        self.order.replay(self.place)
+        backward = self.backward_pass
+        if backward is None or not torch.is_grad_enabled():
+            return self.outputs.hand_out()
+        self._pending = self.order.wait(self.place, backward.place)
+        self._version = version_of(self._witness)
+        differentiable = [tensors[i] for i in backward.input_positions]
+        given = *differentiable, *backward.parameters.given()
+        results = _GraphedNode.apply(self, self._anchor, *given)  # type: ignore[no-untyped-call]
+        return self.outputs.hand_out(results)
+
+    def bring_back(self) -> bool:
+        """Whether tensors that have moved since the capture could be let be where they were."""
+        return any([guard.bring_back() for guard in self.guards])
+
+    def run_backward(
+        self, pending: PendingBackward, gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """Replay the backward graph; the gradients, of inputs and then of parameters."""
+        # What depends only on outputs that have no gradient has none, as in eager mode.
+        try:
+            self._refuse_unsound_backward(pending)
+            backward = self.backward_pass
+            assert backward is not None
+            direct = backward.direct
+            if direct is not None:
+                self._refuse_partial_backward()
+                direct.refuse_hooks()
+        except ReplayError as error:
+            self.explain(error)
+            raise
+        self.order.finish(pending)
+        reached: frozenset[Tensor] | None = None
+        given: Sequence[Any] = gradients
+        if any([g is None for g in gradients]):
+            reached = backward.reached(gradients)
+            if not reached:
+                return [None] * len(backward.targets)
+            given = backward.output_gradients.completed(gradients)
+        displaced: Sequence[tuple[Tensor, Tensor]] = ()
+        if backward.pull is not None and not backward.output_gradients.fit(given):
+            found = backward.pull(given)
+            handed = found[: len(backward.targets)]
+            if direct is not None:
+                own = [g for g in found[len(handed) :] if g is not None]
+                direct.replay(partial(direct.write, own), reached)
+        else:
+            displaced = backward.output_gradients.take(given)
+            replay = backward.graph.replay
+            if direct is not None:
+                replay = partial(direct.replay, replay, reached)
+            handed = backward.handed.replay(replay)
+        if self._backward_stores:
+            set_again(self._backward_stores)
+        if reached is not None:
+            pairs = zip(backward.targets, handed, strict=True)
+            handed = [gradient if target in reached else None for target, gradient in pairs]
+        for buffer, value in displaced:
+            buffer.copy_(value)
+        return handed
+
+    def _refuse_unsound_backward(self, pending: PendingBackward) -> None:
+        if torch.is_grad_enabled():
+            raise ReplayError(
+                "A graphed callable does not support double backward.",
+                "backward was called with create_graph=True",
+                "keep the part that is differentiated twice out of the graphed callable",
+            )
+        if self._released:
+            raise ReplayError(
+                "A graphed callable cannot run its backward pass after reset().",
+                "its graphs were released",
+                "call reset() after the backward pass",
+            )
+        if pending.is_done:
+            raise ReplayError(
+                "A graphed callable can run one backward pass for each forward.",
+                "backward was called twice for the same forward (retain_graph=True)",
+                "run the forward again before the second backward",
+            )
+        if pending.is_void:
+            raise ReplayError(
+                "A graphed callable can run backward for its latest forward only.",
+                "another forward of this callable, or an earlier callable of its tuple, overwrote "
+                "the activations",
+                "run backward before the next forward; or give make_graphed_callables a tuple with "
+                "the callable (a module as its bound forward) once for every call between two "
+                "backward passes, in the order of the calls",
+            )
+        if version_of(self._witness) != self._version:
+            raise ReplayError(
+                "A backward pass needs the parameters that its forward pass computed with.",
+                "parameters were changed in place after the forward pass, as by optimizer.step()",
+                "run backward before parameters change, or run the forward again",
+            )
+
+    def _refuse_partial_backward(self) -> None:
+        if not will_execute(self._anchor_node):
+            raise ReplayError(
+                'A graph with param_grads="direct" cannot compute some gradients only.',
+                "torch.autograd.grad or backward(inputs=...) was called",
+                'call loss.backward(), or use param_grads="autograd"',
+            )
+
+    def reset(self) -> None:
+        """Give the original ``forward`` back and release the graphs; may be called again."""
+        if self._released:
+            return
+        self._released = True
+        if self.module is not None and self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if not isinstance(self.original, types.MethodType) or (
+                self.original.__func__ is not type(self.module).forward
+            ):
+                self.module.__dict__["forward"] = self.original
+        backward = self.backward_pass
+        if backward is not None:
+            self.pool.release(backward.graph)
+        self.pool.release(self.forward_graph)
+        self.backward_pass = None
+        self.inputs = StaticInputs(())
+        self.outputs = OutputPlan((), static=True)
+        self.guards = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """The original, bound to the copied module, whose parameters no graph knows."""
+        copied: Callable[..., Any] = copy.deepcopy(self.original, memo)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it is the original; whoever loads it needs nothing of this package."""
+        return operator.getitem, ([self.original], 0)
+
+
+class _GraphedNode(torch.autograd.Function):
+    """The autograd node of a call whose forward graph has just been replayed."""
+
+    @staticmethod
+    def forward(ctx: Any, graphed: GraphedCallable, *inputs: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.graphed = graphed
+        ctx.pending = graphed._pending
+        if not all(ctx.needs_input_grad[1:]):
+            for guard in graphed.guards:
+                guard.check()
+        return graphed.outputs.differentiable()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (None, None, *ctx.graphed.run_backward(ctx.pending, gradients))

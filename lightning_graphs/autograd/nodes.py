@@ -1,0 +1,346 @@
+"""Nodes of the autograd graph behind the outputs of a captured call.
+
+Autocast casts a weight for each use, and autograd casts its gradient back. A capture takes these
+casts out of the end of the backward pass and does many at once: fewer nodes, and the same values,
+since ``copy_`` casts as autograd does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from lightning_graphs.autograd.backward import empty_gradient, write_all
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
+from lightning_graphs.private.engine import after_backward, backward_passes_told
+from lightning_graphs.private.torch import (
+    is_compiled_node,
+    outputs_of,
+    version_of,
+    will_execute,
+    without_hooks,
+)
+
+# ------------------ Reads what autograd has recorded behind the outputs of a call, and asks for it
+
+gradients_of = torch.autograd.grad
+"""Torch's own function: while a user's step runs, another one may watch in its place."""
+
+
+def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves of autograd that these outputs depend on, themselves among them."""
+    found = dict.fromkeys(output for output in outputs if output.grad_fn is None)
+    found |= {leaf: None for node in nodes_behind(outputs) if (leaf := leaf_of(node)) is not None}
+    return list(found)
+
+
+def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
+    """Every node behind these outputs, once."""
+    return nodes_from([output.grad_fn for output in outputs])
+
+
+def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
+    """These nodes and every one behind them, once; the list is used up."""
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(parent for parent, _ in node.next_functions)
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """The leaf whose gradient this node accumulates; None for other nodes."""
+    if type(node).__name__ != "AccumulateGrad":  # `name()` is a Function's own to overwrite
+        return None
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
+
+
+def uses_of(
+    leaves: Iterable[Tensor], outputs: Sequence[Tensor]
+) -> dict[Tensor, list[tuple[Node, int]]]:
+    """By leaf, the nodes behind these outputs that use it, and as which of their inputs."""
+    found: dict[Tensor, list[tuple[Node, int]]] = {leaf: [] for leaf in leaves}
+    for node in nodes_behind(outputs) if found else ():
+        for i, (parent, _) in enumerate(node.next_functions):
+            leaf = None if parent is None else leaf_of(parent)
+            if leaf in found:
+                found[leaf].append((node, i))
+    return found
+
+
+def has_python_nodes(outputs: Sequence[Tensor], *, compiled: bool = True) -> bool:
+    """Whether the backward pass of these outputs goes through a ``torch.autograd.Function``.
+
+    Those that ``torch.compile`` makes count only if ``compiled`` says so: none looks at ``.grad``.
+    """
+    nodes: Iterator[Any] = nodes_behind(outputs)
+    found = (node for node in nodes if isinstance(node, BackwardCFunction))
+    return any(compiled or not is_compiled_node(node) for node in found)
+
+
+@calls_observed
+def gradients_behind(
+    outputs: Sequence[Tensor],
+    # Whose gradients are asked for; None for those that no output depends on.
+    targets: Sequence[Tensor | GradientEdge],
+    given: Sequence[Tensor],
+    *,
+    # Tensors whose own hooks do not run: autograd runs them on what is replayed.
+    hooked: Sequence[Tensor],
+    # Leaves whose gradients are copied in time; see :func:`gradients_kept_apart`.
+    apart: Sequence[Tensor] = (),
+    keep: bool = False,  # what autograd has saved, for another pass
+    came: list[Tensor] | None = None,  # gets the leaves of `hooked`, as their gradients come
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` as part of a capture, or of the warm-up before it."""
+    wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
+    with (
+        # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
+        torch.autocast(outputs[0].device.type, enabled=False),
+        without_hooks(hooked),
+        gradients_kept_apart(apart),
+        removed(t.register_hook(partial(_note, came, t)) for t in hooked if t.requires_grad)
+        if came is not None
+        else contextlib.nullcontext(),
+    ):
+        found: tuple[Tensor | None, ...]
+        found = gradients_of(outputs, wanted, given, retain_graph=keep, allow_unused=True)
+        return found
+
+
+def gradients_kept_apart(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
+
+    Autograd gives one tensor to all who need it, and some hooks write into theirs after what goes
+    to ``.grad`` is copied.
+    """
+    return removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
+
+
+def _note(came: list[Tensor], leaf: Tensor, _: Tensor | None) -> None:
+    came.append(leaf)
+
+
+@contextlib.contextmanager
+def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove these hooks at the end of the body; they are made at its beginning."""
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
+        yield
+
+
+def saved_for_graphs() -> AbstractContextManager[None]:
+    """Let a backward pass of what the body records read what replays have written since.
+
+    Autograd refuses to read saved tensors that were written; replays write them, and parameters
+    change between steps.
+    """
+    return saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+
+
+class PerUseGradients:
+    """The gradients that every use of some leaves gives, one by one, in the order of autograd.
+
+    Sums depend on their order, and autograd adds the uses of a tensor as they come: those inside of
+    a graph, in one sum, would come before others that eager code adds first.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        # One that is returned as well gets a gradient as an output, which no node gives.
+        uses = uses_of(set(leaves) - set(outputs), outputs)
+        self.number = {leaf: len(users) for leaf, users in uses.items() if len(users) > 1}
+        self._found: dict[Tensor, list[Tensor | None]] = {leaf: [] for leaf in self.number}
+        self._users: dict[Node, list[tuple[int, Tensor]]] = {}
+        for leaf in self.number:
+            for node, i in uses[leaf]:
+                self._users.setdefault(node, []).append((i, leaf))
+
+    def taken(self) -> AbstractContextManager[None]:
+        """While the body runs a backward pass, take them; the leaves get none."""
+        for found in self._found.values():
+            found.clear()
+        users = self._users.items()
+        return removed(node.register_hook(partial(self._take, used)) for node, used in users)
+
+    def _take(
+        self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any
+    ) -> tuple[Tensor | None, ...]:
+        left = list(gradients)
+        for i, leaf in uses:
+            self._found[leaf].append(gradients[i])
+            left[i] = None
+        return tuple(left)
+
+    def of(self, leaf: Tensor, gradient: Tensor | None) -> list[Tensor | None]:
+        """The gradients of all uses, None where there is none; or the one that autograd gives."""
+        if leaf not in self.number:
+            return [gradient]
+        found = self._found[leaf]
+        return [*found, *[None] * (self.number[leaf] - len(found))]
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()
+
+
+_MOST_WAITING = 32
+"""One launch of torch's fused copy takes 64 pieces, and large gradients are several.
+
+Those that wait take memory. ResNet-50 reserves 1.040 times what eager training does, and 0.081 more
+for a second shape; with 48 that wait 1.015 and 0.109, with 24 1.093 and 0.009 (H200; equal times).
+"""
+
+
+def ahead_of_casts(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor | GradientEdge]:
+    """Where to ask autograd for gradients of parameters that are copied afterwards anyway."""
+    # The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else may
+    # read that gradient or write into it, so no Python code may take part in the backward pass.
+    users, returned = uses_of(parameters, outputs), set(outputs)
+    return [
+        GradientEdge(users[parameter][0][0], 0)
+        if parameter not in returned and _is_cast(parameter, users[parameter])
+        else parameter
+        for parameter in parameters
+    ]
+
+
+def _is_cast(parameter: Tensor, users: Sequence[tuple[Node, int]]) -> bool:
+    if len(users) != 1 or type(parameter) not in (Tensor, Parameter):
+        return False
+    user = users[0][0]
+    made = outputs_of(user)
+    return (
+        type(user).__name__ == "ToCopyBackward0"
+        and len(made) == 1
+        and made[0].dtype.is_floating_point
+        and made[0].device == parameter.device
+        and parameter.is_floating_point()
+        and getattr(parameter, "grad_dtype", None) in (None, parameter.dtype)
+    )
+
+
+def taken_ahead_of_casts(
+    outputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    # Called with a parameter, the node that accumulates its gradient, and what the cast is given
+    take: Callable[[Any, Node | None, tuple[Tensor | None, ...]], tuple[None] | None],
+) -> AbstractContextManager[None]:
+    """While the body runs a backward pass, ask ahead of each cast whether it has nothing to do."""
+    edges = zip(parameters, ahead_of_casts(outputs, parameters), strict=True)
+    return removed(
+        edge.node.register_prehook(partial(take, parameter, edge.node.next_functions[0][0]))
+        for parameter, edge in edges
+        if isinstance(edge, GradientEdge)
+    )
+
+
+def cast_together(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> AbstractContextManager[None]:
+    """While the body runs a backward pass through these outputs, cast many gradients at once.
+
+    Autograd keeps the gradients of parameters that have one already or are used more than once, and
+    those of a pass that asks for some parameters only or will be differentiated. Others are in
+    ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
+    """
+    return taken_ahead_of_casts(outputs, parameters, _GatheredGradients().take)
+
+
+class _GatheredGradients:
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def take(
+        self, parameter: Tensor, accumulation: Node | None, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[None] | None:
+        gradient = gradients[0]
+        if (
+            type(gradient) is not Tensor
+            or gradient.layout is not torch.strided
+            or not parameter.requires_grad
+            or parameter.grad is not None
+            or torch.is_grad_enabled()
+            or accumulation is None
+            or not will_execute(accumulation)
+        ):
+            return None
+        if not self._waiting:  # what still waits at the end is written then
+            after_backward(self._write)
+        self._waiting.append((parameter, gradient))
+        if len(self._waiting) == _MOST_WAITING:
+            self._write()
+        return (None,)
+
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        targets = [empty_gradient(parameter) for parameter, _ in waiting]
+        write_all(targets, [gradient for _, gradient in waiting])
+        for (parameter, _), target in zip(waiting, targets, strict=True):
+            parameter.grad = target
+
+
+# ------------------ Refuses code that puts gradients into ``.grad`` by itself, past the one who as
+
+
+@contextlib.contextmanager
+def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
+    """While the body runs a call or its backward pass, refuse what sets ``.grad`` of parameters.
+
+    Activation checkpointing by hand does: its backward pass computes anew and calls
+    ``torch.autograd.backward``, which adds to ``.grad`` at once. A replay hands out the gradients
+    that it was asked for, and knows nothing of others. Leaves that the code has made itself may
+    have theirs. What was in ``.grad`` is there afterwards.
+    """
+    before = [(leaf, leaf.grad) for leaf in named]
+    versions = [None if grad is None else version_of(grad) for _, grad in before]
+
+    def refuse_pass(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        for leaf in inputs or leaves_behind(roots):
+            if leaf in named or isinstance(leaf, Parameter):
+                name = f"`{named[leaf]}`" if leaf in named else "a parameter"
+                raise _refusal(f"a backward pass inside of it adds to `.grad` of {name}")
+
+    def refuse_reentry() -> None:
+        raise _refusal("a backward pass inside of it computes a part of it anew (use_reentrant)")
+
+    with backward_passes_told(refuse_pass, refuse_reentry):
+        try:
+            yield
+        finally:
+            written = None
+            for (leaf, grad), version in zip(before, versions, strict=True):
+                if leaf.grad is not grad:
+                    leaf.grad, written = grad, named[leaf]
+                elif grad is not None and version_of(grad) != version:
+                    written = named[leaf]
+    if written is not None:
+        raise _refusal(f"its code sets `.grad` of `{written}`", at=CallSite())
+
+
+def _refusal(observed: str, *, at: CallSite | None = None) -> CaptureError:
+    at = CallSiteFinder().here() if at is None else at
+    return CaptureError(
+        "A graphed callable must leave gradients to autograd, because a replay hands out those "
+        "that it is asked for, and no others.",
+        observed if at == CallSite() else f"{observed}, at {at.describe()}",
+        "checkpoint with torch.utils.checkpoint(..., use_reentrant=False); or compute gradients "
+        "with torch.autograd.grad, and return them from the Function's backward",
+    )

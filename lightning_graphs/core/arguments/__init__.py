@@ -1,1 +1,0 @@
-"""Arguments and outputs: taken apart, compared, copied in and handed out."""

@@ -1,1 +1,0 @@
-"""Gradients of captured calls: where they live, and who may have them."""

@@ -1,1 +1,0 @@
-"""Backends that capture and replay: CUDA, and its emulation on a CPU."""

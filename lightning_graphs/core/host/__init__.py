@@ -1,1 +1,0 @@
-"""The host half: what captured code computes on the CPU, computed again by every replay."""

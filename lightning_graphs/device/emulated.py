@@ -1,0 +1,367 @@
+"""CPU backend: records operators, and replays them into the recorded storages.
+
+It proves semantics: what a capture records, what a replay computes, what CUDA would refuse. It
+never proves speed, nor that a kernel is legal to capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lightning_graphs.device.backend import Backend, CapturedGraph, PoolHandle
+from lightning_graphs.device.inspect import GraphInfo, from_recording
+from lightning_graphs.device.rules import MOVED_STORAGE
+from lightning_graphs.device.trace import (
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    is_collective,
+    mapped,
+    refuse_dead_inputs,
+    tensors_in,
+    wait_for,
+)
+from lightning_graphs.device.undo import UndoingRecorder
+from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
+from lightning_graphs.private.torch import (
+    announced_as_cuda_capture,
+    current_autograd_node,
+    dispatch_modes,
+    has_memory,
+    out_of_sight,
+)
+
+aten = torch.ops.aten
+
+_NO_KERNEL = ("aten.empty", "aten.new_empty")
+"""Allocations: on CUDA they launch nothing, so a replay leaves their memory as it is."""
+
+
+class _Geometry(NamedTuple):
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Geometry:
+        offset, stride = int(tensor.storage_offset()), tensor.stride()
+        return cls(tensor.dtype, offset, tensor.shape, stride, tensor.is_conj(), tensor.is_neg())
+
+    def over(self, storage: UntypedStorage) -> Tensor:
+        """A tensor that shares nothing but the memory with the one this was read from.
+
+        It has a version counter of its own, as a replay leaves autograd's counters alone, and is no
+        inference tensor, which could not be written outside of inference mode.
+        """
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            tensor.set_(storage, self.offset, self.size, self.stride)
+            if self.conj:
+                tensor = tensor.conj()
+            return torch._neg_view(tensor) if self.neg else tensor
+
+
+def _own_view(tensor: Tensor) -> Tensor:
+    return _Geometry.of(tensor).over(tensor.untyped_storage())
+
+
+@dataclass(frozen=True, slots=True)
+class _ExternalTensor:
+    """A tensor over a storage from before the capture: held as weakly as a CUDA graph does."""
+
+    storage: KnownStorage
+    geometry: _Geometry
+
+    def resolve(self) -> Tensor:
+        storage = self.storage.storage()
+        self.storage.note_release()
+        if storage is None or self.storage.address not in (None, storage.data_ptr()):
+            refuse_dead_inputs([self.storage])
+        assert storage is not None
+        return self.geometry.over(storage)
+
+
+def _resolve(value: Any) -> Any:
+    if isinstance(value, _ExternalTensor):
+        return value.resolve()
+    return [_resolve(v) for v in value] if isinstance(value, list) else value
+
+
+def _fill_with_sentinel(storage: UntypedStorage, dtype: torch.dtype) -> None:
+    # A tensor of its own over the storage: the version counters of the user's tensors stay.
+    view = torch.empty(0, dtype=dtype, device=storage.device).set_(storage)
+    if dtype.is_floating_point or dtype.is_complex:
+        view.fill_(float("nan"))
+    elif dtype is torch.bool:
+        view.fill_(True)
+    else:
+        view.fill_(torch.iinfo(dtype).min if dtype.is_signed else torch.iinfo(dtype).max)
+
+
+class Recording:
+    """Operators in order, and the storages that were born with them."""
+
+    def __init__(
+        self, operations: list[Operation], born: Sequence[tuple[UntypedStorage, torch.dtype]]
+    ) -> None:
+        self.operations = operations
+        # Those that launch work
+        self.launched = [o for o in operations if not o.name.startswith(_NO_KERNEL)]
+        self._born = born
+        self._hidden: list[UntypedStorage] = []
+
+    def poison(self) -> None:
+        """Overwrite what the capture computed, so that a missing replay shows."""
+        self._hidden = [storage.clone() for storage, _ in self._born]
+        for storage, dtype in self._born:
+            _fill_with_sentinel(storage, dtype)
+
+    def reveal(self) -> None:
+        for (storage, _), value in zip(self._born, self._hidden, strict=False):
+            storage.copy_(value)
+
+    def run(self) -> None:
+        """Execute every operator once and write its results into the recorded storages."""
+        with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+            for operation in self.launched:
+                with torch.set_grad_enabled(operation.grad_mode):
+                    result = operation.func(
+                        *[_resolve(a) for a in operation.args],
+                        **{k: _resolve(v) for k, v in operation.kwargs.items()},
+                    )
+                if is_collective(operation.func):
+                    wait_for(result)
+                if operation.result is not None:
+                    _write_back(operation, result)
+        self._hidden = []  # there are real values from now on
+
+
+def _write_back(operation: Operation, result: Any) -> None:
+    for recorded, computed in zip(tensors_in(operation.result), tensors_in(result), strict=True):
+        if recorded.shape != computed.shape:
+            raise ReplayError(
+                "A replayed operator must return the shapes that it returned at capture.",
+                f"{operation.name} at {operation.site}: {tuple(recorded.shape)} -> "
+                f"{tuple(computed.shape)}",
+                "keep shapes independent of values inside the captured code",
+            )
+        if recorded.data_ptr() != computed.data_ptr():
+            recorded.copy_(computed)
+
+
+_OF_LARGEST = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0")
+
+
+def _spreads_evenly(node: object) -> bool:
+    """Whether a backward pass gives all largest values their share, and zeros to the others.
+
+    On a CPU it fills the share in. Under a mode, and on CUDA, it multiplies the share by a mask,
+    which makes negative zeros and NaN: ``evenly_distribute_backward`` in
+    torch/csrc/autograd/FunctionsManual.cpp.
+    """
+    return type(node).__name__ in _OF_LARGEST
+
+
+class RecordingCapture(UndoingRecorder):
+    """The recorder of a capture: it keeps what a replay needs and undoes the writes."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        super().__init__(generators)
+        self._born: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
+
+    def operator(self, call: OperatorCall) -> Any:
+        if call.func is aten.mul.Tensor and _spreads_evenly(current_autograd_node()):
+            call = OperatorCall(aten.where.ScalarOther, (*call.args, 0), {})
+        return super().operator(call)
+
+    def _run(self, call: OperatorCall) -> Any:
+        result = super()._run(call)
+        for known in map(self.know, call.written):
+            if known.id in self._saved:
+                storage, value = self._saved[known.id]
+                if storage.nbytes() != value.nbytes():
+                    self.refuse(str(call.func), MOVED_STORAGE)
+        return result
+
+    @out_of_sight()
+    def keep(self, operation: Operation) -> None:
+        for tensor in tensors_in(operation.result):
+            known = self.know(tensor)
+            if known.born:
+                self._born.setdefault(known.id, (tensor.untyped_storage(), tensor.dtype))
+        operation.args = tuple(mapped(a, self._reference) for a in operation.args)
+        operation.kwargs = {k: mapped(v, self._reference) for k, v in operation.kwargs.items()}
+        operation.result = mapped(operation.result, _own_view)
+        self.operations.append(operation)
+
+    def _reference(self, tensor: Tensor) -> Tensor | _ExternalTensor:
+        if not has_memory(tensor):
+            return tensor.detach()
+        known = self.know(tensor)
+        if known.born:
+            return _own_view(tensor)
+        return _ExternalTensor(known, _Geometry.of(tensor))
+
+    def finish(self) -> Recording:
+        """Give every storage that existed before the capture its value back."""
+        self.restore()
+        self._saved.clear()
+        return Recording(self.operations, [*self._born.values()])
+
+
+class EmulatedBackend(Backend):
+    """Captures and replays on the CPU, in the calling thread."""
+
+    name: Literal["emulated"] = "emulated"
+    device_type: Literal["cpu"] = "cpu"
+
+    def __init__(self) -> None:
+        self._pools = itertools.count(1)
+        self.unreplayed: weakref.WeakSet[Recording] = weakref.WeakSet()
+
+    def new_graph(self, keep_graph: bool) -> CapturedGraph:
+        return EmulatedGraph(self)
+
+    def new_pool(self) -> PoolHandle:
+        return (0, next(self._pools))
+
+    def is_capturing(self) -> bool:
+        return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
+
+    @contextlib.contextmanager
+    def revealed(self) -> Iterator[None]:
+        """While a capture runs, earlier captures show the values that they computed.
+
+        On CUDA nothing executes during a capture. Here it does, and sentinel values would lead
+        integer indices out of bounds.
+        """
+        hidden = list(self.unreplayed)
+        for recording in hidden:
+            recording.reveal()
+        try:
+            yield
+        finally:
+            for recording in hidden:
+                recording.poison()
+
+
+_captures = itertools.count()
+
+
+class EmulatedGraph(CapturedGraph):
+    """A recording, which is template and executable graph at once."""
+
+    dropout = None  # on a CPU recurrent layers draw from torch's generator
+
+    def __init__(self, backend: EmulatedBackend) -> None:
+        self.recording: Recording | None = None
+        self._backend = backend
+        self._generators: list[torch.Generator] = []
+        self._pool: PoolHandle | None = None
+        self._capture: RecordingCapture | None = None
+        self._around = contextlib.ExitStack()
+
+    def capture_begin(
+        self, pool: PoolHandle | None, mode: str, annotate: bool, check_liveness: bool
+    ) -> None:
+        # Annotations and input liveness cost nothing here: a recording always knows both.
+        self._pool = pool if pool is not None else self._backend.new_pool()
+        generators = [torch.default_generator, *self._generators]
+        try:
+            for generator in generators:  # who rewinds one to where another capture was is seen
+                self._around.callback(generator.set_state, generator.get_state())
+                generator.manual_seed(next(_captures))
+            self._around.enter_context(self._backend.revealed())
+            self._around.enter_context(announced_as_cuda_capture())
+            self._capture = RecordingCapture(generators)
+            self._capture.__enter__()
+        except BaseException:
+            if not self._backend.is_capturing():  # interrupted before it began
+                self._around.close()
+            raise
+
+    def _leave_capture(self, capture: RecordingCapture) -> Recording:
+        self._capture = None
+        with self._around:
+            capture.__exit__(None, None, None)
+            return capture.finish()
+
+    def capture_end(self) -> None:
+        capture = self._capture
+        assert capture is not None
+        recording = self.recording = self._leave_capture(capture)
+        if not recording.operations:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be "
+                "captured on wrong device or stream.",
+                stacklevel=3,
+            )
+        recording.poison()
+        capture.refuse_what_was_refused()
+        self._backend.unreplayed.add(recording)
+
+    def abandon(self) -> None:
+        if self._capture is not None:  # on CUDA nothing of it was computed
+            self._leave_capture(self._capture).poison()
+        self.reset()
+
+    def instantiate(self) -> None:
+        """It is executable as it is."""
+
+    def replay(self) -> None:
+        if self._backend.is_capturing():
+            raise CaptureError(
+                "A capture cannot contain a replay.",
+                "replay() was called while this thread is capturing",
+                "call replay() before or after the capture, or call the captured code itself",
+            )
+        assert self.recording is not None
+        self.recording.run()
+        self._backend.unreplayed.discard(self.recording)
+
+    def reset(self) -> None:
+        self.recording = self._pool = None
+
+    def pool(self) -> PoolHandle:
+        assert self._pool is not None
+        return self._pool
+
+    def keep_template(self) -> None:
+        """It is always there."""
+
+    def debug_dump(self, debug_path: str) -> None:
+        with open(debug_path, "w", encoding="utf-8") as file:
+            info = self.inspection()
+            nodes = [f'n{node.index} [label="{node.name}"];' for node in info.nodes]
+            edges = [f"n{before} -> n{after};" for before, after in info.edges]
+            file.write("\n".join(["digraph {", *nodes, *edges, "}"]) + "\n")
+
+    def raw_cuda_graph(self) -> int:
+        raise UnsupportedError(
+            "The emulated backend has neither cudaGraph_t nor cudaGraphExec_t.",
+            "a raw handle was asked for on backend='emulated'",
+            "use lightning_graphs.device.inspect, which reads both backends",
+        )
+
+    raw_cuda_graph_exec = raw_cuda_graph
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
+
+    def inspection(self) -> GraphInfo:
+        assert self.recording is not None
+        return from_recording(self.recording.launched)

@@ -1,0 +1,468 @@
+"""Tells what CUDA refuses inside of a capture, from the operator and its arguments."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from traceback import walk_stack, walk_tb
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.nn import functional
+
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.torch import generator_identity, in_forward_mode
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True, eq=False)
+class Obstacle:
+    """A reason why something cannot be captured."""
+
+    rule: str  # what capture demands, in one sentence
+    remedy: str  # what to write instead
+    kind: str  # a short name that programs can rely on
+    code: str  # the remedy as a line or two of code
+    rehearsal: bool = False  # it stands in the way of a rehearsal only, and not on a GPU
+
+    def refused(self, observed: str) -> CaptureError:
+        """The error for what was observed."""
+        return CaptureError(self.rule, observed, self.remedy)
+
+    def refused_here(self, what: str) -> CaptureError:
+        """The error for what the user's line does that is being executed."""
+        return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
+
+
+OnUse = Callable[[Obstacle, str, str, CallSite], object]
+"""What becomes of code under watch that does what no replay can do. It is called with an obstacle,
+a name, what is done in words, and the user's line; if it returns, the code goes on."""
+
+
+def refuse(obstacle: Obstacle, _: str, what: str, site: CallSite) -> NoReturn:
+    """Raise the refusal of a capture."""
+    raise obstacle.refused(f"{what} at {site.describe()}")
+
+
+HOST_READ = Obstacle(
+    "A capture cannot read a value on the host, because the GPU has not computed it yet.",
+    "keep the value on the device (torch.where, masking, tensor arithmetic), or read it outside "
+    "of the captured code",
+    kind="host-read",
+    code="total += loss.detach()  # the tensor, without item()\n"
+    "loss = torch.where(condition, a, b)  # in place of an if",
+)
+DYNAMIC_SHAPE = Obstacle(
+    "A capture cannot contain an operator whose output shape depends on values.",
+    "use a fixed shape: torch.where or masked_fill instead of boolean indexing, nonzero or unique",
+    kind="data-dependent-shape",
+    code="loss = torch.where(mask, losses, 0.0).sum() / mask.sum()  # for losses[mask].mean()",
+)
+LINEAR_ALGEBRA = Obstacle(
+    "A capture cannot contain a function of torch.linalg that checks its result on the host.",
+    "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave the check out; call svd, eigh, "
+    "eig and matrix_exp outside of the captured code",
+    kind="host-read",
+    code="inverse = torch.linalg.inv_ex(x).inverse  # in place of torch.linalg.inv(x)",
+)
+CTC_LOSS = Obstacle(
+    "A capture cannot contain ctc_loss, which reads the input and target lengths on the host.",
+    "compute the lengths from the batch alone, and pass targets of 64 bits; or call "
+    "ctc_loss outside of the captured code",
+    kind="host-read",
+    code='loss = F.ctc_loss(log_probs, targets.long(), lengths, (batch["labels"] > 0).sum(-1))',
+)
+HOST_DATA = Obstacle(
+    "A capture cannot build a tensor from Python numbers or NumPy data, which is a copy from "
+    "pageable host memory.",
+    "create the tensor once outside of the captured code (register_buffer), or use torch.full, "
+    "torch.zeros, torch.arange on the device",
+    kind="host-data",
+    code='self.register_buffer("weights", torch.tensor([1.0, 2.0]))  # in __init__\n'
+    "loss = losses @ self.weights  # in the captured code",
+)
+HOST_COPY = Obstacle(
+    "A capture cannot move a tensor from the CPU to the device, which is a copy from pageable host "
+    "memory.",
+    "make the tensor on the device, keep it there in a buffer, or pass it in with the batch",
+    kind="host-copy",
+    code="positions = torch.arange(n, device=self.device)  # in place of torch.arange(n).to(...)\n"
+    'self.register_buffer("table", table)  # in __init__, for what stays the same',
+)
+CONTROL_FLOW = Obstacle(
+    "A capture cannot contain torch.cond and the like, because the host chooses the branch.",
+    "compute both ways and choose with torch.where, or loop in Python a fixed number of times",
+    kind="control-flow",
+    code="loss = torch.where(condition, a, b)  # in place of torch.cond",
+)
+COLLECTIVE = Obstacle(
+    "A graphed submodule cannot call collectives, because each rank replays it by itself.",
+    "call the collective outside of the submodule, or capture the whole step",
+    kind="collective",
+    code="torch.distributed.all_reduce(loss)  # after the call of the submodule",
+)
+UNREGISTERED_GENERATOR = Obstacle(
+    "A capture cannot draw from a random generator that is not registered with its graph.",
+    "draw from the default generator, without generator=; with core.CUDAGraph, call "
+    "graph.register_generator_state(generator) before the capture",
+    kind="random-generator",
+    code="noise = torch.randn_like(x)  # without generator=",
+)
+COMPILED = Obstacle(
+    "The emulated backend cannot see the kernels of a torch.compile'd function.",
+    "rehearse the original module (torch.compiler.set_stance('force_eager') is not enough), and "
+    "capture the compiled one on a GPU",
+    kind="compiled",
+    code="graph = core.CUDAGraph()  # on a GPU, where the compiled module is captured",
+    rehearsal=True,
+)
+UNSUPPORTED_LAYOUT = Obstacle(
+    "The emulated backend can capture dense strided tensors only.",
+    "convert sparse, nested, quantized or subclassed tensors outside of the captured code",
+    kind="layout",
+    code="x = x.to_dense()  # in the data loader",
+    rehearsal=True,
+)
+SET_GENERATOR = Obstacle(
+    "A capture cannot set or rewind a random generator, because replays draw new numbers from it.",
+    "set the seed outside of the captured code; give torch.utils.checkpoint "
+    "preserve_rng_state=False, and no dropout in what it recomputes",
+    kind="random-generator",
+    code="checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)",
+)
+MOVED_STORAGE = Obstacle(
+    "A capture cannot resize or replace the memory of a tensor that existed before it.",
+    "allocate the tensor at its final size outside of the captured code, and write to it in place",
+    kind="moved-memory",
+    code='self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
+    "self.memory[: len(x)].copy_(x)  # in the captured code",
+)
+REBOUND = Obstacle(
+    "A graphed callable must change the tensors of its modules in place, because a replay sets no "
+    "attributes.",
+    "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+    kind="python-state",
+    code='self.register_buffer("last", torch.zeros(size))  # in __init__\n'
+    "self.last.copy_(x)  # in forward, for self.last = x",
+)
+
+READ_IN_BACKWARD = replace(
+    HOST_READ,
+    remedy="use operators whose backward pass reads nothing: exp, sum and cumsum of logarithms in "
+    "place of prod and cumprod, torch.where in place of masked_fill with a trained value; or leave "
+    "that line outside of the captured code",
+    code="y = torch.where(mask, self.token, x)  # in place of x.masked_fill(mask, self.token)",
+)
+TANGENTS = Obstacle(
+    "A rehearsal cannot contain forward-mode autograd (jvp, jacfwd, hessian) through normalization "
+    "layers, whose tangents torch computes otherwise where operators are watched.",
+    "use reverse mode (torch.func.vjp, jacrev), or capture the code on a GPU",
+    kind="forward-mode",
+    code="jacobian = torch.func.jacrev(self.net)(x)  # in place of jacfwd",
+    rehearsal=True,
+)
+
+WITH_OTHER_TANGENTS = frozenset(
+    {"prod", "layer_norm", "group_norm", "instance_norm", "batch_norm", "native_layer_norm"}
+    | {"native_group_norm", "native_batch_norm", "_native_batch_norm_legit"}
+)
+"""Functions with another formula in forward mode where a dispatch mode is on; see below."""
+
+_READS_BACKWARD: Mapping[str, Callable[[Any], bool]] = {
+    "ProdBackward0": lambda node: node._saved_self.dim() > 0,
+    "ProdBackward1": lambda node: node._saved_self.dim() > 0,
+    "CumprodBackward0": lambda node: _accumulates(node._saved_self, node._saved_dim),
+    "MaskedFillBackward1": lambda node: node.next_functions[1][0] is not None,
+    "LinalgDetBackward0": lambda node: torch.is_grad_enabled(),
+}
+"""Nodes of autograd whose backward pass reads values on the host, and when it does.
+
+Where a dispatch mode is on, it takes another formula that reads none, and rounds otherwise:
+``areAnyTensorSubclassLike`` in torch/csrc/autograd/FunctionsManual.cpp.
+"""
+WITH_TWO_FORMULAS = frozenset(_READS_BACKWARD)
+OF_TWO_FORMULAS = frozenset(
+    {aten.prod.default, aten.prod.dim_int, aten.cumprod.default, aten._linalg_det.default}
+    | {aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.cumprod_.default}
+)
+"""The operators that these nodes are for."""
+
+
+def has_other_tangents(function: Any) -> bool:
+    """Whether a function computes tangents, and others where a dispatch mode is on."""
+    return getattr(function, "__name__", "") in WITH_OTHER_TANGENTS and in_forward_mode()
+
+
+def name_of_node(node: object) -> str:
+    """What a node of autograd is the backward pass of, in words of torch."""
+    return type(node).__name__.partition("Backward")[0]
+
+
+def _accumulates(tensor: Tensor, dim: int) -> bool:
+    return tensor.dim() > 0 and tensor.numel() > 1 and tensor.shape[_signed(dim)] > 1
+
+
+def _signed(number: int) -> int:
+    """A number that torch keeps with a sign and shows without one."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+def reads_in_backward(node: object) -> bool:
+    """Whether the node of autograd that is about to run, or runs, reads values on the host."""
+    rule = _READS_BACKWARD.get(type(node).__name__)
+    return rule is not None and rule(node)
+
+
+_LOOKED_AT = frozenset(
+    {aten._linalg_check_errors.default, aten._linalg_svd.default, aten._linalg_eigh.default}
+    | {aten.linalg_eig.default, aten._linalg_eigvals.default, aten.linalg_matrix_exp.default}
+    | {aten.linalg_pinv.atol_rtol_tensor}
+)
+"""See ``_linalg_check_errors`` and ``mexp`` in aten/src/ATen/native."""
+
+INDEXING = frozenset(
+    {aten.index.Tensor, aten._unsafe_index.Tensor}
+    | {aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+)
+"""Operators whose second argument is a list of indices; a boolean one is a hidden ``nonzero``."""
+
+_MOVES_STORAGE = (aten.set_, aten.resize_, aten.resize_as_)
+
+
+@dataclass(slots=True, eq=False)
+class Remedy:
+    """What to write where a function of a library does what cannot be captured."""
+
+    remedy: str
+    code: str
+
+
+IS_CAUSAL = Remedy(
+    "say whether the mask is causal, which torch else reads from the mask: is_causal=True or False "
+    "(of a decoder tgt_is_causal, of nn.Transformer src_is_causal and tgt_is_causal)",
+    "y = self.encoder(x, mask=self.mask, is_causal=True)",
+)
+MOMENTUM = Remedy(
+    "give the BatchNorm a momentum: with None torch reads num_batches_tracked on the host",
+    "nn.BatchNorm1d(64, momentum=0.1)",
+)
+GROUPED = Remedy(
+    "train weights in bfloat16: torch multiplies those of all experts in one kernel, which reads "
+    "nothing on the host",
+    "model.to(torch.bfloat16)",
+)
+CLASSES = Remedy(
+    "pass num_classes, which one_hot reads from the largest value otherwise",
+    "codes = F.one_hot(labels, num_classes=10)",
+)
+COVARIANCE = Remedy(
+    "give MultivariateNormal a scale_tril: what it checks and computes of a covariance_matrix or a "
+    "precision_matrix, it looks at on the host",
+    "factor = torch.linalg.cholesky_ex(covariance).L\n"
+    "noise = MultivariateNormal(mean, scale_tril=factor)  # for covariance_matrix=covariance",
+)
+_CAUSES: dict[tuple[str, str], Remedy] = {
+    (f"{__name__.replace('.', '/')}.py", "_one_hot"): CLASSES,
+    ("torch/distributions/multivariate_normal.py", "__init__"): COVARIANCE,
+    ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): IS_CAUSAL,
+    ("torch/nn/modules/batchnorm.py", "forward"): MOMENTUM,
+    ("transformers/integrations/moe.py", "_grouped_mm"): GROUPED,
+    ("transformers/integrations/moe.py", "_grouped_mm_fallback"): GROUPED,
+}
+"""End of a file's path, and the function in it that reads."""
+
+
+def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
+    """Let rules and remedies have these words in place of their ``remedy`` and ``code``."""
+    for spoken, own in words.items():
+        for field, text in own.items():
+            setattr(spoken, field, text)
+
+
+def may_follow_values(error: BaseException | None) -> bool:
+    """Whether a refusal may be about a shape that follows from values; CUDA does not say."""
+    is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
+    return is_of_cuda or (isinstance(error, CaptureError) and error.rule == DYNAMIC_SHAPE.rule)
+
+
+def with_known_remedy(obstacle: Obstacle) -> Obstacle:
+    """The obstacle with the remedy for the library's function that this thread is in."""
+    found = _remedy_for(walk_stack(sys._getframe(1)))
+    return obstacle if found is None else replace(obstacle, remedy=found.remedy, code=found.code)
+
+
+def known_remedy(error: BaseException, otherwise: str) -> str:
+    """The remedy for the library's function that raised an error."""
+    found = _remedy_for(walk_tb(error.__traceback__))
+    return otherwise if found is None else found.remedy
+
+
+def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> Remedy | None:
+    for frame, _ in frames:
+        path = frame.f_code.co_filename.replace(os.sep, "/")
+        for (file, function), remedy in _CAUSES.items():
+            if frame.f_code.co_name == function and path.endswith(file):
+                return remedy
+    return None
+
+
+def _copy_obstacle(
+    func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> Obstacle | None:
+    """What stands against a copy between host and device; pinned memory is legal on both ways."""
+    if func is aten.copy_.default:
+        target, source = args[:2]
+        assert isinstance(target, Tensor)
+        pinned = target.device.type == "cpu" and target.is_pinned()
+        target_type = target.device.type
+    else:
+        source, target = args[0], kwargs.get("device")
+        pinned = kwargs.get("non_blocking") is True  # torch allocates pinned memory then
+        target_type = target.type if isinstance(target, torch.device) else ""
+    assert isinstance(source, Tensor)
+    if source.numel() == 0:
+        return None
+    if source.device.type == "cpu" and target_type not in ("cpu", "meta", ""):
+        return None if source.is_pinned() else HOST_COPY
+    if source.device.type != "cpu" and target_type == "cpu":
+        return None if pinned else HOST_READ
+    return None
+
+
+def _boolean_index(
+    func: OpOverload, args: Sequence[object], is_constant: Callable[[Tensor], bool]
+) -> bool:
+    indices = args[1]
+    assert isinstance(indices, Sequence)
+    boolean = [i for i in indices if isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8)]
+    if not boolean:
+        return False
+    # ``x[mask] = number`` is a masked_fill in torch's own kernel: one mask, a value of the host
+    # (``canDispatchToMaskedFill`` in aten/src/ATen/native/TensorAdvancedIndexing.cpp).
+    if "put" not in func.name() or len([i for i in indices if i is not None]) > 1:
+        return True
+    values, accumulate = args[2], args[3] if len(args) > 3 else False
+    fills = isinstance(values, Tensor) and values.numel() == 1 and is_constant(values)
+    return accumulate is True or not fills
+
+
+def operator_obstacle(
+    func: OpOverload,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    generators: Collection[torch.Generator],
+    is_constant: Callable[[Tensor], bool],
+) -> Obstacle | None:
+    """The reason why CUDA would refuse this operator in a capture, or None."""
+    if func in _LOOKED_AT:
+        return LINEAR_ALGEBRA
+    if func.overloadpacket is aten._ctc_loss:
+        return None if func is aten._ctc_loss.default else CTC_LOSS
+    if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
+        return HOST_READ
+    if func in INDEXING:
+        return DYNAMIC_SHAPE if _boolean_index(func, args, is_constant) else None
+    if func is aten.repeat_interleave.Tensor:
+        return None if kwargs.get("output_size") is not None else DYNAMIC_SHAPE
+    if torch.Tag.dynamic_output_shape in func.tags:
+        return DYNAMIC_SHAPE
+    if func.overloadpacket in _MOVES_STORAGE:
+        return MOVED_STORAGE
+    if func in (aten._to_copy.default, aten.copy_.default):
+        return _copy_obstacle(func, args, kwargs)
+    generator = kwargs.get("generator")
+    if isinstance(generator, torch.Generator) and generator_identity(generator) not in map(
+        generator_identity, generators
+    ):
+        return UNREGISTERED_GENERATOR
+    return None
+
+
+def _builds_from_host_data(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    """A 0-d tensor without a device stays on the CPU and enters kernels as a constant: legal.
+
+    Tensors in a list are read, one number after the other.
+    So is an empty one: torch copies nothing then (``copy_impl`` in aten/src/ATen/native/Copy.cpp).
+    """
+    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+    if isinstance(data, Tensor) or (isinstance(data, (list, tuple)) and not data):
+        return None
+    if isinstance(data, (list, tuple)) and any(isinstance(item, Tensor) for item in data):
+        return HOST_READ
+    scalar = isinstance(data, (bool, int, float, complex))
+    return None if scalar and kwargs.get("device") is None else HOST_DATA
+
+
+def _moves_to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    asked = "cpu" in [a for a in args[1:] if isinstance(a, str)] or kwargs.get("device") == "cpu"
+    return HOST_READ if asked else None
+
+
+def _reads_lengths(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    lengths = (*args[2:4], kwargs.get("input_lengths"), kwargs.get("target_lengths"))
+    return CTC_LOSS if any(isinstance(given, Tensor) for given in lengths) else None
+
+
+def _reads_for_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    return HOST_READ if in_forward_mode() else None
+
+
+def _rounds_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    return TANGENTS if in_forward_mode() else None
+
+
+_Rule = Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
+FUNCTION_RULES: Mapping[str, _Rule] = {
+    "to": _moves_to_host,
+    "ctc_loss": _reads_lengths,
+    "prod": _reads_for_tangents,
+    **dict.fromkeys(WITH_OTHER_TANGENTS - {"prod"}, _rounds_tangents),
+    **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),
+    **dict.fromkeys(("new_tensor", "from_numpy", "frombuffer"), lambda args, kwargs: HOST_DATA),
+    **dict.fromkeys(
+        ("numpy", "tolist", "__array__", "__repr__", "__dlpack__", "cpu"),
+        lambda args, kwargs: HOST_READ,
+    ),
+}
+"""Python functions that the dispatcher never shows, or shows too late to tell what they are."""
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    # With a number of classes, a GPU's kernels look for themselves whether it is large enough; see
+    # ``one_hot`` in aten/src/ATen/native/Onehot.cpp.
+    if num_classes < 0:
+        return functional.one_hot(tensor, num_classes)
+    zeros = tensor.new_zeros((*tensor.shape, num_classes))
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    # For a mean torch divides by a table of lengths, which it writes out of the dispatcher's sight.
+    means = reduction == "mean" and not isinstance(target_lengths, Tensor)
+    given = (log_probs, targets, input_lengths, target_lengths, blank)
+    losses = functional.ctc_loss(*given, "none" if means else reduction, zero_infinity)
+    if not means:
+        return losses
+    return (losses / torch.stack([losses.new_full((), max(1, n)) for n in target_lengths])).mean()
+
+
+REHEARSED: Mapping[Any, Callable[..., Any]] = {
+    functional.one_hot: _one_hot,
+    functional.ctc_loss: _ctc_loss,
+}
+"""Functions that look at values on a CPU only, as they run where it stands for a GPU."""

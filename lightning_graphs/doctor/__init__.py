@@ -1,0 +1,1 @@
+"""A capture that only notes."""

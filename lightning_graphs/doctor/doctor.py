@@ -1,0 +1,462 @@
+"""The doctor: everything that stands in the way of a captured step, from a few real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_graphs.device.generators import PythonGenerator
+from lightning_graphs.device.rules import (
+    COLLECTIVE,
+    DYNAMIC_SHAPE,
+    HOST_COPY,
+    HOST_DATA,
+    REBOUND,
+    Obstacle,
+)
+from lightning_graphs.doctor import findings
+from lightning_graphs.doctor.findings import CallsOfSubmodules, judge_fit
+from lightning_graphs.doctor.watched import (
+    BatchReads,
+    Call,
+    Observer,
+    Told,
+    Watched,
+    WatchedNumbers,
+    are_live,
+    changes,
+    parts_of,
+)
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.lightning.context import CompiledCode
+from lightning_graphs.lightning.logs import (
+    LOGGED_NUMBER,
+    METRIC_EARLY,
+    LoggedNumbers,
+    metrics_exchanged,
+    metrics_of,
+)
+from lightning_graphs.lightning.options import Options
+from lightning_graphs.lightning.private import takes_no_closure
+from lightning_graphs.lightning.strategy import StrategyCalls, intercepted, loss_of
+from lightning_graphs.lightning.transfer import copies_on_host
+from lightning_graphs.private.callsite import (
+    CallSite,
+    CallSiteFinder,
+    calls_observed,
+    definition_of,
+    frames_from,
+    returned_by,
+    site_naming,
+)
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import (
+    announced_as_cuda_capture,
+    current_autograd_node,
+    is_compiled,
+    values_checked_on_device,
+    version_of,
+)
+from lightning_graphs.regions.step import refuse_iterator
+from lightning_graphs.report.diagnosis import Diagnosis, Effect
+from lightning_graphs.values.memory import tensors_returned
+from lightning_graphs.values.signature import Modes, Signature
+from lightning_graphs.values.snapshot import PythonSnapshot
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.batch import BatchValues
+from lightning_graphs.watch.containers import clocks_exchanged
+from lightning_graphs.watch.draws import (
+    SETTERS,
+    drawing_functions,
+    drawn_by,
+    draws_exchanged,
+)
+from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.host import HostTape
+from lightning_graphs.watch.object_graph import iter_objects
+from lightning_graphs.watch.operators import DrawingFunction, calls_followed
+from lightning_graphs.watch.reads import CLOCK, DRAWN, STORED, iterators_in
+from lightning_graphs.watch.refusals import STORED_OUTSIDE, bound_by_hooks
+from lightning_graphs.watch.side_effects import place_of, trained_parameters
+from lightning_graphs.watch.tracers import COUNTER, OLD_GRADIENTS, old_gradients_watched
+from lightning_graphs.watch.user_code import UserCode
+
+_BETWEEN: Effect = "stays eager between them"
+
+
+class Doctor:
+    """Observes the first training steps of a fit: real ones, eager, with the same results.
+
+    It stands in for the strategy's methods until :meth:`finish`.
+
+    Args:
+        options: The callback's options; ``warmup_steps`` steps are observed.
+        reason: Why the fit is not captured at all; empty if it may be.
+        no_whole_step: Why its steps are no whole graphs; likewise.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        calls: StrategyCalls,
+        options: Options,
+        reason: str,
+        no_whole_step: str,
+    ) -> None:
+        self.diagnosis = Diagnosis()
+        self._trainer = trainer
+        self._module = module
+        self._calls = calls
+        self._all = options.warmup_steps
+        self._rehearsal = options.backend == "emulated"
+        no_whole_step = "" if options.by_submodules else no_whole_step
+        falls_back = bool(no_whole_step) and options.scope != "step"
+        self._only_submodules = options.by_submodules or falls_back
+        self._called = CallsOfSubmodules(module) if self._only_submodules else None
+        self._compiled = CompiledCode()
+        self._compiled.runs = any(map(is_compiled, module.modules()))  # as far as is known
+        self._between: set[CallSite] = set()
+        self._active = self._finished = False
+        device = trainer.strategy.root_device
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        self._sites = sites = CallSiteFinder()
+        self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
+        self._metrics = metrics_of(module)
+        self._own = UserCode(module)
+        self._step = definition_of(module.training_step)
+        self._returned = returned_by(module.training_step)
+        self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
+        self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
+        self._drawn: set[str] = set()
+        self._drawing_functions: set[DrawingFunction] = set()  # have drawn
+        self._functions: set[DrawingFunction] = set()  # are called by replays
+        self._logged: list[tuple[Tensor, int, CallSite]] = []
+        self._values = BatchValues()
+        self._reads = BatchReads(self._observer, sites)
+        self._signatures: list[Signature] = []
+        # What steps have called, by the way they went, and which of them
+        self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
+        self._before: tuple[PythonSnapshot, ...] = ()  # what the last step found
+        self._has_moved = False  # something in there did, in a step or between two
+        judge_fit(
+            self.diagnosis,
+            trainer,
+            reason,
+            no_whole_step,
+            only_submodules=self._only_submodules,
+            rehearsal=self._rehearsal,
+        )
+        self._methods = intercepted(trainer.strategy, self)
+
+    def finish(self) -> None:
+        """Give the strategy back and print what was found; may be called again."""
+        if self._finished:
+            return
+        self._finished = True
+        self._methods.close()
+        for name, site in () if self._is_followed else self._logs.changing.items():
+            self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
+        if self._called is not None:
+            self._called.judge(self.diagnosis)
+        else:
+            self._reads.judge(self.diagnosis, self._values.unread, self._step)
+        known = {(signature.specs, signature.extra) for signature in self._signatures}
+        if len(known) == len(self._signatures) > 2:
+            change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
+            self.diagnosis.add(findings.CHANGING_SHAPE, "batch", observed=change[:400])
+        if self._trainer.is_global_zero:
+            print(self.diagnosis)
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a step under observation, or the first one after it as it is."""
+        if self.diagnosis.steps == self._all:
+            self.finish()
+            return self._calls.training_step(*args, **kwargs)
+        self.diagnosis.steps += 1
+        batch, *rest = args
+        watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
+        # The observer sees what torch draws.
+        self._has_moved |= any(any(held.changes()) for held in self._before)
+        around = Environment(self._module, self._own, on_use=self._met, seen=())
+        around.outside.on_clock = functools.partial(self._used, CLOCK)
+        attributes = PythonSnapshot(around.held)
+        self._before = attributes, around.outside.contents
+        self._observer.begin(self._judge_batch(batch))
+        self._numbers.ways, self._numbers.told = 1.0, []
+        compiled, watching = CompiledCode(), contextlib.ExitStack()
+        with compiled.watching(), self._watching(around), watching:
+            told = watching.enter_context(self._reads.of_step(batch))
+            returned = self._run(self._calls.training_step, told, *watched, **kwargs)
+        self._compiled = compiled
+        self._judge_state(attributes, around)
+        self._judge_returned(returned)
+        self._compare()
+        return returned
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass, the pass itself under observation and the hooks around it not."""
+        if self._active or self._finished:
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+        plugin = self._trainer.precision_plugin
+        backward = plugin.backward
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            with self._observing():
+                return self._run(backward, *args, **kwargs)
+
+        with replaced(plugin, "backward", observed):
+            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Leave the step to the strategy: whether it can be captured is known without running."""
+        steps = takes_no_closure(closure)
+        with self._observer.looking_away() if steps else contextlib.nullcontext():
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+
+    @calls_observed
+    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what is observed; frames outside of this one are not looked at."""
+        return function(*args, **kwargs)
+
+    # ------------------------------------------------------------------ watching
+
+    @contextlib.contextmanager
+    def _observing(self) -> Iterator[None]:
+        self._active = True
+        try:
+            # Libraries leave out what a capture refuses, if they are told that there is one.
+            with announced_as_cuda_capture(), values_checked_on_device(), self._observer:
+                yield
+        finally:
+            self._active = False
+
+    @contextlib.contextmanager
+    def _watching(self, around: Environment) -> Iterator[None]:
+        """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._logs.watching(self._module))
+            stack.enter_context(metrics_exchanged(self._module, self._unobserved))
+            stack.enter_context(around.reading(number=self._numbers.counter))
+            watched = old_gradients_watched(self._trainer, self._met, around.in_attributes)
+            stack.enter_context(watched)
+            stack.enter_context(draws_exchanged(self._drawing, self._functions))
+            if not self._compiled.runs:
+                stack.enter_context(calls_followed())
+                stack.enter_context(clocks_exchanged(self._own, self._numbers.clock))
+            if self._called is not None:
+                stack.enter_context(self._called.watching())
+            stack.enter_context(self._observing())
+            stack.enter_context(around.acting())
+            yield
+
+    @property
+    def _has_host_half(self) -> bool:
+        return not (self._only_submodules or self._compiled.runs)
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether the forward of a submodule is running, and not the step around them."""
+        step = takewhile(
+            lambda f: f.f_code is not Doctor._run.__code__, frames_from(sys._getframe(1))
+        )
+        owners = (f.f_locals.get("self") for f in step if f.f_code.co_name == "forward")
+        return any(isinstance(o, nn.Module) and o is not self._module for o in owners)
+
+    @property
+    def _effect(self) -> Effect:
+        return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
+
+    def _unobserved(self, function: Callable[..., Any], _: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given, site = leaves_of((args, kwargs), Tensor), self._sites.here()
+            self._logged += [(tensor, version_of(tensor), site) for tensor in given]
+            with self._observer.looking_away():
+                result = function(*args, **kwargs)
+                self._observer.forbid(result)
+                return result
+
+        return call
+
+    def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
+        if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
+            return  # one remedy mends both
+        if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
+            return  # a part of whole steps
+        made = obstacle in (HOST_COPY, HOST_DATA) and current_autograd_node() is None
+        effect, where = self._effect, ""
+        if (made or self._observer.answered) and self._has_host_half:
+            if obstacle is DRAWN:
+                return  # replays draw, too
+            effect = "runs ahead of the graph"
+        elif not site.line:
+            effect, where = "eager step", "in the backward pass"
+        self.diagnosis.add(obstacle, operator, site, observed=where, effect=effect)
+
+    def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
+        """Look at a call of torch; the numbers in it that every replay would have anew."""
+        for told in parts_of((args, kwargs), Told):
+            told.read()
+        numbers = parts_of((args, kwargs), Watched)
+        call, device = (function, args, kwargs), self._module.device
+        live = numbers and are_live(call, device, ahead=self._has_host_half)
+        if live and not self._only_submodules:
+            return [number.value for number in numbers]
+        for number in numbers:
+            number.escapes()
+        if self._only_submodules and not self._is_inside:
+            self._between.add(self._sites.here())
+        return []
+
+    def _is_live(self, number: Any) -> bool:
+        """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
+        groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
+        return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
+
+    def _used(self, obstacle: Obstacle, name: str, site: CallSite | None = None) -> None:
+        if obstacle is DRAWN and self._has_host_half and self._drawing_functions - self._functions:
+            self._functions |= self._drawing_functions  # replays call them: so does the next step
+        elif self._active and not self._observer.silent:
+            self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
+
+    def _met(self, obstacle: Obstacle, name: str, _: str, site: CallSite) -> None:
+        # Between graphs, manual optimization has gradients where an eager step has them.
+        is_eager = not (self._module.automatic_optimization or self._is_inside)
+        if not (is_eager and obstacle is OLD_GRADIENTS):
+            self._used(obstacle, name, site)
+
+    def _drawing(
+        self, name: str, function: Callable[..., Any], generator: PythonGenerator
+    ) -> Callable[..., Any]:
+        """What stands for a function that draws: a captured step follows what it gives."""
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            once = functools.partial(drawn_by, function, args, kwargs)
+            value = once()
+            if self._active and not self._observer.silent and not name.endswith(SETTERS):
+                self._drawing_functions.update(drawing_functions(generator))
+                self._drawn.add(generator.name)
+                if not self._has_host_half or value is None:  # which is drawn in place
+                    self._used(DRAWN, name)
+                else:
+                    tape = HostTape()
+                    again = tape.draw(generator, once)
+                    return self._numbers.drawn(name, value, tape, lambda: again.value)
+            return value
+
+        return draw
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge_batch(self, batch: Any) -> list[Tensor]:
+        """Look at a batch; the tensors in it of which the host has a copy."""
+        try:
+            refuse_iterator(batch)
+            modes = Modes.current(self._trainer.strategy.root_device.type)
+            signature, tensors = self._values.signature(batch, modes)
+        except CaptureError as error:
+            self._refused("batch", error, self._step)
+            return []
+        self._signatures.append(signature)
+        copies = copies_on_host(self._trainer, tensors)
+        return [t for t, copy in zip(tensors, copies, strict=True) if copy is not None]
+
+    def _judge_returned(self, returned: Any) -> None:
+        add, effect = self.diagnosis.add, self._effect
+        self._reads.kept(returned, self._step)
+        for number in leaves_of(returned, Watched):
+            add(COUNTER, number.name, self._returned, observed="it is returned", effect=effect)
+        if not self._module.automatic_optimization:
+            return
+        try:
+            loss_of(returned)
+            if not (self._only_submodules or leaves_of(returned, Watched)):
+                tensors_returned(returned)
+        except CaptureError as error:
+            self._refused("training_step", error, self._returned)
+
+    def _refused(self, what: str, error: CaptureError, site: CallSite) -> None:
+        obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
+        self.diagnosis.add(obstacle, what, site, observed=error.observed)
+
+    def _judge_state(self, attributes: PythonSnapshot, around: Environment) -> None:
+        """What the step has left behind in Python."""
+        outside = around.outside
+        # Lightning itself sets the second in toggle_optimizer.
+        metrics = (f"self.{name}." for name, _ in self._metrics)
+        ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
+        trained, whole = trained_parameters(self._trainer), not self._only_submodules
+        found = []
+        for change in attributes.changes():
+            self._reads.kept(change.now, site_naming(change.name, outside.codes))
+            stored = whole and place_of(change, attributes, trained)  # by replays, too
+            if not (stored or change.name.startswith(ours)):
+                bound_anew = isinstance(change.now, Tensor) and not whole
+                found.append((REBOUND if bound_anew else STORED, change.name))
+        found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
+        iterators = iterators_in(iter_objects(self._module))
+        found += [(DRAWN, n) for n in iterators if n.rpartition(".")[2] in outside.words]
+        bound = bound_by_hooks(self._module)
+        for obstacle, name in found:
+            site = site_naming(name, outside.codes)
+            site = site if site.line else self._step
+            in_step = self._only_submodules and site.function == "training_step"
+            if new := bound.get(name.removeprefix("self.")):
+                remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
+                obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
+            self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
+        for name in sorted({*around.generators.drawn()} - self._drawn):  # by whom is not known
+            self.diagnosis.add(DRAWN, name, self._step)
+        state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
+        for tensor, version, site in self._logged:
+            if id(tensor) not in state and version_of(tensor) != version:
+                self.diagnosis.add(METRIC_EARLY, "metric", site)
+        self._logged.clear()
+
+    @property
+    def _is_followed(self) -> bool:
+        """Whether counters and rates alone can make other numbers, since nothing else has moved."""
+        hindered = any(finding.effect == "eager step" for finding in self.diagnosis.findings)
+        other = self._has_moved or self._drawn or self._values.unread
+        return not (other or hindered or self._only_submodules)
+
+    def _compare(self) -> None:
+        """Python that only shows in its effect: other numbers than in a step of the same shapes."""
+        if len(self._signatures) < self.diagnosis.steps:
+            return
+        told = self._observer.told if self._has_host_half else ()
+        signature = replace(self._signatures[-1], extra=tuple(told))
+        self._signatures[-1], calls = signature, [*self._observer.calls]
+        dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
+        way = signature.specs, signature.extra, tuple(self._numbers.told), self._reads.way
+        is_followed = self._is_followed
+        before, step = self._earlier.get(way, (calls, -1))
+        for change in changes(before, calls):
+            site = change.site
+            consequence = dynamic and change.whole
+            others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
+            backward = self._only_submodules and not site.line  # its forward has a line
+            followed = is_followed and not change.whole  # C code reads whole ones
+            known = consequence or others or backward or followed
+            if not (known or self._reads.unseen(step, site)):
+                effect = _BETWEEN if site in self._between else "eager step"
+                row = findings.CHANGING_NUMBER, change.operator, site
+                self.diagnosis.add(*row, observed=change.what, effect=effect)
+        if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
+            self._earlier[way] = calls, self.diagnosis.steps - 1

@@ -1,0 +1,141 @@
+"""What the doctor finds, and what it can say before a step runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from lightning_graphs.device.rules import COMPILED, Obstacle
+from lightning_graphs.doctor import findings
+from lightning_graphs.private.callsite import definition_of, is_library
+from lightning_graphs.private.torch import is_compiled, module_hooks
+from lightning_graphs.regions.conditions import Observers
+from lightning_graphs.regions.optimizer import capture_obstacle
+from lightning_graphs.report.diagnosis import Diagnosis, Effect
+
+# ------------------ What the doctor knows beside the obstacles that a capture names itself
+
+CONFIGURATION = Obstacle(
+    "GraphCapture can capture on one device, under DDP or FSDP2, and without detect_anomaly.",
+    "change that setting of the Trainer, or train without GraphCapture",
+    kind="configuration",
+    code='Trainer(strategy="ddp", detect_anomaly=False)',
+)
+NO_WHOLE_STEP = Obstacle(
+    "A whole step can be captured only under automatic optimization, with one optimizer that calls "
+    "the step once.",
+    "leave the step as it is, if it needs that: scope='auto' and scope='modules' capture "
+    "submodules; modules=[...] names them",
+    kind="configuration",
+    code='GraphCapture(scope="modules", modules=["generator", "discriminator"])',
+)
+NO_SUBMODULE = Obstacle(
+    "Graphs of submodules need a step that calls one with parameters.",
+    "leave scope='modules' out, which captures the whole step; or move the computation into a "
+    "module that training_step calls",
+    kind="configuration",
+    code='GraphCapture(scope="step")',
+)
+OPTIMIZER = Obstacle(
+    "An optimizer step can be captured only if it reads nothing on the host and calls no hooks.",
+    "use an optimizer of torch.optim with a fused kernel, or one with capturable=True",
+    kind="optimizer",
+    code="return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)",
+)
+HOOK = Obstacle(
+    "A graphed submodule cannot call hooks of the modules inside of it.",
+    "leave the hook, if it is needed: the modules inside are captured; with scope='step' the step "
+    "may have hooks",
+    kind="hook",
+    code='GraphCapture(scope="step")',
+)
+OBSERVER = Obstacle(
+    "A hook that runs inside of a step parts it into two graphs.",
+    "leave the hook, if it is needed there; otherwise move its code to on_train_batch_end",
+    kind="observer",
+    code="def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx): ...",
+)
+CHANGING_SHAPE = Obstacle(
+    "A graph can replay only for batches of the shapes that it was captured with.",
+    "pad to a few fixed lengths, and drop the short last batch",
+    kind="changing-shape",
+    code="DataLoader(data, batch_size=32, drop_last=True, collate_fn=pad_to_a_multiple)",
+)
+CHANGING_NUMBER = Obstacle(
+    "A graph would freeze Python numbers that change, and branches that they choose.",
+    "leave the number, if it is made of counters and learning rates alone, which replays follow; "
+    "else make it a tensor that a hook fills, and choose between values with torch.where",
+    kind="python-state",
+    code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
+    "self.scale.fill_(number)  # in on_train_batch_start",
+)
+
+
+# ------------------ What the doctor sees of a fit around its steps: of the trainer, and of what th
+
+
+class CallsOfSubmodules:
+    """Whether steps call anything of which a graph could be made in ``scope="modules"``."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._are_any = False
+
+    def watching(self) -> RemovableHandle:
+        """Look at the calls of every module while this handle is entered."""
+        return register_module_forward_pre_hook(self._look)
+
+    def _look(self, module: nn.Module, _: object) -> None:
+        if not self._are_any:
+            has_parameters = next(module.parameters(), None) is not None
+            self._are_any = has_parameters and module is not self._root
+
+    def judge(self, diagnosis: Diagnosis) -> None:
+        if diagnosis.steps and not self._are_any:
+            diagnosis.add(findings.NO_SUBMODULE, "scope='modules'")
+
+
+def judge_fit(
+    diagnosis: Diagnosis,  # what is found is added to it
+    trainer: Trainer,
+    reason: str,  # why the fit is not captured at all; or empty
+    no_whole_step: str,  # why its steps are no whole graphs; or empty
+    *,
+    only_submodules: bool,  # they become graphs
+    rehearsal: bool,  # on the emulated backend
+) -> None:
+    """Note what stands in the way of every step of a fit."""
+    module, add = trainer.lightning_module, diagnosis.add
+    if reason:
+        add(findings.CONFIGURATION, "Trainer", observed=reason)
+    if no_whole_step and not only_submodules:
+        add(findings.NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
+    elif no_whole_step:
+        because = f"the whole step cannot be one, because {no_whole_step}"
+        names = json.dumps([name for name, _ in module.named_children()])
+        code = f'GraphCapture(scope="modules", modules={names})'
+        obstacle = replace(findings.NO_WHOLE_STEP, code=code)
+        add(obstacle, "GraphCapture", observed=because, effect="submodules become graphs")
+    configured = definition_of(module.configure_optimizers)
+    for optimizer in trainer.optimizers:
+        name, target = type(optimizer).__name__, "cpu" if rehearsal else "cuda"
+        effect: Effect = "eager optimizer step"
+        if why := capture_obstacle(module, optimizer, target, trainer.precision_plugin):
+            add(findings.OPTIMIZER, name, configured, observed=why, effect=effect)
+    for path, child in module.named_modules():
+        if rehearsal and is_compiled(child):
+            add(COMPILED, path or "self")
+        for hook in module_hooks(child) if only_submodules else ():
+            if not is_library((site := definition_of(hook)).file):
+                add(findings.HOOK, f"hook of {path or 'self'}", site, effect="further graph")
+    observers = Observers.of(trainer, module)
+    owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
+    for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
+        kind, _, method = name.rpartition(".")
+        owner = next(owner for owner in owners if type(owner).__name__ == kind)
+        add(findings.OBSERVER, name, definition_of(getattr(owner, method)), effect="further graph")

@@ -1,0 +1,552 @@
+"""Values whose uses the doctor notes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from numbers import Integral, Number
+from types import MethodDescriptorType, WrapperDescriptorType
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from lightning_graphs.device.rules import (
+    COLLECTIVE,
+    COMPILED,
+    FUNCTION_RULES,
+    HOST_READ,
+    INDEXING,
+    REHEARSED,
+    Obstacle,
+    with_known_remedy,
+)
+from lightning_graphs.device.trace import (
+    Operation,
+    OperatorCall,
+    Recorder,
+    is_collective,
+    tensors_in,
+)
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.lightning.logs import METRIC_VALUE
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.torch import current_autograd_node
+from lightning_graphs.report.diagnosis import Diagnosis, Effect
+from lightning_graphs.values.guards import is_plain
+from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of
+from lightning_graphs.watch.batch import BATCH_CHANGED, BATCH_VALUE, BatchChanges, objects_of
+from lightning_graphs.watch.draws import item_of
+from lightning_graphs.watch.host import OF_SHAPES, READS, SHAPES, SMALL, HostTape, is_exact, name_of
+from lightning_graphs.watch.host_trace import FACTORIES, FROM_PYTHON, is_made_ahead
+from lightning_graphs.watch.numbers import ARITHMETIC, COMPARISONS, LASTING, WAYS
+from lightning_graphs.watch.operators import Followed, form_of
+from lightning_graphs.watch.reads import CLOCK, DRAWN
+from lightning_graphs.watch.tracers import COUNTER
+
+# ------------------ A real step under the rules of a capture: what that would refuse is noted, and
+
+_NUMBERS = (bool, int, float)
+
+
+class Call(NamedTuple):
+    """An operator with the Python numbers that a capture would bake into it."""
+
+    operator: str
+    numbers: tuple[float, ...]
+    site: CallSite
+
+
+class Change(NamedTuple):
+    """How two runs of the same code differ, though their inputs have the same shapes."""
+
+    operator: str
+    what: str  # the two numbers, or that it is missing in one of the runs
+    site: CallSite
+    whole: bool  # whether it may follow from a shape: whole numbers, or a missing operator
+
+
+def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:
+    """The operators that a line calls more often in one of the runs, or with other numbers."""
+    earlier, later = _numbers_by_line(before), _numbers_by_line(now)
+    for operator, site in {**earlier, **later}:
+        first, second = earlier[operator, site], later[operator, site]
+        if len(first) != len(second):
+            yield Change(operator, "not in every step", site, True)
+            continue
+        both = zip(first, second, strict=True)
+        pairs = (pair for numbers in both for pair in zip(*numbers, strict=False))
+        for a, b in pairs:
+            if a == a and b == b and a != b:
+                whole = isinstance(a, int) and isinstance(b, int)
+                yield Change(operator, f"{a!r} in one step, {b!r} in another", site, whole)
+                break
+
+
+def _numbers_by_line(calls: Sequence[Call]) -> dict[tuple[str, CallSite], list[tuple[float, ...]]]:
+    found: dict[tuple[str, CallSite], list[tuple[float, ...]]] = defaultdict(list)
+    for call in calls:
+        found[call.operator, call.site].append(call.numbers)
+    return found
+
+
+class Observer(Recorder):
+    """Notes every obstacle of the code that runs under it, and lets the code run.
+
+    On a CPU, where all memory is the host's, copies from there are not seen.
+
+    Args:
+        note: Called with operator, obstacle and the user's line.
+        look: Called with every Python function of torch and its arguments; the numbers that it
+            returns are no part of the capture, here and in the backward pass.
+    """
+
+    raises, is_real = False, True
+
+    def __init__(
+        self,
+        note: Callable[[str, Obstacle, CallSite], None],
+        look: Callable[[Any, Any, Any], Iterable[float]],
+        generators: Sequence[torch.Generator],
+        sites: CallSiteFinder,
+        rehearsal: bool,
+    ) -> None:
+        super().__init__(generators)
+        self._note = note
+        self._look = look
+        self._sites = sites
+        self._rehearsal = rehearsal
+        self._on_gpu = any(generator.device.type != "cpu" for generator in generators)
+        self.silent = False  # whether nothing is noted at the moment
+        self.answered = False  # whether the host has what is asked for by what is noted
+        self._makes_on_host = False
+        self._forbidden: set[int] = set()
+        self.begin(())
+
+    def begin(self, on_host: Iterable[Tensor]) -> None:
+        """Begin another step; the host has these tensors, too, and what follows from them."""
+        self.calls: list[Call] = []
+        self.told: list[str] = []  # what Python was told by it in this step
+        self._anew: set[float] = set()
+        self._on_host = {self.know(tensor).id for tensor in on_host}
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Note nothing that the body does."""
+        before, self.silent = self.silent, True
+        try:
+            yield
+        finally:
+            self.silent = before
+
+    def forbid(self, value: Any) -> None:
+        """Note wherever a tensor in ``value``, the result of a metric, is used."""
+        tensors = leaves_of(value, Tensor)
+        self._forbidden.update(self.know(tensor, born=True).id for tensor in tensors)
+
+    def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
+        # Compiled code runs eagerly under a dispatch mode, and so in full sight.
+        hidden = obstacle is COMPILED or (obstacle.rehearsal and not self._rehearsal)
+        if not self.silent and not hidden:
+            self._note(operator, with_known_remedy(obstacle), site or self._sites.here())
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self.silent:
+            self._anew.update(self._look(func, args, kwargs))
+        rule = FUNCTION_RULES.get(name)
+        obstacle = rule(args, kwargs) if rule is not None else None
+        if obstacle is not None:
+            lengths = name == "ctc_loss" and len(args) > 3 and args[1].dtype is torch.int64
+            asked = args[2:4] if lengths else args[:1]
+            read = name in FROM_PYTHON and obstacle is HOST_READ  # tensors in a list
+            self.answered = answered = not read and self._host_has(tensors_in(asked))
+            self.refuse(name, obstacle)
+            self._count(name, leaves_of(args))
+            with self.looking_away():  # the operators inside of it are the same obstacle
+                result = super(Recorder, self).call(func, args, kwargs)
+            return self._tell(result, answered)
+        device = kwargs.get("device")
+        self._makes_on_host = not self._on_gpu and name in FACTORIES and device in (None, "cpu")
+        result = REHEARSED.get(func, func)(*args, **kwargs)
+        if self._makes_on_host:
+            self._on_host.add(self.know(result).id)
+            self._makes_on_host = False
+        return result
+
+    def _tell(self, result: Any, answered: bool) -> Any:
+        """Remember what Python is told, if the host has it."""
+        self.answered = False
+        if answered and not self.silent:
+            what = [tuple(tensor.shape) for tensor in tensors_in(result)] or result
+            self.told.append(f"{self._sites.here().describe()} gave {what!r}")
+        return result
+
+    def _host_has(self, tensors: Iterable[Tensor]) -> bool:
+        return all(
+            t.layout is torch.strided
+            and ((self._on_gpu and t.device.type == "cpu") or self.know(t).id in self._on_host)
+            for t in tensors
+        )
+
+    def keep(self, operation: Operation) -> None:
+        """Keep nothing: views are calls, too."""
+
+    def _meet_constant(self, tensor: Tensor) -> None:
+        super()._meet_constant(tensor)
+        self._on_host.add(self.know(tensor).id)
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            self._count("a tensor of a Python number", [tensor.item()])
+
+    def _count(self, operator: str, values: Iterable[Any]) -> None:
+        """Keep a call with the numbers among its arguments."""
+        if not self.silent:
+            found = [value for value in values if type(value) in _NUMBERS]
+            numbers = tuple(math.nan if value in self._anew else value for value in found)
+            self.calls.append(Call(operator, numbers, self._sites.here()))
+
+    def _run(self, call: OperatorCall) -> Any:
+        self._count(str(call.func), (*call.args, *call.kwargs.values()))
+        result = self._tell(super()._run(call), self.answered)
+        outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
+        given = call.inputs if name_of(call.func) not in OF_SHAPES else []
+        follows = is_exact(call.func, outputs, SMALL) and self._host_has(given)
+        follows = follows and all(self.know(tensor).born for tensor in call.written)
+        change = self._on_host.update if follows else self._on_host.difference_update
+        change(self.know(tensor, born=True).id for tensor in (*outputs, *call.written))
+        return result
+
+    def _is_known(self, call: OperatorCall) -> bool:
+        """Whether the host has what it would be told by an operator."""
+        if call.func in INDEXING:
+            masks = [t for t in tensors_in(call.args[1]) if t.dtype is torch.bool]
+            return bool(masks) and self._host_has(masks)
+        tells = call.func in READS or call.func._schema.name in SHAPES
+        tells = tells or call.func is torch.ops.aten._to_copy.default
+        return tells and current_autograd_node() is None and self._host_has(call.inputs)
+
+    def _draws_on_host(self, call: OperatorCall) -> bool:
+        if torch.Tag.nondeterministic_seeded not in call.func.tags:
+            return False
+        if not self._on_gpu:
+            return self._makes_on_host
+        made: torch.device = call.kwargs.get("device") or torch.device("cpu")
+        return all(d.type == "cpu" for d in [t.device for t in call.inputs] or [made])
+
+    def _check(self, call: OperatorCall) -> None:
+        if is_collective(call.func):
+            self.refuse(str(call.func), COLLECTIVE)
+        if self._forbidden:
+            for tensor in call.inputs:
+                if tensor.layout is torch.strided and self.know(tensor).id in self._forbidden:
+                    self.refuse(str(call.func), METRIC_VALUE)
+        if self._draws_on_host(call):
+            self.answered = current_autograd_node() is None
+            self.refuse(str(call.func), DRAWN)
+            return
+        self.answered = self._is_known(call)
+        super()._check(call)
+
+
+_ARITHMETIC = [f"{side}{name}" for name in ARITHMETIC.values() for side in ("", "r")]
+_ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
+_COMPARISONS = [*COMPARISONS.values(), "bool"]
+_ESCAPES = ["hash", "str", "repr", "format", "divmod", "rdivmod"]
+
+
+class WatchedNumbers:
+    """Makes numbers that tell when they are used.
+
+    Args:
+        met: Called with an obstacle and the name of the number that is in the way.
+        follow: Captured code follows what Python makes of a number, and only the bare value of one
+            is in the way.
+    """
+
+    def __init__(self, met: Callable[[Obstacle, str], object], *, follow: bool) -> None:
+        self.met = met
+        self.follow = follow
+        self.told: list[Any] = []  # what Python was told of them, as captured code may be
+        self.ways = 1.0  # which draws may lead the step; so many graphs there are
+        self._made: list[float] = []
+
+    def number(
+        self, name: str, value: Any, obstacle: Obstacle = COUNTER, *, lasts: bool = False
+    ) -> Any:
+        """Stand for a number; other values stay what they are."""
+        if isinstance(value, numpy.number):
+            value = value.item()
+        kind = _KINDS.get(type(value))
+        if kind is None:
+            return value
+        number = kind(value)
+        number.numbers, number.name, number.value = self, name, value
+        number.obstacle, number.lasts = obstacle, lasts
+        return number
+
+    def counter(self, name: str, read: Callable[[], Any]) -> Any:
+        """Stand for a counter that is read."""
+        value = read()
+        if type(value) is bool:
+            self.told.append(value)
+            if not self.follow:
+                self.met(COUNTER, name)
+        return self.number(name, value, lasts=name == LASTING)
+
+    def clock(self, name: str, read: Callable[[], Any]) -> Any:
+        """Stand for what a clock shows."""
+        return self.number(name, read(), CLOCK)
+
+    def drawn(self, name: str, value: Any, tape: HostTape | None, read: Callable[[], Any]) -> Any:
+        """Stand for a value that is drawn; ``read`` gives further ones, on a tape."""
+        if type(value) in (list, tuple):
+            tape = tape if len(value) <= WAYS else None  # that would take long
+            items = enumerate(value)
+            return type(value)([self.drawn(name, v, tape, item_of(read, i)) for i, v in items])
+        is_whole, few = isinstance(value, Integral), False
+        if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
+            ways = self.ways * tape.told(read)
+            if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
+                self.ways = ways
+                self.told.append(value)
+        if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
+            self.met(DRAWN, name)
+        number = self.number(name, value, DRAWN, lasts=few)
+        if tape and isinstance(number, Watched):
+            number.spread = lambda told: tape.told(lambda: told(read()))
+        return number
+
+    def bare(self, value: float) -> float:
+        """A plain float, an object of its own that is known again."""
+        self._made.append(float(repr(float(value))))
+        return self._made[-1]
+
+    def is_live(self, value: Any) -> bool:
+        """Whether it is a number that a captured step would follow."""
+        return isinstance(value, Watched) or any(value is made for made in self._made)
+
+
+class Watched(Followed):
+    """A number that it stands for, in all respects; says so when Python does something with it.
+
+    C code reads it unseen: of torch's functions the observer sees the arguments, and of
+    ``range`` and indexing it sees that the operators of two steps differ.
+    """
+
+    numbers: WatchedNumbers
+    name: str
+    obstacle: Obstacle
+    lasts: bool
+    spread: Callable[[Callable[[Any], Any]], float] | None = None
+    """How many ways there are for what is told of one that is drawn."""
+
+    def escapes(self) -> None:
+        """Tell that the bare value is taken."""
+        if self.lasts:
+            self.numbers.told.append(self.value)
+        self.used(bare=not self.lasts)
+
+    def used(self, *, bare: bool = False) -> None:
+        """Tell that something is done with it."""
+        if bare or not self.numbers.follow:
+            self.numbers.met(self.obstacle, self.name)
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a function makes of arguments, of which this is one."""
+        self.used()
+        found = function(*(a.value if isinstance(a, Watched) else a for a in args))
+        numbers = [a for a in args if isinstance(a, Watched)]
+        lasts = all(number.lasts for number in numbers)
+        is_clock = any(number.obstacle is CLOCK for number in numbers)
+        obstacle = CLOCK if is_clock else self.obstacle
+        return self.numbers.number(self.name, found, obstacle, lasts=lasts)
+
+    def __float__(self) -> float:
+        self.used()
+        return self.numbers.bare(self.value)
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return type(self.value), (self.value,)
+
+
+_KINDS: dict[type, Any] = {
+    kind: type(f"Watched{kind.__name__}", (Watched, kind), {}) for kind in (int, float)
+}
+
+
+def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Callable[..., Any]:
+    def operation(self: Any, *args: Any) -> Any:
+        if follows:
+            return self.applied(plain, (self, *args))
+        result = plain(self, *args)
+        if escapes:
+            self.escapes()
+        else:
+            self.numbers.told.append(result)
+            if is_drawn := self.spread is not None:
+                self.numbers.ways *= self.spread(
+                    lambda drawn: plain(type(self.value)(drawn), *args)
+                )
+            too_many = is_drawn and self.numbers.ways > WAYS
+            self.used(bare=too_many or self.obstacle is CLOCK)
+        return result
+
+    return operation
+
+
+for _kind, _watched in _KINDS.items():
+    for _name in (*_ARITHMETIC, *_COMPARISONS, *_ESCAPES):
+        if (_plain := getattr(_kind, f"__{_name}__", None)) is not None:
+            _made = _operation(_plain, follows=_name in _ARITHMETIC, escapes=_name in _ESCAPES)
+            setattr(_watched, f"__{_name}__", _made)
+
+
+def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -> bool:
+    """Whether every replay has the numbers in a call of torch anew, or makes it ahead."""
+    function, args, kwargs = call
+    if any(number.obstacle is CLOCK for number in parts_of((args, kwargs), Watched)):
+        return False
+    if ahead and is_made_ahead(getattr(function, "__name__", ""), args, kwargs):
+        return True
+    return form_of(function, args, kwargs, device) is not None
+
+
+def parts_of(value: Any, kind: type) -> list[Any]:
+    """What is of some kind among the arguments of a call, also in slices."""
+    found = leaves_of(value)
+    inside = [part for s in found if type(s) is slice for part in (s.start, s.stop, s.step)]
+    return [part for part in (*found, *inside) if isinstance(part, kind)]
+
+
+# ------------------ Python values of a batch that tell when a step under observation reads them
+
+
+class Told:
+    """A value that it is in all respects; C code reads it unseen."""
+
+    name: str
+    value: Any
+    on_read: Callable[[str], object]
+
+    def read(self) -> Any:
+        """The value itself, for somebody who looks at it."""
+        self.on_read(self.name)
+        return self.value
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return type(self.value), (self.value,)
+
+
+def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda told, *args, **kwargs: plain(told.read(), *args, **kwargs)
+
+
+def _told_kind(kind: type) -> Any:
+    """A class of such values."""
+    methods = (WrapperDescriptorType, MethodDescriptorType)
+    own: dict[str, Any] = {n: f for n, f in vars(kind).items() if isinstance(f, methods)}
+    own.pop("__getattribute__", None)  # inherited from Python 3.13 on
+    if kind in (str, bytes):  # what the other operand, float and int do with them
+        own |= {"__radd__": lambda value, other: other + value, "__float__": float, "__int__": int}
+    return type(kind.__name__, (Told, kind), {name: _telling(f) for name, f in own.items()})
+
+
+_TOLD_KINDS = {kind: _told_kind(kind) for kind in (str, bytes, int, float)}
+
+
+class BatchReads:
+    """What the observed steps read of the Python values in their batches."""
+
+    def __init__(self, observer: Observer, sites: CallSiteFinder) -> None:
+        self._observer = observer
+        self._sites = sites
+        self._first: dict[str, CallSite] = {}  # where each of them is read
+        self._given: list[dict[str, Any]] = []  # the values in the batch of each step
+        self._is_over = False
+        self._changed: list[str] = []  # what no replay does to its batch
+
+    @property
+    def way(self) -> Hashable:
+        """What the last step has read: another one may go another way."""
+        return tuple((name, self._given[-1].get(name)) for name in self._first)
+
+    @contextlib.contextmanager
+    def of_step(self, batch: Any) -> Iterator[Any]:
+        """A batch whose values tell, for a step that the body runs.
+
+        Its lists and dicts stay the same ones: hooks find there what the step does to them.
+        """
+        self._given.append({})
+        self._is_over = False
+        told = _each(batch, "batch", self._telling)
+        containers, objects = BatchChanges(told), objects_of(told)
+        try:
+            yield told
+        finally:
+            self._is_over = True
+            self._changed += objects.changed()
+            try:
+                containers.look()
+            except CaptureError as error:
+                self._changed.append(error.observed.removeprefix("training_step changes "))
+            _each(batch, "batch", lambda _, leaf: leaf.value if isinstance(leaf, Told) else leaf)
+
+    def _telling(self, name: str, value: Any) -> Any:
+        if type(value) not in _TOLD_KINDS:
+            return value
+        self._given[-1][name] = value
+        told = _TOLD_KINDS[type(value)](value)
+        told.name, told.value, told.on_read = name, value, self._note
+        return told
+
+    def _note(self, name: str) -> None:
+        silent = self._is_over or self._observer.silent
+        if not silent and (site := self._sites.here()).line:
+            self._first.setdefault(name, site)
+
+    def kept(self, value: Any, site: CallSite) -> None:
+        """Note what a step stores or returns: a replay would have to read that."""
+        for told in leaves_of(value, Told):
+            self._first.setdefault(told.name, site)
+
+    def unseen(self, step: int, site: CallSite) -> bool:
+        """Whether code of C may have read numbers of the batch, others than in that step."""
+        then, now = self._given[step], self._given[-1]
+        numbers = [name for name, value in now.items() if type(value) in (int, float)]
+        moved = [name for name in numbers if then.get(name, now[name]) != now[name]]
+        self._first = {**dict.fromkeys(moved, site), **self._first}
+        return bool(moved)
+
+    def judge(self, diagnosis: Diagnosis, moved: Set[str], step: CallSite) -> None:
+        """Name what no replay does to a batch, and values that were others where a step reads one.
+
+        Args:
+            moved: The names of values that were others in other batches.
+            step: The step itself.
+        """
+        for name in dict.fromkeys(self._changed):
+            diagnosis.add(BATCH_CHANGED, name, step)
+        read = [name for name in self._first if name in moved]
+        ways = [tuple(map(given.get, read)) for given in self._given]
+        is_new = len(set(ways)) == len(ways) > 2
+        of_read: Effect = "eager step" if is_new else "further graph"
+        of_others: Effect = "left out unless it is read"
+        for names, effect in ((read, of_read), (sorted(moved - {*read}), of_others)):
+            if names:
+                further = f"likewise {len(names) - 1} more" if names[1:] else ""
+                site = self._first.get(names[0])
+                diagnosis.add(BATCH_VALUE, names[0], site, observed=further, effect=effect)
+
+
+def _each(value: Any, name: str, change: Callable[[str, Any], Any]) -> Any:
+    """A value with everything in its tuples, lists and dicts changed, the latter two in place."""
+    if type(value) is tuple:
+        return tuple(_each(held, f"{name}[{i}]", change) for i, held in enumerate(value))
+    if type(value) not in (list, *MAPPINGS):
+        return change(name, value)
+    for key in range(len(value)) if type(value) is list else list(value):
+        value[key] = _each(value[key], name + item_label(key), change)
+    return value

@@ -1,0 +1,379 @@
+"""``GraphCapture``: a Lightning callback that turns training steps into CUDA graph launches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NoReturn
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.errors import CaptureError, UnsupportedError
+from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.lightning.handler import Runner, StrategyHandler
+from lightning_graphs.lightning.oom import OomRecovery
+from lightning_graphs.lightning.options import OPTIONS, OptionError, Options, refuse_unnamed
+from lightning_graphs.lightning.private import cheap_contexts
+from lightning_graphs.lightning.progress import ProgressValues
+from lightning_graphs.lightning.ranks import (
+    Ranks,
+    capture_stream,
+    is_model_parallel,
+    why_not_captured,
+)
+from lightning_graphs.lightning.runner import StepRunner
+from lightning_graphs.lightning.strategy import calls_of
+from lightning_graphs.lightning.submodules_runner import ModuleRunner
+from lightning_graphs.lightning.transfer import BatchTransfer
+from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.policy.worth import CapturePolicy, steps_left
+from lightning_graphs.private.callsite import stacklevel_of_user
+from lightning_graphs.regions.conditions import flattened_once, moves_batches_itself
+from lightning_graphs.report import Report
+from lightning_graphs.report.messages import FitSummary
+from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.watch.refusals import why_no_whole_step
+
+
+class GraphCapture(Callback):
+    """Captures the training step into a CUDA graph and replays it for every batch.
+
+    The first steps run eagerly, on a stream of their own. Then forward, loss, backward, gradient
+    clipping and optimizer step become one graph, or two or three if a hook looks at gradients in
+    between. Losses, logs, hooks, counters and checkpoints are those of a fit without the callback.
+    What cannot be captured runs eagerly, and a warning says why.
+
+    Example::
+
+        trainer = Trainer(callbacks=[GraphCapture()])
+
+    Args:
+        scope: ``"step"``: the whole training step is captured. ``"modules"``: submodules are
+            captured, each with its backward; manual optimization and code that depends on values
+            may run between them. ``"auto"``: the whole step if possible, otherwise submodules.
+        modules: Which submodules: patterns of qualified names, matched between dots
+            (``"encoder.layers.*"``), or names of classes. By default the largest that can be
+            captured.
+        exclude: Submodules that are left out, named likewise. Like ``modules`` it asks for graphs
+            of submodules.
+        validation: Submodules have graphs in validation steps, too, for calls without autograd.
+        warmup_steps: Real training steps that run eagerly before the first capture.
+        min_repeats: How often a batch signature (structure, shapes, dtypes) must have come back
+            after the warm-up before it is captured. By default it is captured as soon as the
+            remaining steps are expected to repay the capture, by measured times.
+        max_graphs: How many signatures may have graphs at a time. A graph is released only for a
+            signature that is used much more. By default memory is the only limit.
+        on_failure: ``"eager"``: what cannot be captured runs eagerly, with a warning; with
+            ``scope="auto"`` submodules are tried first. ``"raise"``: the first refusal raises.
+        backend: ``"cuda"``, ``"emulated"`` (a rehearsal on the CPU), or ``"auto"``: CUDA on a GPU
+            trainer, inactive on a CPU trainer.
+        verify: Whether a captured step is also run eagerly, from the same state, and everything
+            that both compute is compared. True: after each capture. A whole number K: also at
+            every K-th optimizer step. False: never. A difference is handled by ``on_failure``.
+        memory: How much more GPU memory than eager steps the callback may take, as a share of
+            their peak; ``"auto"`` is 0.35. What does not fit runs eagerly, or is not verified.
+        only_if_faster: True: nothing is captured that is not expected to pay off, and if replayed
+            steps turn out not to be faster than eager ones, the callback switches itself off with
+            a message. False: whatever comes back is captured.
+        log_metrics: Log the figures of the report as ``graphs/...``, after the first steps and at
+            the end of the fit.
+        diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
+            and a list names everything that stands in the way of a capture, with the line and
+            the remedy. It is kept as ``report.diagnosis``.
+
+    Raises:
+        OptionError: an option has an impossible value.
+    """
+
+    def __init__(
+        self,
+        *nameless: Any,  # there is none
+        scope: Literal["auto", "step", "modules"] = "auto",
+        modules: Sequence[str] | None = None,
+        exclude: Sequence[str] = (),
+        validation: bool = False,
+        warmup_steps: int = 3,
+        min_repeats: int | None = None,
+        max_graphs: int | None = None,
+        on_failure: Literal["eager", "raise"] = "eager",
+        backend: Literal["auto", "cuda", "emulated"] = "auto",
+        verify: bool | int = True,
+        memory: float | Literal["auto"] = "auto",
+        only_if_faster: bool = True,
+        log_metrics: bool = False,
+        diagnose: bool = False,
+        **unknown: NoReturn,  # there is none
+    ) -> None:
+        refuse_unnamed(nameless, unknown)
+        self.options = Options(**{n: value for n, value in locals().items() if n in OPTIONS})
+        super().__init__()
+        self._statistics = Statistics()
+        self.gives_way = False  # The environment made it: one of the program's own comes first.
+        self._handler: StrategyHandler | None = None
+        self._reporter: FitSummary | None = None
+        self._fit = contextlib.ExitStack()
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def report(self) -> Report:
+        """What the graphs of this fit have done so far; after it, of the last fit."""
+        return self._statistics.report()
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what no batch could make possible."""
+        if stage != "fit" or self._has_given_way(trainer):
+            return
+        same = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
+        if sum(not one.gives_way for one in same) > 1:
+            raise OptionError(
+                "A trainer must have one GraphCapture.",
+                f"got {len(same)} of them among its callbacks",
+                "leave out all but one of them",
+            )
+        device = trainer.strategy.root_device
+        backend = self.options.backend
+        if backend not in ("auto", _BACKEND_OF.get(device.type)):
+            raise OptionError(
+                "backend must be 'auto', 'cuda' on a GPU or 'emulated' on the CPU.",
+                f"got {backend!r} with a trainer on {device}",
+                "write backend='auto', or Trainer(accelerator="
+                f"{'gpu' if backend == 'cuda' else 'cpu'!r})",
+            )
+        if self.options.diagnose:
+            return
+        reason = why_not_captured(trainer, self.options)
+        if reason and self.options.on_failure == "raise":
+            raise _refused(reason)
+        if device.type == "cuda" and not reason:
+            self._stream = capture_stream(trainer, self._fit)
+
+    def _has_given_way(self, trainer: Trainer) -> bool:
+        """Whether the trainer has one of the program's own beside that of the environment."""
+        others = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
+        if not self.gives_way or not any(isinstance(one, GraphCapture) for one in others):
+            return False
+        # Lightning goes on with the list that it has begun, and finds this one in the next.
+        trainer.callbacks = others  # type: ignore[attr-defined]
+        rank_zero_info(
+            "LIGHTNING_GRAPHS is set, and the trainer has a GraphCapture of its own: that one is "
+            "used."
+        )
+        return True
+
+    def on_after_setup(self, **_: object) -> None:
+        """Refuse a Fabric, which calls no other hook by itself than this and the next."""
+        raise UnsupportedError(
+            "GraphCapture must be a callback of a Trainer.",
+            "got Fabric(callbacks=[GraphCapture()])",
+            "leave GraphCapture out, and capture with lightning_graphs.core in your own loop, as "
+            "examples/capture_training_step.py does",
+        )
+
+    on_after_optimizer_step = on_after_setup  # the only one after `setup_module`
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the capture stream the current one.
+
+        From here on programs fetch gradient nodes and keep them, and torch before 2.13 binds a node
+        to the stream that is current then.
+        """
+        if self._stream is not None:
+            device = trainer.strategy.root_device
+            self._fit.enter_context(_side_stream(device, self._stream))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the strategy's methods, on the capture stream."""
+        own_stream = self._stream  # DDP and gradient nodes were made on it
+        self._release()
+        self._statistics = Statistics()
+        if self.options.diagnose or not self._is_active(trainer, pl_module):
+            # No runner counts: all batches are eager, as the loop knows at the end of the fit
+            statistics, loop = self._statistics, trainer.fit_loop.epoch_loop
+            first = loop.total_batch_idx
+            self._fit.callback(lambda: setattr(statistics, "eager", loop.total_batch_idx - first))
+            if self.options.diagnose:
+                self._observe(trainer, pl_module)
+            return
+        device = trainer.strategy.root_device
+        calls = calls_of(trainer.strategy)
+        name = _BACKEND_OF[device.type]
+        with contextlib.ExitStack() as stack:
+            stream = progress = None
+            if name == "cuda":
+                stream = stack.enter_context(_side_stream(device, own_stream))
+                progress = ProgressValues(trainer)
+                stack.enter_context(progress.installed())
+                if not moves_batches_itself(trainer, pl_module):
+                    stack.enter_context(BatchTransfer(trainer).installed())
+            stack.enter_context(cheap_contexts(trainer))
+            stack.enter_context(flattened_once())
+            pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
+            stack.callback(pool.close)
+            options, statistics = self.options, self._statistics
+            investment = CapturePolicy(
+                options, statistics, partial(steps_left, trainer), timed=name == "cuda"
+            )
+            budget = MemoryBudget(device, options.memory)
+            ranks = Ranks(trainer)
+            stack.callback(ranks.close)
+            budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
+            raises = options.on_failure == "raise"
+            recovery = OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises)
+            parts = (statistics, progress, investment, calls, budget, recovery, ranks)
+            fit = TrainingContext(trainer, pl_module, options, pool, *parts)
+
+            def switch_off() -> None:
+                handler.close()
+                if progress is not None:
+                    progress.mirrored = frozenset()
+
+            statistics.backend = name
+            reporter = FitSummary(fit, switch_off)
+            runners = _runner_for(fit), partial(ModuleRunner, fit, 0)
+            timed = reporter.timing, reporter.settled
+            handler = StrategyHandler(*runners, recovery, statistics, *timed)
+            stack.callback(handler.close)
+            handler.take_over(trainer.strategy)
+            self._fit = stack.pop_all()
+        self._handler, self._reporter = handler, reporter
+        if options.log_metrics and not trainer.loggers:
+            rank_zero_warn(
+                "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
+                stacklevel=stacklevel_of_user(),
+            )
+        steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
+        rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
+
+    def _observe(self, trainer: Trainer, module: LightningModule) -> None:
+        from lightning_graphs.doctor.doctor import Doctor
+
+        reason = "diagnose=True: steps are observed, and none is captured"
+        self._statistics.fallbacks.append(reason)
+        strategy, why_none = trainer.strategy, _reason_to_stay_out(trainer, self.options)
+        if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
+            self._fit.enter_context(BatchTransfer(trainer).installed())
+        why = why_no_whole_step(trainer, module)
+        doctor = Doctor(trainer, module, calls_of(strategy), self.options, why_none, why)
+        self._fit.callback(doctor.finish)
+        self._statistics.diagnosis = doctor.diagnosis
+
+    def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
+        device = trainer.strategy.root_device
+        if device.type == "cpu" and self.options.backend == "auto":
+            why = 'inactive on a CPU trainer; GraphCapture(backend="emulated") rehearses there'
+            rank_zero_info(f"GraphCapture is {why}.")
+            self._statistics.fallbacks.append(why)
+            return False
+        reason = _reason_to_stay_out(trainer, self.options)
+        raises = self.options.on_failure == "raise"
+        whole = self.options.scope == "step" or is_model_parallel(trainer)
+        if whole or (raises and not self.options.by_submodules):
+            reason = reason or why_no_whole_step(trainer, module)
+        if reason and raises:
+            raise _refused(reason)
+        if reason:
+            rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
+            self._statistics.fallbacks.append(reason)
+        return not reason
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the optimizer's state in the form that it has without the callback."""
+        capturable = self._handler.runner.capturable if self._handler is not None else None
+        states = checkpoint.get("optimizer_states")
+        if capturable is not None and states and states[0]:  # rank 0 alone has one of FSDP2
+            checkpoint["optimizer_states"] = [capturable.neutral(states[0]), *states[1:]]
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hand stream, strategy and optimizer back, release the graphs, and show the report."""
+        reporter = self._reporter
+        if reporter is not None:
+            reporter.finish()
+        self._release()
+        if reporter is not None:
+            reporter.tell()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """As at the end: on an exception Lightning calls no other hook."""
+        if self._reporter is not None:
+            self._reporter.count_rest()
+        self._release()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """As at the end, should neither of the others have been called."""
+        self._release()
+
+    def _release(self) -> None:
+        self._handler = self._reporter = self._stream = None
+        self._fit.close()
+
+
+_BACKEND_OF: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
+
+
+def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:
+    """Why this fit is not captured, in one sentence; empty if it is."""
+    device = trainer.strategy.root_device
+    if device.type not in _BACKEND_OF:
+        return f"it captures on CUDA devices, and the trainer runs on {device}"
+    if reason := why_not_captured(trainer, options):
+        return reason
+    if torch.is_anomaly_enabled():
+        return "detect_anomaly=True checks every operator on the host"
+    return ""
+
+
+def _refused(reason: str) -> CaptureError:
+    return CaptureError(
+        "GraphCapture cannot capture this fit.",
+        reason,
+        "remove the reason, write scope='modules', or train without graphs (on_failure='eager')",
+    )
+
+
+@contextlib.contextmanager
+def _side_stream(
+    device: torch.device, stream: torch.cuda.Stream | None
+) -> Iterator[torch.cuda.Stream]:
+    """Make a side stream, a new one by default, the current one, with waits on both ends."""
+    before = torch.cuda.current_stream(device)
+    stream = stream or torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    torch.cuda.set_stream(stream)
+    try:
+        yield stream
+    finally:
+        torch.cuda.set_stream(before)
+        before.wait_stream(stream)
+
+
+def _runner_for(fit: TrainingContext) -> Runner:
+    """The runner that the options ask for.
+
+    By default that of whole steps. Submodules follow, from the next step on, where that turns out
+    to fail: where the first capture is refused, and where attributes take new values too often.
+    """
+    if fit.options.scope == "step":
+        return StepRunner(fit)
+    if fit.options.by_submodules:
+        return ModuleRunner(fit, fit.options.warmup_steps)
+    reason = why_no_whole_step(fit.trainer, fit.module)
+    if reason:
+        fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
+        return ModuleRunner(fit, fit.options.warmup_steps)
+    return StepRunner(fit)

@@ -1,0 +1,72 @@
+"""The context of a fit: what every runner is made of, and what it learns of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.lightning.logs import LoggedNumbers
+from lightning_graphs.lightning.oom import OomRecovery
+from lightning_graphs.lightning.options import Options
+from lightning_graphs.lightning.progress import ProgressValues
+from lightning_graphs.lightning.ranks import Ranks
+from lightning_graphs.lightning.strategy import StrategyCalls
+from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.policy.worth import CapturePolicy
+from lightning_graphs.private.torch import compiled_code_noticed
+from lightning_graphs.regions.gradients import KeptGradients
+from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.side_effects import Places
+
+
+class CompiledCode:
+    """Whether the steps of a fit call what ``torch.compile`` has made.
+
+    Such code has no host half, checks the functions and classes that it was compiled with, and is
+    compiled anew where these are others. What the rest of the process has compiled does not count.
+    """
+
+    runs = False
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Look at the body, an eager step or the capture of one, until that is known."""
+        return nullcontext() if self.runs else compiled_code_noticed(self._note)
+
+    def _note(self) -> None:
+        self.runs = True
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingContext:
+    """What every runner is made of."""
+
+    trainer: Trainer
+    module: LightningModule
+    options: Options
+    pool: GraphPool  # owner of graphs, memory and stream
+    statistics: Statistics  # where decisions are counted
+    progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
+    investment: CapturePolicy  # decides what is worth a capture
+    own: StrategyCalls  # the strategy's own methods
+    budget: MemoryBudget  # what memory may be taken
+    recovery: OomRecovery  # repeats a step that finds no memory
+    ranks: Ranks  # does whole steps the same way on all ranks
+    compiled: CompiledCode = field(default_factory=CompiledCode)
+
+
+class CaptureFacts:
+    """What a fit has learned of its steps: it stays when their graphs are dropped."""
+
+    def __init__(self, module: LightningModule, on_change: Callable[[], object]) -> None:
+        self.reads = AttributeGuards()  # attributes that captured steps read
+        self.places = Places(module, self.reads, on_change)  # where steps store something
+        self.logged = LoggedNumbers()  # Python numbers that change from step to step
+        self.has_host_half = False  # captures record what steps compute on the host
+        self.has_several_passes = False  # steps run backward passes inside of their own
+        self.is_unseen = True  # libraries are not told of captures
+        self.kept = KeptGradients()  # whether somebody keeps gradients past their step

@@ -1,0 +1,330 @@
+"""``self.log`` and metrics: recorded while a step is captured, called again at every replay."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from numbers import Number
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.lightning.private import (
+    batch_size_of,
+    kept_log_caught,
+    result_key,
+    training_results,
+)
+from lightning_graphs.lightning.progress import ProgressValues
+from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.exchange import exchanged
+from lightning_graphs.private.torch import clone_all, current_autograd_node, version_of
+from lightning_graphs.values.memory import storage_address
+from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.object_graph import iter_objects
+from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, refuse_stand_ins
+
+METRIC_VALUE = Obstacle(
+    "A captured step cannot use the value of a metric, because metrics are updated after the step.",
+    "only pass the value to self.log, or compute what the loss needs with torch functions",
+    kind="metric-value",
+    code='self.log("accuracy", self.accuracy(logits, y))  # and nothing else with its value',
+)
+METRIC_EARLY = Obstacle(
+    "A captured step cannot change a tensor given to a metric, which reads it after the step.",
+    "give the metric a copy: value.clone()",
+    kind="logged-early",
+    code="self.accuracy(logits.clone(), y)",
+)
+
+
+class Deferred(OpaqueTracer):
+    """What a metric returns while a step is captured: it has no value before the replay."""
+
+    def refuse(self) -> NoReturn:
+        raise METRIC_VALUE.refused_here(f"the value of {self.name} is used")
+
+
+class MetricCall:
+    """A call of a metric that every replay makes again, on copies of its tensors."""
+
+    def __init__(
+        self, function: Callable[..., Any], given: Any, tensors: list[Tensor], name: str
+    ) -> None:
+        self._function = function
+        self._tensors = tensors
+        self._template = substitute(given, tensors)
+        self._values: dict[Any, Any] = {}  # what it has returned last, or the items of that
+        read = functools.partial(functools.partial, self._values.get)
+        # What it returns while a step is captured
+        self.result: Any = Deferred(name, read(None))
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, MetricCollection):  # a dict
+            keys = owner.keys(keep_base=False)
+            self.result = {key: Deferred(f"{name}[{key!r}]", read(key)) for key in keys}
+
+    def reissue(self, _: object) -> None:
+        args, kwargs = substitute(self._template, clone_all(self._tensors))
+        value = self._function(*args, **kwargs)
+        self._values.update((value or {}) if isinstance(self.result, dict) else {None: value})
+
+
+def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
+    """The outermost metrics that a module holds."""
+    found: list[tuple[str, nn.Module]] = []
+    inside: set[nn.Module] = set()
+    for name, child in iter_objects(module):
+        if isinstance(child, (Metric, MetricCollection)) and child not in inside:
+            found.append((name.removeprefix("self."), child))
+            inside.update(child.modules())
+    return found
+
+
+def metrics_exchanged(
+    module: LightningModule, instead: Callable[[Callable[..., Any], str], Any]
+) -> contextlib.AbstractContextManager[None]:
+    """Let others stand for the methods of metrics that code calls, given these and a name."""
+    return exchanged(
+        (metric, method, instead(getattr(metric, method), f"metric `{name}`"))
+        for name, metric in metrics_of(module)
+        for method in ("forward", "update", "compute", "reset")
+    )
+
+
+_LOG_SIGNATURE = inspect.signature(LightningModule.log)
+
+LOGGED_NUMBER = Obstacle(
+    "A graph would freeze a Python number that the step logs.",
+    "log the tensor itself, without item() or float(), or log from on_train_batch_end",
+    kind="python-state",
+    code='self.log("loss", loss)  # the tensor',
+)
+LOGGED_INSIDE = Obstacle(
+    "A replay runs no Python code, and cannot log inside of a graphed module or from a hook in the "
+    "backward pass.",
+    "call self.log in training_step, with what the module returns; or leave the module out "
+    "(exclude=[...])",
+    kind="python-state",
+    code='self.log("norm", norm)  # in training_step, with what the module returns',
+)
+
+
+def refuse_log(*_: Any, **__: Any) -> NoReturn:
+    """Stand for ``self.log`` where nothing could call it again."""
+    raise LOGGED_INSIDE.refused_here("self.log is called")
+
+
+@dataclass(eq=False)
+class _LogCall:
+    """A call of ``self.log`` that is made again, with another value each time.
+
+    The first one of an epoch goes through ``LightningModule.log``, which makes and resets the entry
+    of the key; the others update the entry, at a tenth of the price.
+    """
+
+    module: LightningModule  # the module that logs
+    base: Callable[..., None]  # Lightning's own function, bound to it
+    name: str
+    options: dict[str, Any]  # all other arguments but the value, by name
+    value: Any = None  # what every replay logs: memory of the graph, or a metric
+    # Gives the present value in its place; None if it is the value
+    now: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._results = training_results(self.module.trainer)
+        self._key = result_key(self.name)
+        self._size: Any = None
+        is_tensor = isinstance(self.value, Tensor) and self.now is None
+        self._scalar = self.value.detach().squeeze() if is_tensor else None
+
+    def log(self, value: Any, size: Any = None) -> Any:
+        """Log a value; the batch size that weights it, if it is known."""
+        results = self._results
+        entry = results.get(self._key) if results is not None else None
+        if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
+            self.base(self.name, value, **self.options)
+            return None
+        if size is None:
+            size = batch_size_of(results, entry, self.options.get("batch_size"))
+        if value is not self._scalar:
+            value = value.detach().squeeze()
+        results.update_metrics(self._key, value.to(entry.value.device), size)
+        return size
+
+    def reissue(self, progress: ProgressValues | None) -> None:
+        """Make the call again, after a replay; a number of the host goes to the progress bar."""
+        value = self.value if self._scalar is None else self._scalar
+        if self.now is not None:
+            value = self.now()
+            if isinstance(value, Number):
+                if progress is not None and self.options.get("prog_bar"):
+                    progress.show(self.name, value)
+                value = _tensor_of(value, self.module.device)
+        self._size = self.log(value, self._size)
+
+
+class LogRecorder:
+    """Collects the calls of ``self.log`` and of metrics in one captured ``training_step``."""
+
+    def __init__(
+        self,
+        module: LightningModule,  # the module that is being captured
+        # Where values for the progress bar are mirrored to; None to read them directly
+        progress: ProgressValues | None = None,
+        numbers: LoggedNumbers | None = None,  # knows which Python numbers change from step to step
+    ) -> None:
+        self._module = module
+        self._progress = progress
+        self._numbers = numbers
+        self._calls: list[MetricCall | _LogCall] = []
+        self._mirrored: frozenset[str] = frozenset()
+        self._versions: list[tuple[str, Tensor, int]] = []
+        state = (*module.parameters(), *module.buffers())
+        self._state = frozenset(storage_address(t) for t in state) - {0}
+        self._dtype = torch.get_default_dtype()
+        # Gives what tells the present value of something that is logged; None where that is the
+        # captured one
+        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what ends in ``LightningModule.log``, and the entry points of metrics."""
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(log_exchanged(self._module, self._record_log))
+            caught = functools.partial(self._record_log, log)
+            stack.enter_context(kept_log_caught(self._module.trainer, caught))
+            stack.enter_context(metrics_exchanged(self._module, self._metric_recorder))
+            yield
+
+    def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if current_autograd_node() is not None:
+            refuse_log()
+        self._dtype = torch.get_default_dtype()  # precision plugins set it for the step's own code
+        arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
+        refuse_stand_ins(arguments)
+        device = self._module.device
+        now = value.now if isinstance(value, Tracer) else self.live(value)
+        if now is None and isinstance(value, Number):
+            site = None if self._numbers is None else self._numbers.changing.get(name)
+            if site is not None:
+                what = f"self.log({name!r}, ...) logged different numbers during warm-up"
+                raise LOGGED_NUMBER.refused(f"{what}, at {site.describe()}")
+            value = _tensor_of(value, device)
+        elif now is None and isinstance(value, Tensor):
+            # The rest of the step may change it in place. On the host nothing would copy it again.
+            value = value.detach().clone() if value.device == device else value.detach()
+        self._calls.append(_LogCall(self._module, log, name, arguments, value, now))
+
+    def _metric_recorder(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            self._dtype, given = torch.get_default_dtype(), (args, kwargs)
+            refuse_stand_ins(given)
+            call = MetricCall(function, given, self._own(name, given), name)
+            self._calls.append(call)
+            return call.result
+
+        return record
+
+    def _own(self, name: str, given: Any) -> list[Tensor]:
+        """The tensors that a metric is given, and copies of what the rest of the step will change.
+
+        They are read after the whole step. Parameters and buffers have other values by then.
+        """
+        own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
+        state = [storage_address(t) in self._state for t in own]
+        own = [t.clone() if changes else t for t, changes in zip(own, state, strict=True)]
+        place = f"{name} at {CallSiteFinder().here().describe()}"
+        self._versions += [(place, t, version_of(t)) for t in own]
+        return own
+
+    def finish(self) -> None:
+        """Copy what the progress bar shows to the host; a part of the captured step."""
+        for place, tensor, version in self._versions:
+            if version_of(tensor) != version:
+                raise METRIC_EARLY.refused(f"a tensor given to {place} is changed in place")
+        self._versions.clear()
+        if self._progress is not None:
+            shown = [call for call in self._calls if isinstance(call, _LogCall)]
+            values = {c.name: c.value for c in shown if c.options.get("prog_bar")}
+            values = {name: v for name, v in values.items() if isinstance(v, Tensor)}
+            self._mirrored = self._progress.capture(values)
+
+    def reissue(self) -> None:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
+        if self._progress is not None:
+            self._progress.mirrored = self._mirrored
+        try:
+            for call in self._calls:
+                call.reissue(self._progress)
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+@dataclass(eq=False)
+class QuickLog:
+    """Stands for ``LightningModule.log`` in steps that are no graph as a whole, at a lower price.
+
+    The first call of a key in an epoch, and every one that differs from the last in more than the
+    value, goes through Lightning's function; the others update the entry that it made.
+    """
+
+    module: LightningModule
+    is_stepping: Callable[[], bool]
+    known: dict[str, _LogCall] = field(default_factory=dict)  # the last calls, by their keys
+
+    def __call__(
+        self, log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
+    ) -> None:
+        """``LightningModule.log``, which is the first argument."""
+        known = self.known.get(name) if self.is_stepping() and not rest else None
+        is_same = known is not None and known.options == options
+        if known is not None and is_same and isinstance(value, Tensor) and value.numel() == 1:
+            known.log(value)
+            return
+        log(name, value, *rest, **options)
+        if not rest and all(type(v) in _PLAIN for v in options.values()):
+            self.known[name] = _LogCall(self.module, log, name, options)
+
+
+@dataclass(eq=False)
+class LoggedNumbers:
+    """Watches the Python numbers that warm-up steps log: one that changes cannot be captured."""
+
+    # Whether a captured step would log the present one
+    is_live: Callable[[Any], bool] = lambda _: False
+    # Entered around Lightning's own ``log``
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    values: dict[str, Any] = field(default_factory=dict)  # what was logged last
+    changing: dict[str, CallSite] = field(default_factory=dict)
+
+    def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
+        return log_exchanged(module, self._watched)
+
+    def _watched(
+        self, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if isinstance(value, Number) and not self.is_live(value):
+            if self.values.get(name, value) != value:
+                self.changing[name] = CallSiteFinder().here()
+            self.values[name] = value
+        with self.around():
+            log(name, value, *args, **kwargs)
+
+
+def _tensor_of(number: Any, device: torch.device) -> Tensor:
+    """What ``LightningModule.log`` makes of a Python number, without a copy from the host."""
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    return torch.full((), number, dtype=dtype, device=device)
+
+
+_PLAIN = (bool, int, str, type(None))

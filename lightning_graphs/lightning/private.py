@@ -1,0 +1,274 @@
+"""The private corners of Lightning that the callback uses, each with its reason and its fallback.
+
+They are used on the versions that they were read from; on any other the public way is taken, which
+is slower and gives the same values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from types import FrameType
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_graphs.private.exchange import replaced, subclassed
+from lightning_graphs.values.snapshot import PythonSnapshot
+from lightning_graphs.watch.user_code import is_lightnings
+
+_IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
+
+
+def training_results(trainer: Trainer) -> Any | None:
+    """The collection behind ``self.log`` of the training loop; None on unknown versions.
+
+    ``LightningModule.log`` costs 0.1 to 0.3 ms per key and step (measured on Lightning 2.6.6),
+    most of it in checks of what a captured step cannot change; updating the entry that it made
+    costs a tenth. Fallback: ``LightningModule.log``.
+    """
+    return trainer.fit_loop.epoch_loop._results if _IS_KNOWN else None
+
+
+def logs_kept(trainer: Trainer) -> PythonSnapshot:
+    """What ``self.log`` has collected in this epoch, to be put back.
+
+    Nothing public does. Fallback: nothing is put back, and what a step that ran out of memory had
+    logged by then is logged twice.
+    """
+    results = training_results(trainer)
+    tables = [] if results is None else [results, vars(results), *map(vars, results.values())]
+    kept = PythonSnapshot(("", table) for table in tables)
+    if (connector := getattr(trainer, "_logger_connector", None)) is not None:
+        kept.add_place("", vars(connector), "_current_fx")
+    return kept
+
+
+def result_key(name: str) -> str:
+    """Under which key :func:`training_results` keeps what ``training_step`` logs as ``name``."""
+    return f"training_step.{name}"
+
+
+@contextlib.contextmanager
+def kept_log_caught(trainer: Trainer, log: Callable[..., None]) -> Iterator[None]:
+    """Let Lightning's own ``log`` end in another one, for who has kept it from before: bound to
+    the module, or in a ``partial``.
+
+    It checks its arguments and makes tensors of numbers before it comes here. Fallback: the whole
+    of it runs in the capture.
+    """
+    results = training_results(trainer)
+    if results is None:
+        yield
+        return
+    connector = trainer._logger_connector
+    current = connector._current_fx
+
+    def caught(_: str, name: str, value: Any, *, logger: bool, **options: Any) -> None:
+        del options["sync_dist_fn"]
+        log(name, value, logger=None if logger else False, **options)
+
+    with replaced(results, "log", caught), replaced(results, "reset", lambda **_: None):
+        try:
+            yield
+        finally:
+            connector._current_fx = current
+
+
+def batch_size_of(results: Any, entry: Any, given: int | None) -> int:
+    """The batch size that Lightning weights an epoch mean with."""
+    size: int = results._extract_batch_size(entry, given, entry.meta)
+    return size
+
+
+def step_progress(results: Any) -> dict[str, Any]:
+    """Name on the progress bar -> the entry, for what was logged with it at this step."""
+    return {
+        results._forked_name(entry, True)[1]: entry
+        for _, entry in results.valid_items()
+        if entry.meta.prog_bar and entry.meta.on_step
+    }
+
+
+def step_value(results: Any, entry: Any) -> Tensor | None:
+    """What an entry of :func:`training_results` shows of this step; None if it is no tensor."""
+    value = results._get_cache(entry, True)
+    return value if isinstance(value, Tensor) else None
+
+
+def skips_backward(trainer: Trainer) -> bool:
+    """Whether the loop runs forward passes only, as SWA does to refresh BatchNorm statistics.
+
+    No public attribute says so. Fallback: False, as without such callbacks.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return bool(getattr(loop, "_skip_backward", False))
+
+
+def updates_loggers(trainer: Trainer) -> bool:
+    """Whether loggers get the values of this step. Fallback: yes, which costs a stall."""
+    connector = getattr(trainer, "_logger_connector", None)
+    return bool(getattr(connector, "should_update_logs", True))
+
+
+def announce_optimizer_step(trainer: Trainer, optimizer: Any) -> None:
+    """Call ``on_before_optimizer_step`` where nobody overrides it, so that profilers see it called.
+
+    Without one, nobody does.
+    """
+    if vars(trainer.profiler).get("profile") is not _Unrecorded:  # type: ignore[attr-defined]
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
+
+
+def call_gradient_hooks(trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+    """Run ``on_before_optimizer_step`` and gradient clipping, as precision plugins do.
+
+    Fallback: the public hooks by themselves, unseen by profilers.
+    """
+    if _IS_KNOWN:
+        trainer.precision_plugin._after_closure(module, optimizer)
+        return
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        callback.on_before_optimizer_step(trainer, module, optimizer)
+    module.on_before_optimizer_step(optimizer)
+    module.configure_gradient_clipping(
+        optimizer,
+        gradient_clip_val=trainer.gradient_clip_val,
+        gradient_clip_algorithm=trainer.gradient_clip_algorithm,
+    )
+
+
+def is_lightnings_closure(closure: object) -> bool:
+    """Whether a closure is the one that Lightning's loop made, and nothing around it.
+
+    Fallback: False, so that what is handed to the optimizer is called by the optimizer.
+    """
+    return is_lightnings(type(closure), "loops.optimization.automatic")
+
+
+def takes_no_closure(closure: object) -> bool:
+    """Whether a module that optimizes manually called ``optimizer.step()`` without a closure.
+
+    Lightning puts a function of its own in the closure's place. Fallback: False.
+    """
+    from lightning.pytorch.core import optimizer
+
+    return closure is getattr(optimizer, "do_nothing_closure", None)
+
+
+def ddp_options(strategy: object) -> tuple[Mapping[str, Any], object]:
+    """What a strategy hands to DDP, and the communication hook that it registers.
+
+    They are arguments of the strategy that nothing public gives back. Fallback: none.
+    """
+    return getattr(strategy, "_ddp_kwargs", {}), getattr(strategy, "_ddp_comm_hook", None)
+
+
+@contextlib.contextmanager
+def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Let a strategy wrap its module in DDP on ``stream``, where steps are captured later.
+
+    Gradients are accumulated on the stream on which DDP was made, and Lightning makes it on one
+    of its own (2.6) or on the default one (#21746). Nothing public says where. Fallback: a strategy
+    that wraps modules in its own way does so.
+    """
+    if not is_lightnings(type(strategy)._setup_model, "strategies.ddp"):
+        yield
+        return
+
+    def setup_model(model: torch.nn.Module) -> DistributedDataParallel:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            ids = strategy.determine_ddp_device_ids()
+            wrapped = DistributedDataParallel(model, device_ids=ids, **strategy._ddp_kwargs)
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+        return wrapped
+
+    with replaced(strategy, "_setup_model", setup_model):
+        yield
+
+
+@dataclass(slots=True)
+class Sigterm:
+    """A SIGTERM in a fit of several ranks."""
+
+    received: bool = False  # this rank has got one
+    stops: bool = False  # all ranks stop after the present step
+
+
+@contextlib.contextmanager
+def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
+    """Let all ranks stop after the same step where one has got a SIGTERM, and wait for no device.
+
+    Lightning (2.5.2) broadcasts a tensor ahead of every step and reads it. The signal handler
+    broadcasts another one, wherever the other ranks are, and a rank with the signal ends alone.
+    Nothing public takes the place of it. Fallback: it stays so.
+    """
+    connector = getattr(trainer, "_signal_connector", None)
+    loop = trainer.fit_loop.epoch_loop
+    if not _IS_KNOWN or connector is None:
+        yield
+        return
+
+    def received(_: Any) -> bool:
+        return sigterm.stops if trainer.training else sigterm.received
+
+    def receive(_: Any, value: bool) -> None:
+        sigterm.received = value
+
+    def notify(signum: int, frame: FrameType | None) -> None:
+        launcher = trainer.strategy.launcher
+        if launcher is not None and not sigterm.received:
+            launcher.kill(signum)
+        sigterm.received = True
+
+    own = connector._sigterm_notifier_fn
+    composed = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
+    handlers = composed if isinstance(composed, list) and own in composed else [own]
+    at = handlers.index(own)
+    sigterm.received = connector.received_sigterm
+    watched = subclassed(connector, {"received_sigterm": property(received, receive)})
+    try:
+        handlers[at] = notify
+        with watched, replaced(loop, "_broadcast_sigterm_tensor", lambda: None):
+            yield
+    finally:
+        handlers[at] = own
+        connector.received_sigterm = sigterm.received
+
+
+def is_profiled(trainer: Trainer) -> bool:
+    """Whether anything but Lightning's own profiler that records nothing looks at the fit."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    kind = type(profiler)
+    parts = (kind, kind.start, kind.stop, kind.profile)
+    is_original = all(is_lightnings(p, "profilers.base", "profilers.profiler") for p in parts)
+    is_patched = not {"start", "stop", "profile"}.isdisjoint(vars(profiler))
+    return kind.__name__ != "PassThroughProfiler" or not is_original or is_patched
+
+
+def cheap_contexts(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+    """Where nothing is profiled, let ``profiler.profile(...)`` cost a third of what it costs.
+
+    Lightning opens such a context around each hook of each callback.
+    """
+    if is_profiled(trainer):
+        return contextlib.nullcontext()
+    return replaced(trainer.profiler, "profile", _Unrecorded)  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False, repr=False)
+class _Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):
+    """What ``Profiler.profile`` gives: a context and a decorator, whose code is all Python's."""
+
+    action_name: str
+    enter_result = property(attrgetter("action_name"))

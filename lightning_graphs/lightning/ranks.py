@@ -1,0 +1,288 @@
+"""Several ranks: DDP and FSDP2 as Lightning sets them up, and decisions that all ranks share.
+
+NCCL demands it: whether a collective is captured "must be uniform over all ranks participating",
+and who launches a graph must launch "the graph derived from that collective capture" (NCCL's user
+guide, "Using NCCL with CUDA Graphs"). So each rank says ahead of a step what it could do, and all
+do what all can. They say it from host to host, over gloo: no rank waits for its device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_graphs.errors import FIX, CaptureError, GraphError
+from lightning_graphs.lightning.options import Options
+from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
+from lightning_graphs.policy.budget import is_out_of_memory, no_room
+from lightning_graphs.private.distributed import (
+    FsdpModules,
+    forget_backward,
+    is_within_backward,
+    reducer_is_warm,
+    take_no_more_times,
+)
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.lifecycle import CAPTURE, EAGER
+from lightning_graphs.watch.user_code import is_lightnings
+
+# ------------------ ``DistributedDataParallel`` around the module of a fit: what captures and repl
+
+_REFUSED = {
+    "fsdp": "FSDP frees the memory of parameters within a step, which a graph has the address of",
+    "deepspeed": "DeepSpeed runs steps in an engine of its own",
+    "xla": "XLA compiles steps for devices of its own",
+}
+"""Files of Lightning's strategies, and what of theirs cannot be captured."""
+
+_WITH_STATE = ("powerSGD_hook", "post_localSGD_hook")
+"""Modules of torch with communication hooks that count steps in Python."""
+
+
+def why_not_captured(trainer: Trainer, options: Options) -> str:
+    """Why the trainer's strategy has no steps that are captured, and the remedy; empty if it has.
+
+    Nothing of the strategy has been set up, or all of it.
+    """
+    strategy = trainer.strategy
+    for file, reason in _REFUSED.items():
+        if _is(strategy, file):
+            return f"{reason}; write Trainer(strategy='ddp') if the model fits on one device"
+    if is_model_parallel(trainer) and options.by_submodules:
+        return (
+            "FSDP2 gathers the parameters of submodules to new addresses in every step; write "
+            "GraphCapture() for whole steps"
+        )
+    if is_model_parallel(trainer) or (trainer.world_size == 1 and not is_ddp(strategy)):
+        return ""
+    if not is_ddp(strategy):
+        return f"{type(strategy).__name__} is not DDP; write Trainer(strategy='ddp')"
+    given, hook = ddp_options(strategy)
+    if given.get("find_unused_parameters"):
+        return (
+            "find_unused_parameters=True reads on the host, in every step, which parameters have a "
+            "gradient; write strategy='ddp', and requires_grad_(False) on what the loss leaves out"
+        )
+    if getattr(hook, "__module__", "").rpartition(".")[2] in _WITH_STATE:
+        return (
+            f"the communication hook {getattr(hook, '__name__', hook)} counts steps, which a graph "
+            "does not; leave ddp_comm_hook out, or use bf16_compress_hook"
+        )
+    return ""
+
+
+def is_model_parallel(trainer: Trainer) -> bool:
+    """Whether the strategy is Lightning's for FSDP2 and tensor parallelism."""
+    return _is(trainer.strategy, "model_parallel")
+
+
+def is_ddp(strategy: object) -> bool:
+    return _is(strategy, "ddp")
+
+
+def _is(strategy: object, file: str) -> bool:
+    """Whether it is from a file of Lightning's, or one that an author has derived from that."""
+    return any(is_lightnings(kind, f"strategies.{file}") for kind in type(strategy).__mro__)
+
+
+def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
+    """The module in its wrapper, which reduces gradients over ranks; None if there is none."""
+    model = trainer.strategy.model
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def capture_stream(trainer: Trainer, stack: ExitStack) -> torch.cuda.Stream:
+    """The stream on which a fit is captured; a strategy that uses DDP makes it there, too."""
+    stream = torch.cuda.Stream(trainer.strategy.root_device)
+    if is_ddp(trainer.strategy):
+        stack.enter_context(ddp_built_on(trainer.strategy, stream))
+    return stream
+
+
+def waits_for_gradients(trainer: Trainer) -> bool:
+    """Whether a backward pass has failed, and the reducer has yet to forget it, on all ranks."""
+    ddp = wrapper_of(trainer)
+    return ddp is not None and is_within_backward(ddp)
+
+
+def syncs(trainer: Trainer) -> bool:
+    """Whether the coming forward pass gets the buffers of rank 0.
+
+    It does after a step that has reduced gradients; not within an accumulation window, nor right
+    after a validation, which has got them.
+    """
+    ddp = wrapper_of(trainer)
+    return ddp is not None and bool(ddp.modules_buffers) and ddp.require_forward_param_sync
+
+
+def unseen_by_ddp(trainer: Trainer) -> AbstractContextManager[None]:
+    """Let DDP forget the forward passes of the body."""
+    ddp, name = wrapper_of(trainer), "require_forward_param_sync"
+    return nullcontext() if ddp is None else replaced(ddp, name, getattr(ddp, name))
+
+
+# ------------------ Lets the ranks of a fit decide together: every step is done the same way on al
+
+NOT_REDUCED = (
+    "after set_requires_gradient_sync(False) a step leaves gradients to the next one, of which a "
+    "graph knows nothing; reduce them in every step"
+)
+
+_WELL, _FAILED, _NO_ROOM = range(3)
+
+_Result = TypeVar("_Result")
+
+
+class PartedError(Exception):
+    """Some ranks have failed where others wait for them: no refusal, after which steps go on."""
+
+    def __init__(self, rule: str, observed: str, remedy: str) -> None:
+        super().__init__(str(GraphError(rule, observed, remedy)))
+
+
+class Ranks:
+    """Agreements between the ranks of one fit; with one rank they cost nothing.
+
+    Every rank calls the same methods in the same order.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.are_one = trainer.world_size == 1  # there is one rank only
+        # Called with the reason where one of the ranks :meth:`leave`
+        self.left: Callable[[str], None] = lambda _: None
+        self._trainer = trainer
+        self.numbers = itertools.count(CAPTURE + 1)  # of plans that all ranks capture together
+        # What reduces gradients over ranks; None if nothing does
+        self.ddp = wrapper_of(trainer)
+        # Submodules cannot be captured
+        self.whole_steps_only = sharded = is_model_parallel(trainer)
+        # What FSDP2 gathers and reduces; None if it does nothing
+        self.units = (sharded and FsdpModules(trainer.lightning_module)) or None
+        self.ready = False  # steps may be captured; see :meth:`are_ready`
+        self._reason = self.lost = ""  # why no graph is right any longer; empty as long as they are
+        self._sigterm = Sigterm()
+        self._open = contextlib.ExitStack()
+        self._group: Any = None
+        if not self.are_one:
+            self._group = torch.distributed.new_group(backend="gloo")
+            self._open.callback(torch.distributed.destroy_process_group, self._group)
+            self._open.enter_context(sigterm_agreed(trainer, self._sigterm))
+
+    def close(self) -> None:
+        """Agree on nothing any more, as if there were one rank; may be called again."""
+        self._group = self.ddp = None
+        self.are_one = True
+        self._open.close()
+
+    def are_ready(self) -> bool:
+        """Whether steps may be captured: the gradient reducer, if any, takes no times any more."""
+        if not self.ready:
+            self.ready = self.ddp is None or reducer_is_warm(self.ddp)
+            if self.ready and self.ddp is not None:
+                take_no_more_times(self.ddp)
+        return self.ready
+
+    def settle(self, choice: int, wish: bool) -> tuple[int, bool]:
+        """What all ranks do with the coming step.
+
+        It is what all chose. Where some have lost a graph that others have, all capture; where
+        ranks would replay different graphs, because their batches differ, the step is eager.
+        """
+        if self._group is None:
+            return choice, wish
+        most, least, against, leaving, self._sigterm.stops = self._largest(
+            choice, -choice, not wish, bool(self._reason), self._sigterm.received
+        )
+        if leaving:
+            rank, reason = self._first_said(self._reason)
+            self.left(self._reason or f"rank {rank} has switched its graphs off: {reason}")
+            self.close()
+            return EAGER, False
+        if most != -least:
+            choice = min(-least, CAPTURE) if -least <= CAPTURE else EAGER
+        return choice, not against
+
+    def leave(self, reason: str) -> None:
+        """Let all ranks run eagerly: from the next step on, or at once where there is one."""
+        if self._group is None:
+            self.left(reason)
+        self._reason = reason
+
+    def any(self, value: bool) -> bool:
+        return bool(self._largest(value)[0])
+
+    def together(
+        self,
+        run: Callable[[], _Result],
+        # Called with the result where another rank has none
+        undo: Callable[[_Result], None] = lambda _: None,
+        *,
+        # It exchanges data with other ranks before it raises. Nobody can go on then, unless all
+        # of them raise.
+        exchanges: bool = False,
+    ) -> _Result:
+        """Run something on all ranks, and raise on all where it raises on one."""
+        if self.are_one and self.ddp is None:
+            return run()
+        error, result, outcome = None, None, _WELL
+        try:
+            result = run()
+        except Exception as raised:
+            error, outcome = raised, _NO_ROOM if is_out_of_memory(raised) else _FAILED
+            if self.units is not None:
+                self.units.forget_step()
+            if exchanges and outcome == _FAILED and not isinstance(error, GraphError):
+                raise
+        waits = error is not None and waits_for_gradients(self._trainer)
+        worst, least, unfinished = self._largest(outcome, -outcome, waits)
+        if unfinished:
+            assert self.ddp is not None
+            forget_backward(self.ddp)
+            self.ready, self.lost = False, "DDP makes its buckets anew"
+        if worst != _WELL:
+            rank, said = self._first_said(error)
+            told, _, fix = str(said).partition(FIX)
+            if exchanges and least == _WELL:
+                raise PartedError(
+                    "No rank can go on, because one has failed that the others wait for.",
+                    f"rank {rank}: {told}",
+                    fix or "correct the error of that rank; the others only waited for it",
+                ) from error
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error, said  # their traceback holds this frame, and what callers hold
+            undo(result)  # type: ignore[arg-type]
+            observed = f"on rank {rank}: {told}"
+            if worst == _NO_ROOM:
+                raise no_room("A captured step", observed)
+            raise CaptureError(
+                "A step must be captured on all ranks, and compute there what the eager step does.",
+                observed,
+                fix or "correct the error of that rank",
+            )
+        return result  # type: ignore[return-value]
+
+    def _first_said(self, said: Any) -> tuple[int, Any]:
+        """The first rank that says something, and what it says."""
+        found = [said] * self._trainer.world_size
+        if self._group is not None:
+            mine = str(said) if isinstance(said, Exception) else said
+            torch.distributed.all_gather_object(found, mine, self._group)
+        return next((rank, other) for rank, other in enumerate(found) if other)
+
+    def _largest(self, *values: int) -> list[Any]:
+        """The largest of each value over all ranks."""
+        if self._group is None:
+            return list(values)
+        numbers = torch.tensor([*map(int, values)], device="cpu")
+        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
+        return numbers.tolist()

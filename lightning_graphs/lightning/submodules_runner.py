@@ -1,0 +1,136 @@
+"""Runs steps whose submodules are graphs, under Lightning's own loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lightning_graphs.errors import ReplayError
+from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.lightning.logs import QuickLog
+from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.gradients import PersistentGradients
+from lightning_graphs.regions.optimizer import CapturableOptimizer, zeroed_quickly
+from lightning_graphs.regions.submodules import ModuleGraphs
+from lightning_graphs.regions.update import CapturedUpdate
+from lightning_graphs.regions.verify import Verifier
+
+
+class ModuleRunner:
+    """Runs steps whose submodules are graphs."""
+
+    has_failed = may_follow_values = False
+
+    def __init__(
+        self, fit: TrainingContext, warmup_steps: int, looks_at_shapes: bool = False
+    ) -> None:
+        fit.ranks.close()  # submodules exchange nothing
+        if fit.progress is not None:
+            fit.progress.follows = True
+        trainer, module = fit.trainer, fit.module
+        self._calls = fit.recovery.calls
+        self._statistics = fit.statistics
+        self._compiled, self._recovery = fit.compiled, fit.recovery
+        self._warmup_left = warmup_steps
+        self._open = ExitStack()
+        self._gradients = gradients = PersistentGradients(fit.recovery.gradients_held)
+        agreement = Verifier(fit)
+        # First: it may refuse the options, and changes nothing.
+        self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks_at_shapes)
+        if fit.options.validation:
+            step = partial(self._validation_step, trainer.strategy.validation_step)
+            self._open.enter_context(replaced(trainer.strategy, "validation_step", step))
+        self._update: CapturedUpdate | None = None
+        if module.automatic_optimization and len(trainer.optimizers) == 1:
+            self._update = CapturedUpdate(fit, gradients, agreement)
+        stage = self._graphs.stage
+        quick = QuickLog(module, lambda: stage.stepping)
+        self._open.enter_context(log_exchanged(module, quick))
+
+    @property
+    def capturable(self) -> CapturableOptimizer | None:
+        return self._update.capturable if self._update is not None else None
+
+    @property
+    def held(self) -> str:
+        update = self._update
+        return self._graphs.held or ("update" if update is not None and update.is_new else "")
+
+    def close(self) -> None:
+        if self._update is not None:
+            self._update.close()
+            self._update = None
+        self._graphs.close()
+        self._open.close()
+        self._gradients.clear()
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step's code, with graphs for the calls that have one."""
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            self._statistics.eager += 1
+            with self._compiled.watching():
+                return self._calls.training_step(*args, **kwargs)
+        self._graphs.begin(args)
+        if self._graphs.insured and self._graphs.stage.elsewhere is not None:
+            self._graphs.insured -= 1
+            self._recovery.insure(args, self._again)
+        return self._stepping(args, kwargs)
+
+    def _again(self, error: ReplayError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step once more, without the graphs that could not serve it."""
+        self._graphs.begin_again(error)
+        return self._stepping(args, kwargs)
+
+    def _stepping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._graphs.stage.stepping = True
+        try:
+            with self._graphs.watching():
+                return self._calls.training_step(*args, **kwargs)
+        finally:
+            replayed = self._graphs.stage.has_replayed
+            self._statistics.replayed += replayed
+            self._statistics.eager += not replayed
+            self._graphs.end()
+
+    def _validation_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._graphs.begin_evaluating()
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._graphs.end()
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass; what it recomputes is not replayed."""
+        stage = self._graphs.stage
+        stepping, stage.stepping = stage.stepping, False
+        self._gradients.look()
+        try:
+            with self._graphs.watching(closure_loss):
+                return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+        finally:
+            stage.stepping = stepping
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Take the optimizer step as a graph where it is one, or else as the strategy does."""
+        # An optimizer without a graph may call its closure more than once, as LBFGS does.
+        update = self._update if self.capturable is not None else None
+        if update is not None and optimizer is not update.optimizer:
+            update.follow(optimizer)
+            update = None
+        if update is None or self._warmup_left > 0:
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        with zeroed_quickly(optimizer):
+            result = closure()
+        if result is None or not update.step():
+            return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
+        return result

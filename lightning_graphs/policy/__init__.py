@@ -1,0 +1,1 @@
+"""Whether a capture is worth its time and memory."""

@@ -1,0 +1,297 @@
+"""Decides when a capture is worth it, when one waits, and when one gives up.
+
+A capture costs time once, and every replay saves some of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import median
+from time import perf_counter
+from typing import Generic, TypeVar
+
+from lightning.pytorch import Trainer
+
+from lightning_graphs.errors import FIX
+from lightning_graphs.lightning.options import Options
+from lightning_graphs.report.statistics import Statistics, StepTimes, listed
+
+FEW = 8
+"""What came so often is no chance: captures in vain, batches that are all new."""
+PATIENCE = 32
+"""So many eager steps in a row are waited for something before it is said, or given up."""
+PAYBACK = 20
+"""Replays that repay a capture where nothing can be measured."""
+_SIGHTINGS = 2
+"""How often a signature is seen before its capture where nothing can be measured."""
+_MOVES = 3
+"""So many moves of a number, each too soon after the last, put the optimizer step out of graphs."""
+_FIRST_CAPTURE = 5.0, 150.0
+"""What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
+_FURTHER_CAPTURE = 0.5
+"""What another one is expected to cost, as a part of the first, which loads what they find."""
+_DEARER = 2.5
+"""How much more a capture costs in which every operator is looked at, or call by call."""
+_SAVED = 0.7
+"""The part of an eager step that a replay is expected to save as long as none was measured."""
+_LEAST_SAVED = 0.02
+"""The same where the GPU is busy all the time: what lies between kernels is not nothing."""
+_MARGIN, _FURTHER_MARGIN = 1.5, 1.25
+"""How much more than its cost a capture must be expected to save: the first one, and others."""
+_FOR_VERIFICATION = 0.02
+"""The part of the fit's time that verifying further graphs may take."""
+_MANY = 10_000
+"""Steps that are left in a fit without an end."""
+
+_TOO_RARE = "no batch signature came back often enough"
+_NOT_TIMED = "no eager step was timed yet"
+_BUSY = "the GPU is busy all the time, and graphs save the time between kernels only"
+_CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
+_OFTEN = "which a graph would freeze; leave it alone, or move it every 20 steps at most"
+"""The number is :data:`PAYBACK`."""
+_SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
+_PAD = (
+    "pad batches to a few fixed lengths; write DataLoader(..., drop_last=True) where only the last "
+    "one of an epoch is smaller"
+)
+_LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
+
+Kind = TypeVar("Kind")
+
+
+class CapturePolicy:
+    """Decides which graphs are worth their capture.
+
+    A capture is expected to pay where the steps that it will serve save more than it costs. Both
+    are measured as the fit goes on. Where nothing can be measured (on the emulated backend), or
+    with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        statistics: Statistics,
+        steps_left: Callable[[], int],
+        *,
+        timed: bool,
+    ) -> None:
+        given = options.min_repeats
+        # Times decide, and not sightings alone
+        self.measures = timed and options.only_if_faster and given is None
+        self._pace = statistics.pace if self.measures else None
+        self._sightings = _SIGHTINGS if given is None else given
+        # After how many steps the first graph may come
+        self.earliest = options.warmup_steps + (0 if self.measures else self._sightings)
+        self._steps_left = steps_left
+        self.is_over = False  # no graph can pay off in this fit any more, and there is none
+        self._costs: list[float] = []
+        self._dearer = 1.0  # how much more a capture is expected to cost than usual
+        self._part = 1.0  # the part of a step's work that graphs can take over
+        self._goes_on = True
+        self._expected = 0.0  # how many uses the signature that was asked about last will have
+        self._began = 0.0
+        self._started = perf_counter()
+        self._verified = 0.0
+        self._verification = 0.0
+
+    # ------------------------------------------------------------------ captures
+
+    def why_not(self, seen: int, share: float, lost: int, uses: int, *, moved: bool) -> str:
+        """Why a signature is not worth a capture yet; see :class:`~cache.PlanCache`."""
+        if lost > FEW + uses / self.break_even:
+            return (
+                "graphs have to be dropped before they have paid off "
+                f"({lost} graphs, {uses} replays)"
+            )
+        if self._pace is None:
+            return "" if seen > self._sightings else _TOO_RARE
+        if moved and seen <= self._sightings:
+            return "values that the step reads have moved on"
+        if not self._pace.eager:
+            return _NOT_TIMED
+        saving, left = self._saving(self._pace), self._steps_left()
+        if saving <= 0.0:
+            return _BUSY
+        margin = _FURTHER_MARGIN if self._costs else _MARGIN
+        wanted, self._expected = margin * self._cost(self._pace) / saving, left * share
+        if left < wanted:
+            most = _SAVED * self._part * median(self._pace.eager)
+            at_best = _MARGIN * self._cost(self._pace) / most
+            self.is_over = not self._costs and left < at_best
+            if saving <= _LEAST_SAVED * self._part * median(self._pace.eager):
+                return _BUSY
+            return f"fewer steps are left than repay a capture (about {wanted:.0f})"
+        return "" if self._expected >= wanted else _TOO_RARE
+
+    @property
+    def break_even(self) -> float:
+        """How many replays repay a capture."""
+        if self._pace is None or not self._pace.eager:
+            return PAYBACK
+        saving = self._saving(self._pace)
+        return self._cost(self._pace) / saving if saving > 0.0 else float("inf")
+
+    @contextmanager
+    def paying(self) -> Iterator[None]:
+        """Measure what a capture costs, whether it succeeds or not."""
+        self.tries_again()
+        self._goes_on = True
+        try:
+            yield
+        finally:
+            if self._goes_on:
+                self._costs.append((perf_counter() - self._began) * 1e3)
+
+    def tries_again(self) -> None:
+        """A capture begins anew: what it came to before was learned for all that follow."""
+        self._began = perf_counter()
+
+    def goes_on_with_host(self) -> bool:
+        """Whether a capture is still worth it, now that it must look at every operator."""
+        self._dearer = _DEARER
+        self._goes_on = self._pace is None or self._expected >= _MARGIN * self.break_even
+        return self._goes_on
+
+    def goes_on_with_part(self, part: float) -> bool:
+        """Whether captures are still worth it where a part of each step at least has graphs."""
+        self._part, self._dearer = max(part, _LEAST_SAVED), _DEARER
+        self._costs.clear()
+        return self._pace is None or self._steps_left() >= _MARGIN * self.break_even
+
+    def _saving(self, pace: StepTimes) -> float:
+        """Milliseconds that a replay saves."""
+        eager = median(pace.eager)
+        if pace.replayed:
+            return eager - median(pace.replayed)
+        # A device that is still busy when a step has been launched did not wait for launches.
+        return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(pace.behind))) * self._part
+
+    def _cost(self, pace: StepTimes) -> float:
+        """Milliseconds that the next capture costs."""
+        if not self._costs:
+            steps, constant = _FIRST_CAPTURE
+            return (steps * median(pace.eager) + constant) * self._dearer
+        first, *further = self._costs
+        return median(further) if further else _FURTHER_CAPTURE * first
+
+    # ------------------------------------------------------------------ verification
+
+    @property
+    def affords_verification(self) -> bool:
+        """Whether one more verification is within what verification may take of the fit's time."""
+        if self._pace is None or not self._verification:
+            return True
+        allowed = _FOR_VERIFICATION * (perf_counter() - self._started)
+        return self._verified + self._verification <= allowed
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Measure what a verification costs."""
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            took = perf_counter() - started
+            if self._verification:  # the first one loads what later ones find
+                self._verified += took
+            self._verification = took
+
+
+def steps_left(trainer: Trainer) -> int:
+    """How many micro-batches are left in a fit, as far as one can tell."""
+    left = float(_MANY)
+    each = trainer.num_training_batches
+    if trainer.max_epochs not in (None, -1) and each != float("inf"):
+        done = trainer.fit_loop.epoch_loop.batch_idx
+        left = (trainer.max_epochs - trainer.current_epoch) * each - done
+    if trainer.max_steps not in (None, -1):
+        ahead = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        left = min(left, ahead)
+    return int(left)
+
+
+class HyperParameterChurn:
+    """Watches the hyper-parameters that graphs freeze, for the length of a fit."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        # Why the optimizer step is eager; empty as long as it is captured
+        self.obstacle = _cycled(trainer)
+        self._before: tuple[tuple[str, object], ...] = ()
+        self._in_a_row = 0
+        self.replays = 0  # since the last move
+
+    def are_too_many(self, now: tuple[tuple[str, object], ...]) -> bool:
+        """Whether the optimizer step is not worth a capture any longer; said once."""
+        before, self._before = self._before, now
+        if self.obstacle or before == now:
+            return False
+        moved = {name for (name, a), (_, b) in zip(before, now, strict=False) if a != b}
+        if not moved:
+            return False
+        self._in_a_row = 1 if self.replays >= PAYBACK else self._in_a_row + 1
+        self.replays = 0
+        if self._in_a_row < _MOVES:
+            return False
+        names = ", ".join(sorted(moved))
+        self.obstacle = f"a scheduler or a hook moves {names} time and again, {_OFTEN}"
+        return True
+
+
+def _cycled(trainer: Trainer) -> str:
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and getattr(config.scheduler, "cycle_momentum", False):
+            name = type(config.scheduler).__name__
+            return f"{name} moves momentum or betas at every step, {_CYCLES}"
+    return ""
+
+
+class EagerStreak(Generic[Kind]):
+    """Steps that run eagerly because none of them is worth a capture yet."""
+
+    def __init__(
+        self,
+        options: Options,
+        statistics: Statistics,
+        difference: Callable[[Kind, Kind], list[str]],
+    ) -> None:
+        self._tolerated = PATIENCE + (options.min_repeats or 0)
+        self._statistics = statistics
+        self._difference = difference
+        self._before: Kind | None = None
+        self._in_a_row = self._new_in_a_row = 0
+        self._is_said = False
+
+    def end(self) -> None:
+        """Note that graphs are of use: what came before is forgotten."""
+        self._in_a_row = self._new_in_a_row = 0
+        self._statistics.waiting = ""
+
+    def add(
+        self,
+        kind: Kind,
+        why_not: str,
+        *,
+        is_new: bool = False,  # no step before had a batch like this one
+        at_once: bool = False,  # do not wait for more of them
+        say: bool = True,  # say it; else somebody else does
+    ) -> bool:
+        """Count an eager step; when they go on and on, say once in a fit why they are."""
+        self._in_a_row += 1
+        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
+        before, self._before = self._before, kind
+        is_time = at_once or self._in_a_row > self._tolerated
+        is_time |= self._new_in_a_row >= FEW
+        if self._is_said or not (self._in_a_row >= FEW or is_time or not self._statistics.replayed):
+            return False
+        changes = self._difference(before, kind) if before is not None else []
+        further = f". The last two steps differ: {listed(changes)}" if changes else ""
+        if is_new and changes:
+            further += f"{FIX}{_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
+        is_early = not (changes or is_time) and why_not in (_TOO_RARE, _NOT_TIMED)
+        self._statistics.waiting = "" if is_early else f"steps run eagerly: {why_not}{further}"
+        if is_time and say:
+            self._statistics.note(self._statistics.waiting)
+        self._is_said |= is_time
+        return is_time

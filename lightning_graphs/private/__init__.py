@@ -1,0 +1,1 @@
+"""Private API of torch and of Python, each use with its reason."""

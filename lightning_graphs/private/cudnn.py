@@ -1,0 +1,197 @@
+"""The random state that cuDNN keeps for the dropout between recurrent layers.
+
+torch has one tensor of it for each GPU (``DropoutState`` in aten/src/ATen/native/cudnn/RNN.cpp) and
+hands it to ``aten::_cudnn_rnn`` as the last argument; no public API leads to it. A kernel reads it
+and moves it on, so replays of a graph draw the masks that eager calls would draw. But setting
+torch's generator of the GPU in any way (a seed, a state, an offset) lets the next call make the
+state anew, seeded by a number of that generator, in other memory: no graph follows it there.
+
+Where torch lacks what is used here, recurrent layers with dropout stay eager.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.exchange import exchanged
+
+aten = torch.ops.aten
+
+_call_layer = torch.rnn_tanh  # itself, also where the one of torch is exchanged
+_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_BEFORE = (aten.empty.memory_format, aten.set_.source_Storage)
+"""Operators that a call runs ahead of ``_cudnn_rnn`` where the random state is there."""
+
+
+def draws_in_cudnn(module: nn.Module) -> bool:
+    """Whether a module is a recurrent layer that cuDNN computes, dropout included.
+
+    torch's own kernels, as on a CPU, draw from torch's generators.
+    """
+    return (
+        isinstance(module, nn.RNNBase)
+        and module.training
+        and module.dropout > 0
+        and torch.backends.cudnn.is_acceptable(next(module.parameters()))
+    )
+
+
+def dropout_state_of(device: torch.device, modules: Iterable[nn.Module]) -> DropoutState | None:
+    """The random state of a GPU's recurrent layers, if any of these modules draws from it."""
+    return DropoutState(device) if any(map(draws_in_cudnn, modules)) else None
+
+
+class DropoutState:
+    """cuDNN's random state on one GPU: looked at without a trace, and put back."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        self._generator = torch.cuda.default_generators[index]
+        self._device = torch.device("cuda", index)
+
+    def now(self) -> Tensor | None:
+        """The tensor that holds it, or None where the next call makes it anew; nothing changes."""
+        state = self.look()
+        if state is None:
+            self.make_anew()
+        return state
+
+    def restore(self, saved: Tensor | None) -> None:
+        """Put back a copy of the tensor, or with None let the next call make the state anew."""
+        if saved is None:
+            self.make_anew()
+            return
+        state = self.look()
+        if state is None:  # the look has taken back that the state is to be made anew
+            state = self.look()
+        assert state is not None, "a state that was copied exists"
+        state.copy_(saved)
+
+    def make_anew(self) -> None:
+        """Let the next call of a layer make the state anew, as setting the generator does."""
+        self._generator.set_offset(self._generator.get_offset())
+
+    def look(self) -> Tensor | None:
+        """The state, by a call that ends before anything of it runs.
+
+        None where the call would have made it: it does not want to any longer.
+        """
+        seen = _StateSeen()
+        with (
+            torch.inference_mode(False),
+            torch.cuda.device(self._device),
+            torch.autocast("cuda", enabled=False),
+            torch.backends.cudnn.flags(enabled=True),
+            torch.no_grad(),
+            contextlib.suppress(_Stop),
+        ):
+            # Two layers of one unit, and dropout between them
+            x, hidden = (torch.empty(n, 1, 1, device=self._device) for n in (1, 2))
+            weights = [x[0]] * 4
+            with seen:
+                _call_layer(x, hidden, weights, False, 2, 0.5, True, False, False)
+        return seen.state
+
+
+class _Stop(Exception):
+    """Ends a call whose arguments have been seen."""
+
+
+class _StateSeen(TorchDispatchMode):
+    """Sees the random state as a recurrent layer hands it to cuDNN, which does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.state: Tensor | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _BEFORE:
+            return func(*args, **(kwargs or {}))
+        if func is aten._cudnn_rnn.default:
+            self.state = args[-1]
+        raise _Stop
+
+
+class CapturedDropout:
+    """The memory in which a graph reads cuDNN's random state and moves it on."""
+
+    def __init__(self, state: Tensor) -> None:
+        self._memory = state.detach()
+        self._state = DropoutState(state.device)
+
+    def is_current(self) -> bool:
+        """Whether a replay draws what an eager call would draw.
+
+        A state that an eager call has made anew is brought back to where the graph reads it. One
+        that the next call makes anew cannot be foreseen: that call must be an eager one.
+        """
+        state = self._state.now()
+        if state is None:
+            return False
+        if state.data_ptr() != self._memory.data_ptr():
+            self._memory.copy_(state)
+            state.set_(self._memory)  # type: ignore[call-overload]
+        return True
+
+
+class DropoutCapture:
+    """Notes whether a capture draws dropout from cuDNN's random state."""
+
+    def __init__(self) -> None:
+        self.found: CapturedDropout | None = None
+        self._to_be_made: DropoutState | None = None
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Follow the recurrent layers that the body calls, a part of a capture."""
+        owners = torch._VF, torch
+        calls = [(o, name, self._noted(getattr(o, name))) for o in owners for name in _LAYERS]
+        return exchanged(calls)
+
+    def end(self) -> None:
+        """After the capture: what was to be made anew before it, still is."""
+        if self._to_be_made is not None:
+            self._to_be_made.make_anew()
+            self._to_be_made = None
+
+    def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.found is None and _draws(args):
+                self._note(DropoutState(args[0].device))
+            return original(*args, **kwargs)
+
+        return call
+
+    def _note(self, dropout: DropoutState) -> None:
+        state = dropout.look()
+        if state is None:
+            self._to_be_made = dropout
+            state = dropout.look()
+        if state is None:
+            raise CaptureError(
+                "A capture needs the random state that cuDNN draws the dropout between recurrent "
+                "layers from.",
+                "no such layer has run in this process",
+                "run the layer once in training mode before its capture",
+            )
+        self.found = CapturedDropout(state)
+
+
+def _draws(args: Sequence[Any]) -> bool:
+    """Whether a recurrent layer's call lets cuDNN draw dropout.
+
+    It is given ``(input, hidden, weights, bias, layers, dropout, train, ...)``, or the sizes of a
+    packed batch ahead of the hidden state.
+    """
+    at = 5 if isinstance(args[2], list) else 6
+    draws = args[at] > 0 and args[at + 1]
+    return bool(draws and torch.backends.cudnn.is_acceptable(args[0]))

@@ -1,0 +1,176 @@
+"""Private corners of torch's autograd: its nodes, and the passes through them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import has_gradient_hooks
+
+_PLAIN = (Tensor, nn.Parameter)
+_backward = torch.autograd.backward  # not what may watch in its place
+
+
+def _nothing(*_: object) -> None:
+    """Stands for functions that torch lacks."""
+
+
+@contextlib.contextmanager
+def stale_gradient_nodes_tolerated() -> Iterator[None]:
+    """Let a backward pass run on our stream though the user's autograd graph lives on another.
+
+    A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
+    From 2.13 on torch can be told to use the capture stream all the same, and privately tells
+    whether the user has said so.
+    """
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", _nothing)
+    before = bool(getattr(torch._C, "_override_stale_capture_stream", _nothing)())
+    override(True)
+    try:
+        with _unwarned_of_streams():
+            yield
+    finally:
+        override(before)
+
+
+@contextlib.contextmanager
+def _unwarned_of_streams() -> Iterator[None]:
+    """Leave out torch's warning (2.9) about nodes of another stream: we chose the streams.
+
+    It comes once in a process, so that it must not be spent on ours. Whether the user wants it,
+    torch tells privately; where it does not, its default comes back.
+    """
+    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
+    told = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
+    before = bool(told())
+    warn(False)
+    try:
+        yield
+    finally:
+        warn(before)
+
+
+def _exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Let each backward pass that is begun be a call of this, with torch's own function first.
+
+    ``backward`` and ``grad`` end in that one function, which has no hook. Where torch has another,
+    passes run as they are.
+    """
+    engine = getattr(torch.autograd, "_engine_run_backward", None)
+    if engine is None:
+        return contextlib.nullcontext()
+    return replaced(torch.autograd, "_engine_run_backward", partial(run, engine))
+
+
+@contextlib.contextmanager
+def backward_passes_told(
+    accumulates: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+    reenters: Callable[[], object] = _nothing,
+) -> Iterator[None]:
+    """Tell of each backward pass that code in the body begins, before it adds to any ``.grad``.
+
+    The first function hears the roots, and the leaves that are asked for if these are named. The
+    second hears from code that asks whether it may begin one in a pass that ``.grad`` has no part
+    in, as reentrant checkpointing does; where torch lacks the question, it hears nothing.
+    """
+    valid: Callable[[], bool] | None = getattr(torch.autograd, "_is_checkpoint_valid", None)
+
+    def run(
+        engine: Callable[..., Any],
+        roots: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **k: Any,
+    ) -> Any:  # fmt: skip
+        if k.get("accumulate_grad"):
+            accumulates([r for r in roots if isinstance(r, Tensor)], inputs)
+        return engine(roots, gradients, keep, create, inputs, *rest, **k)
+
+    def is_valid() -> bool:
+        assert valid is not None
+        if not (found := valid()):
+            reenters()
+        return found
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_exchanged_engine(run))
+        if valid is not None:
+            stack.enter_context(replaced(torch.autograd, "_is_checkpoint_valid", is_valid))
+        yield
+
+
+def backward_passes_within(
+    around: Callable[[Sequence[Any]], AbstractContextManager[None]],
+) -> AbstractContextManager[None]:
+    """Run every backward pass, of user code, too, in what is made for its outputs."""
+
+    def run(engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        with around(outputs):
+            return engine(outputs, *args, **kwargs)
+
+    return _exchanged_engine(run)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
+    """Let leaves have new AccumulateGrad nodes where theirs belong to the default stream of a GPU.
+
+    CUDA refuses to capture a backward pass to such a node, and up to 2.12 torch cannot be told to
+    run it on the capture stream. torch lets go of a leaf's node where its ``data`` changes its
+    dtype (``VariableHooks::set_data``); an autograd graph that holds the old one goes on adding to
+    ``.grad``. Leaves with hooks keep theirs, and under DDP all do: nothing tells of its hooks.
+    Graphs whose gradients ``torch.autograd.grad`` is still to compute must not be under way.
+    """
+    graph, distributed = torch.autograd.graph, torch.distributed
+    if hasattr(graph, "set_override_stale_capture_stream") or not torch.cuda.is_available():
+        return
+    if distributed.is_available() and distributed.is_initialized():
+        return
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return  # what is asked of the nodes would become a part of that capture
+    found = dict.fromkeys(
+        leaf
+        for leaf in leaves
+        if type(leaf) in _PLAIN and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
+        if not (leaf.is_inference() or has_gradient_hooks(leaf))
+    )
+    for leaf in _of_default_stream(list(found)):
+        data, other = leaf.data, torch.float16 if leaf.dtype != torch.float16 else torch.float32
+        leaf.data = data.new_empty(0, dtype=other)
+        leaf.data = data
+
+
+def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
+    """The leaves whose nodes belong to it: a backward pass is there as it comes to them.
+
+    It adds nothing to any ``.grad``, and leaves no hook.
+    """
+    found = []
+
+    def note(leaf: Tensor, _: object) -> tuple[None]:
+        if torch.cuda.current_stream(leaf.device) == torch.cuda.default_stream(leaf.device):
+            found.append(leaf)
+        return (None,)  # nothing to add to its `.grad`
+
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), _unwarned_of_streams():
+        for leaf in leaves:
+            node = torch.autograd.graph.get_gradient_edge(leaf).node
+            stack.enter_context(node.register_prehook(partial(note, leaf)))
+            _backward(leaf, leaf.new_zeros(()).expand(leaf.shape))
+    return found
+
+
+def leaves_alive() -> Iterator[Tensor]:
+    """Every tensor that Python knows of and that may be a leaf of autograd."""
+    # What refers to these classes is found in half the time of a look at all objects.
+    found = gc.get_referrers(*_PLAIN)
+    yield from [tensor for tensor in found if type(tensor) in _PLAIN]

@@ -1,0 +1,539 @@
+"""Private API of torch: each use with its reason, and what is done where it is missing.
+
+Each says why no public API serves, and what happens where torch lacks the private one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._ops import _higher_order_ops
+from torch.autograd import forward_ad
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from lightning_graphs.private.exchange import replaced
+
+# ------------------ Private corners of dispatch modes, which see every operator of a thread
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes of this thread, outermost first; nothing public reads them."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Run operators and functions of torch that no mode of this thread sees."""
+    show = hide_modes()
+    try:
+        with torch._C.DisableTorchFunction():
+            yield
+    finally:
+        show()
+
+
+def hide_modes() -> Callable[[], None]:
+    """Let no mode of this thread see operators; what to call to let them see again."""
+    modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
+
+    def show() -> None:
+        while modes:
+            _python_dispatch._push_mode(modes.pop())
+
+    return show
+
+
+def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    """Run what an operator does on a device, where modes see the operators that it is made of.
+
+    Nothing public leaves out the modes for an operator and keeps them for those inside of it.
+    """
+    key = getattr(torch._C.DispatchKey, device.type.upper())
+    return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def let_higher_order_operators_in(mode: type[TorchDispatchMode]) -> None:
+    """Let modes of this type see higher-order operators as all others.
+
+    Newer versions of torch ask the type; older ones want a rule of each operator for each type.
+    """
+    if hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        return
+    for operator in _higher_order_ops.values():
+        if mode not in operator.python_key_table:
+            operator.py_impl(mode)(partial(_dispatched, operator))
+
+
+def _dispatched(operator: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(operator, (), args, kwargs)
+
+
+def eager_attention(operator: Any) -> Callable[..., Any] | None:
+    """What ``flex_attention`` runs in eager mode; None for other operators."""
+    kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
+    is_attention = str(operator).startswith("flex_attention")  # or its backward pass
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    return kernels.get(key) if is_attention else None
+
+
+# ------------------ The private corners of torch that the core cannot do without
+
+gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
+"""The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
+
+accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of ``register_post_accumulate_grad_hook``, likewise."""
+
+
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """Whether code looks at the gradient of a leaf as it comes: by hooks of the leaf, or its node.
+
+    Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
+    Nobody tells of these but the handle of one more: where that says nothing, there are some.
+    """
+    if gradient_hooks(leaf) or accumulation_hooks(leaf):
+        return True
+    if not leaf.requires_grad:
+        return False
+    with torch.inference_mode(False):
+        node = get_gradient_edge(leaf).node
+    handles = node.register_hook(_nothing), node.register_prehook(_nothing)
+    tables = [getattr(handle, "hooks_dict_ref", _nothing)() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(table is None or len(table) > 0 for table in tables)
+
+
+def _nothing(*_: object) -> None:
+    """A hook that changes nothing, and what stands for functions that torch lacks."""
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is one piece of memory, unlike sparse and nested ones."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has one piece of memory; those zeros of forward-mode autograd have none.
+
+    Nothing public tells these. They are known by their kind, and torch computes with them so.
+    """
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The identity of a tensor's storage, as long as that is alive."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often autograd has seen the memory of a tensor written; views share the count.
+
+torch compares it in its own check of tensors that backward needs, and has no public reader.
+"""
+
+
+def storage_reference(storage: UntypedStorage) -> Callable[[], UntypedStorage | None]:
+    """A weak reference to a storage, as torch's own multiprocessing holds one.
+
+    On torch 2.8 a Python ``weakref`` dies with a cycle of garbage that held the storage, though
+    tensors still use it: pickling a module makes such cycles. Where this reference lives, a Python
+    one finds a storage without memory.
+    """
+    reference = StorageWeakRef(storage)
+    return lambda: UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+scaling_states: Callable[[torch.amp.GradScaler], Any] = attrgetter("_per_optimizer_states")
+"""What a scaler knows of steps that are under way; nothing public gives it."""
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take the tensor hooks off the parameters for a while.
+
+    ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
+    and autograd would then apply them to the replayed gradient once more.
+    """
+    hooked = [(p, p._backward_hooks) for p in parameters if gradient_hooks(p)]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+def outputs_of(node: Node) -> Sequence[Any]:
+    """Dtype, device and shape of each output of an operator, given its backward node."""
+    found: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return found
+
+
+def nodes_recorded() -> int:
+    node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
+
+
+def nodes_numbered() -> int:
+    """The same inside of a dispatch mode, where autograd records none; 0 where nothing tells."""
+    getter: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
+    return 0 if getter is None else getter()
+
+
+def recorded_before(node: Any, number: int) -> bool:
+    """Whether a node is older than a call of :func:`nodes_recorded` in the same thread.
+
+    Autograd numbers its nodes, and does not say so in public. Those of leaves have the highest
+    number of all. Without numbers the answer is no.
+    """
+    return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
+
+    torch has functions to register them and none to ask. Without the tables the answer is no.
+    """
+    shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
+    tables = (  # asked at every step: no generator
+        getattr(optimizer, "_optimizer_step_pre_hooks", None),
+        getattr(optimizer, "_optimizer_step_post_hooks", None),
+        getattr(shared, "_global_optimizer_pre_hooks", None),
+        getattr(shared, "_global_optimizer_post_hooks", None),
+    )
+    return any(tables)
+
+
+def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    """Let schedulers take what stands for ``optimizer.step`` for a step that they watch already.
+
+    One that is made in the middle of a fit would wrap it for good.
+    """
+    step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """The tables of hooks around a module's forward and backward pass, which nobody gives."""
+    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return [getattr(module, name, {}) for name in names]
+
+
+hooks_registered: Callable[[], int] = (
+    partial(attrgetter("next_id"), RemovableHandle)
+    if isinstance(getattr(RemovableHandle, "next_id", None), int)
+    else partial(next, itertools.count())
+)
+"""A number that grows with every hook that is registered anywhere; else it always differs."""
+
+
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters, buffers and submodules.
+
+    Scripted modules keep theirs in C++, where nobody replaces them: these are copies.
+    """
+    tables: Any = (module._parameters, module._buffers, module._modules)
+    if isinstance(module, torch.jit.ScriptModule):
+        tables = tuple(dict(table.items()) for table in tables)
+    return tables  # type: ignore[no-any-return]
+
+
+attention_switches: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{switch}", getattr(torch.backends.cuda, switch))
+    for switch in (f"{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "cudnn", "math"))
+)
+"""Whether each kernel of attention may be used; the public functions take three times as long."""
+
+
+saved_tensors_hooks: Callable[[], object] = partial(
+    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _nothing), False
+)
+"""The hooks for what autograd saves now, or None; torch has contexts for them, and no reader.
+
+Where it lacks the function there seem to be none.
+"""
+
+
+def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    return [hook for table in hook_tables(module) for hook in table.values()]
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where ``module.compile()`` leaves what calls of the module run, and nothing else."""
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    return getattr(module, COMPILED_CALL, None) is not None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module run compiled code, by ``torch.compile`` or ``module.compile()``."""
+    return type(module).__module__.startswith("torch._dynamo.") or is_compiled_in_place(module)
+
+
+@contextlib.contextmanager
+def compiled_code_noticed(notice: Callable[[], object]) -> Iterator[None]:
+    """Call ``notice`` where the body, in this thread, calls what ``torch.compile`` has made.
+
+    Every way of calling it asks what the stance makes of its compiler (torch 2.6 and newer), be it
+    a module, one compiled in place, a function or an operator that torch compiles by itself.
+    Nothing public tells of such calls. Without that function, or where the body imports the
+    compiler, whatever the process has compiled counts.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    original: Callable[[Any], Any] | None = getattr(dynamo, "_callback_from_stance", None)
+    if original is None:
+        yield
+        if _has_compiled_anything():
+            notice()
+        return
+    thread = threading.get_ident()
+    is_forced = getattr(getattr(dynamo, "_stance", None), "stance", "") == "force_eager"
+
+    def from_stance(callback: Any) -> Any:
+        compiles = callback is not None and callback is not False and not is_forced
+        if compiles and threading.get_ident() == thread:
+            notice()
+        return original(callback)
+
+    with replaced(dynamo, "_callback_from_stance", from_stance):
+        yield
+
+
+def _has_compiled_anything() -> bool:
+    """Whether ``torch.compile`` has compiled code in this process; yes where nothing counts it."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return False
+    counters = getattr(dynamo, "counters", None)
+    return counters is None or bool(counters.get("frames"))
+
+
+def makes_own_graphs(compiled: object) -> bool:
+    """Whether compiled code captures CUDA graphs by itself: ``mode="reduce-overhead"``.
+
+    Only the private configuration of the compiled module or function tells. Where torch has
+    another, the capture fails with torch's own message.
+    """
+    owners = [getattr(compiled, "dynamo_ctx", None)]
+    for cell in getattr(compiled, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            owners.append(cell.cell_contents)
+    configs = [getattr(owner, "compiler_config", None) for owner in owners]
+    return any(isinstance(c, dict) and c.get("triton.cudagraphs") for c in configs)
+
+
+def current_autograd_node() -> Node | None:
+    """The autograd node whose backward is running on this thread; None where nothing tells."""
+    getter: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", _nothing)
+    return getter()
+
+
+def demangle(symbol: str) -> str:
+    """The C++ name behind a symbol, as torch's profiler finds it.
+
+    The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
+    """
+    function: Callable[[str], str] | None = getattr(torch._C, "_demangle", None)
+    return symbol if function is None or not symbol.startswith("_Z") else function(symbol)
+
+
+def generator_identity(generator: torch.Generator) -> int:
+    """The address of the C++ generator: the dispatcher wraps it in a new Python object."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
+
+
+def empty_host_cache() -> None:
+    """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
+    getattr(torch._C, "_host_emptyCache", _nothing)()
+
+
+def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
+    """Stop routing allocations to the pool of a capture that failed, and give the pool back.
+
+    Up to 2.13 a failing ``capture_end`` does neither (mended in 2.14). The C++ class offers no way.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    if end is None or release is None:
+        return
+    try:
+        end(device, pool)
+    except RuntimeError:  # the failure came after torch had ended the routing: nothing is held
+        return
+    release(device, pool)
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the backward pass that is running on this thread goes through ``node``.
+
+    Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``. The function raises
+    where the latter returns the gradient of the node's leaf.
+    """
+    function = getattr(torch._C, "_will_engine_execute_node", None)
+    try:
+        return True if function is None else bool(function(node))
+    except RuntimeError:
+        return False
+
+
+_innermost_transform: Callable[[], object] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def in_transform() -> bool:
+    """Whether code runs inside of ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
+
+    Its tensors carry batches or tangents that a graph knows nothing of.
+    """
+    if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
+        return False
+    return _innermost_transform() is not None or in_forward_mode()
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode autograd is on, which ``torch.func.jvp`` turns on as well."""
+    level: int = getattr(forward_ad, "_current_level", -1)
+    return level >= 0
+
+
+def is_compiled_node(node: object) -> bool:
+    """Whether a Python node of autograd is the backward pass of code that torch has compiled.
+
+    Its class is made of a function that only its module tells from an author's. Fallback: an
+    author's.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    return getattr(function, "__module__", "").startswith("torch._functorch.")
+
+
+def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:
+    """Answer ``torch.cuda.is_current_stream_capturing()`` by who asks; None is for the truth."""
+    truth = torch.cuda.is_current_stream_capturing
+
+    def answered() -> bool:
+        found = answer(sys._getframe(1).f_globals.get("__name__", ""))
+        return truth() if found is None else found
+
+    return replaced(torch.cuda, "is_current_stream_capturing", answered)
+
+
+def announced_as_cuda_capture() -> AbstractContextManager[None]:
+    """Let ``torch.cuda.is_current_stream_capturing()`` say yes while a rehearsal captures.
+
+    Libraries ask it and leave out what a capture refuses (transformers reads attention masks on
+    the host otherwise). Only torch's own optimizers hear the truth: where there is a GPU they would
+    demand ``capturable=True``, which they refuse for parameters on the CPU.
+    """
+    return _answering(lambda caller: None if caller.startswith("torch.optim") else True)
+
+
+def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
+    """Let libraries hear that no capture is under way, so that they take the way of eager steps.
+
+    transformers keeps attention masks in a capture that it drops in an eager step. torch itself
+    hears the truth. The names of the modules that were told so are added to a list.
+    """
+
+    def answer(caller: str) -> bool | None:
+        if caller.partition(".")[0] in ("torch", __name__.partition(".")[0]):
+            return None
+        asked.append(caller)
+        return False
+
+    return _answering(answer)
+
+
+def values_checked_on_device() -> AbstractContextManager[None]:
+    """Let the device check the values of ``torch.distributions``, as in an exported program.
+
+    They read on the host whether all are valid. A replay raises where an eager step would.
+    """
+    all_true = torch._is_all_true
+
+    def checked(valid: Tensor) -> Any:
+        torch._assert_async(
+            all_true(valid), "values of a distribution do not satisfy its constraints"
+        )
+        return True
+
+    return replaced(torch, "_is_all_true", checked)
+
+
+def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
+    """Whether every tensor is at its address; CUDA builds of torch tell at a fifth of the cost."""
+    function = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if function is not None:
+        return bool(function(tensors, pointers, indices))
+    return list(map(Tensor.data_ptr, tensors)) == pointers
+
+
+def clone_all(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of all tensors; a few are copied one by one, at half the price of a foreach call.
+
+    ``torch._foreach_clone`` is younger than the oldest supported torch.
+    """
+    if len(tensors) < 3:
+        return [tensor.clone() for tensor in tensors]
+    clone = getattr(torch, "_foreach_clone", None)
+    if clone is not None:
+        return list(clone(tensors))
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs."""
+    make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if make is None:
+        return list(tensors)
+    own = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+    storages = {at: make(at, s.device, s.nbytes()) for at, s in own.items()}
+    found = []
+    for tensor in tensors:
+        storage = storages.get(tensor.untyped_storage().data_ptr())
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        found.append(tensor if storage is None else tensor.new_empty(0).set_(storage, *place))
+    return found
+
+
+tensor_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+"""How many owners in C++ a tensor has, such as DLPack and nodes of autograd: nothing public tells.
+
+Without the method these go unnoticed.
+"""
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors and Python objects share this storage, which nothing public tells."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[int]]:
+    """A function that tells the same of many storages."""
+    addresses = [storage._cdata for storage in storages]
+
+    def uses() -> list[int]:
+        return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
+
+    return uses

@@ -1,0 +1,583 @@
+"""Captured calls of submodules: what each depends on, and their captures in the order of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from lightning_graphs.autograd.backward import GradientMemory, LentGradients
+from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
+from lightning_graphs.autograd.graphed import GraphedCallable, Stores
+from lightning_graphs.device.graph import CUDAGraph, GraphPool
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.lightning.context import CompiledCode
+from lightning_graphs.lightning.logs import refuse_log
+from lightning_graphs.lightning.private import kept_log_caught
+from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.policy.budget import NoRoomError
+from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
+from lightning_graphs.private.torch import (
+    accumulation_hooks,
+    capture_unseen,
+    gradient_hooks,
+    has_gradient_hooks,
+    hook_tables,
+    hooks_registered,
+    is_compiled_in_place,
+)
+from lightning_graphs.regions.conditions import moved_values
+from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
+from lightning_graphs.regions.written import WrittenMemory
+from lightning_graphs.report import GraphRecord
+from lightning_graphs.report.statistics import (
+    CaptureCost,
+    Statistics,
+    capture_cost,
+    listed,
+    tensors_in_words,
+)
+from lightning_graphs.values.aliases import ReplayOrder, Source
+from lightning_graphs.values.guards import ValueGuards
+from lightning_graphs.values.signature import (
+    EVERYTHING,
+    BackendFlags,
+    CallPlan,
+    Modes,
+    Signature,
+)
+from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
+from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.object_graph import iter_objects
+from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.refusals import code_captured
+from lightning_graphs.watch.tracers import old_gradients_watched, rates_exchanged
+from lightning_graphs.watch.user_code import CodeOfModules, UserCode
+
+# ------------------ The graphs of the calls of one step, what they contain beside tensors, and dep
+
+REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class CallRefused(CaptureError):
+    """One of the calls cannot be captured; where nothing else does, its forward tells the line."""
+
+    def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
+        super().__init__(rule, observed, remedy)
+        add_line(self, "in the code of", definition_of(call.original))
+        self.call = call
+
+
+class CallGuards:
+    """What of Python's values a capture has read, and its graphs therefore contain; what it sets.
+
+    Those are attributes of modules and of the trainer, and global and enclosing variables.
+    """
+
+    def __init__(self, root: LightningModule, own: UserCode, modules: Sequence[nn.Module]) -> None:
+        self._root = root
+        self.reads = AttributeGuards()
+        self.values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
+        self._code = CodeOfModules(modules, graphed=True)
+        self.environment = Environment(root, own, modules=modules)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what the body, a capture of these modules, reads."""
+        trainer = self._root.trainer
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.environment.reading(self.reads))
+            others = self.environment.in_attributes
+            stack.enter_context(old_gradients_watched(trainer, others=others))
+            for optimizer in trainer.optimizers:
+                stack.enter_context(rates_exchanged(trainer, optimizer))
+            stack.enter_context(log_exchanged(self._root, refuse_log))
+            stack.enter_context(kept_log_caught(trainer, refuse_log))
+            yield
+        self.environment.outside.read_into(self.reads)
+        self.values = self.reads.now()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all of this is as it was at capture, the code of the modules, too."""
+        return self.reads.now() == self.values and not self._code.exchanged()
+
+    def left(self) -> tuple[dict[str, Tensor], Stores]:
+        """Tensors that the body has written, and attributes that it has set, since last asked."""
+        return self.environment.loose.written(), self.reads.stored()
+
+    def share(self, sites: Sequence[GraphedCall]) -> None:
+        """Let each of these calls look at its part: the code between them may change any value."""
+        # Attributes of a module inside of other calls are no matter of a call.
+        inside = {id(module) for site in sites for module in site.call.module.modules()}
+        for site in sites:
+            own = {id(module) for module in site.call.module.modules()}
+            site.read = self.reads.without(inside - own)
+            site.values = site.read.now()
+
+
+@dataclass(slots=True)
+class GraphedCall:
+    """The graphs of one call in a step."""
+
+    call: ObservedCall
+    graphed: GraphedCallable
+    baked: CallGuards  # of its capture
+    cost: CaptureCost  # what their capture took
+    parameters: list[Parameter]  # of the module
+    requires_grad: list[bool]  # which of them required a gradient
+    # What the call writes beside parameters and buffers, by name.
+    written: dict[str, Tensor] = field(default_factory=dict)
+    record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
+    read: ValueGuards = field(default_factory=ValueGuards)  # values of Python's in the graphs
+    values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
+
+    @property
+    def is_as_captured(self) -> bool:
+        return list(map(REQUIRES_GRAD, self.parameters)) == self.requires_grad
+
+    @property
+    def is_current(self) -> bool:
+        """Whether every value that is in the graphs is the one of then."""
+        now = self.read.now()
+        return now is self.values or now == self.values
+
+    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        same = self.is_as_captured and self.call.kernels == BackendFlags.now()
+        return same and self.graphed.accepts(args, kwargs)
+
+
+class CapturedStep:
+    """The graphs for steps of one kind that make the same calls."""
+
+    def __init__(
+        self,
+        kind: StepKind,
+        calls: Sequence[ObservedCall],
+        observation: Observation,
+        captured: Sequence[GraphedCall],  # the graphs of every call that has some
+        baked: CallGuards,
+    ) -> None:
+        self.kind = kind
+        self.key = (kind, observation.pattern(calls), baked.values)
+        self.baked = baked
+        self.captured = captured
+        self.uses = 0
+        # For each observed module the graphs of its calls under autograd, in their order; None for
+        # a call that stays eager.
+        self.sites: dict[nn.Module, list[GraphedCall | None]] = {}
+        made = {site.call: site for site in captured}
+        inside = set(calls)  # a replay makes no calls
+        for call in observation.calls:
+            if call.parent in inside:
+                inside.add(call)
+            elif call.grad_enabled:
+                self.sites.setdefault(call.module, []).append(made.get(call))
+        # Tables of hooks inside of the modules, all empty: a replay calls no hook.
+        self.hook_tables = [
+            table
+            for module in dict.fromkeys(call.module for call in calls)
+            for inner in module.modules()
+            if inner is not module or is_compiled_in_place(module)
+            for table in hook_tables(inner)
+            if not table
+        ]
+        self._orders = list(dict.fromkeys(site.graphed.order for site in captured))
+        signature = kind.signature
+        self._call = CallPlan(signature, check_modes=True) if signature is not None else None
+        baked.share(captured)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a caller still holds an output that was handed out without a copy."""
+        # Any graph over the same memory may overwrite it.
+        return any(site.graphed.outputs.is_kept for site in self.captured)
+
+    @property
+    def is_waiting(self) -> bool:
+        return any(order.is_waiting for order in self._orders)
+
+    def change(self, to: CapturedStep) -> str:
+        lines = self.kind.change(to.kind)
+        lines += moved_values(self.baked.values, to.baked.values)
+        return listed(lines) or "a step calls its modules differently"
+
+    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
+        if flags != self.kind.flags or not self.baked.is_current:
+            return False
+        return self._call is None or self._call.match(args, {}) is not None
+
+    def refuse_requests(self, inputs: Sequence[Any]) -> None:
+        """Refuse a backward pass for some gradients only, where graphs write them themselves."""
+        for site in self.captured:
+            if any(tensor is p for tensor in inputs for p in site.parameters):
+                raise ReplayError(
+                    "A graphed module cannot compute some of its gradients only.",
+                    "torch.autograd.grad or backward(inputs=...) was called for parameters of "
+                    f"`{site.call.name}`",
+                    f'write GraphCapture(exclude=["{site.call.name}"])',
+                )
+
+    def begin(self) -> None:
+        """Begin a step: every backward pass that is still pending is void."""
+        for order in self._orders:
+            order.begin()
+
+    def enter(self, statistics: Statistics) -> None:
+        for found in self.sites.values():
+            if sites := [site for site in found if site is not None]:
+                enter(sites, statistics, f"; {len(sites)} calls" if len(sites) > 1 else "")
+
+
+def release(sites: Sequence[GraphedCall], statistics: Statistics) -> None:
+    for site in sites:  # one stands for all of its module, none of which is empty yet
+        statistics.released(site.graphed.forward_graph)
+    for site in sites:
+        site.graphed.reset()
+
+
+def enter(sites: Sequence[GraphedCall], statistics: Statistics, remark: str) -> None:
+    """Enter the graphs of one module in the statistics, and count their replays there."""
+    first = sites[0]
+    added = next((site.cost.added for site in sites if site.cost.added), {})
+    cost = CaptureCost(sum(site.cost.ms for site in sites), added)
+    graphs: list[CUDAGraph] = []
+    for site in sites:
+        backward = site.graphed.backward_pass
+        graphs += [site.graphed.forward_graph, *([backward.graph] if backward is not None else [])]
+    words = tensors_in_words(first.graphed.plan.signature) + remark
+    record = statistics.captured(words, graphs, cost, scope=f"module {first.call.name}")
+    for site in sites:
+        site.record = record
+
+
+class Flags(NamedTuple):
+    """What a step's graphs depend on beside its batch."""
+
+    training: tuple[bool, ...]  # train/eval flag of every module
+    requires_grad: tuple[bool, ...]  # of every parameter
+    hooked: tuple[bool, ...]  # which parameters have hooks; empty if none has
+    kernels: BackendFlags  # what operators choose their kernels by
+
+
+class FlagsReader:
+    """Reads the flags before each step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._parameters = list(module.parameters())
+        self._hooked: tuple[bool, ...] = ()
+        self._hooks_looked_at = -1
+
+    def now(self) -> Flags:
+        training = tuple([m.training for m in self._modules])
+        required = tuple(map(REQUIRES_GRAD, self._parameters))
+        number = hooks_registered()
+        if self._hooked or number != self._hooks_looked_at:
+            self._hooks_looked_at = number
+            found = [bool(gradient_hooks(p) or accumulation_hooks(p)) for p in self._parameters]
+            self._hooked = tuple(found) if any(found) else ()
+        return Flags(training, required, self._hooked, BackendFlags.now())
+
+
+class StepKind(NamedTuple):
+    """What is known of a step before it runs."""
+
+    signature: Signature | None  # of its batch; None for batches that have none
+    flags: Flags
+
+    @property
+    def is_told_by_tensors(self) -> bool:
+        """Whether there is nothing but tensors in the batch on which shapes could depend."""
+        signature = self.signature
+        return signature is not None and len(signature.specs) == len(signature.leaves)
+
+    def change(self, to: StepKind) -> list[str]:
+        """What is different in another kind, for a person to read."""
+        lines: list[str] = []
+        if self.signature is not None and to.signature is not None:
+            lines = self.signature.diff(to.signature)
+        names = ("train/eval flags", "requires_grad of parameters", "hooks on parameters")
+        triples = zip(names, self.flags, to.flags, strict=False)
+        changed = [name for name, before, after in triples if before != after]
+        changed += self.flags.kernels.changes(to.flags.kernels)
+        return lines + [f"{name} changed" for name in changed]
+
+
+def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:
+    """The signature of a batch; None where it has none, and the modules' own arguments decide."""
+    try:
+        modes = Modes.current(device_type)
+        # What is no tensor is a matter of the calls that are given it.
+        return Signature.of(batch, {}, names=("batch",), modes=modes, unread=EVERYTHING)[0]
+    except CaptureError:
+        return None
+
+
+# ------------------ Captures the calls of an observed step, each as graphs of its own, in the obse
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureConfig:
+    """What captures are made with."""
+
+    root: LightningModule  # the user's module
+    own: UserCode  # tells its author's code from others'
+    pool: GraphPool  # whose memory, stream and backend the graphs use
+    gradients: GradientMemory  # where those of parameters go
+    check: Callable[
+        [Sequence[GraphedCall]], object
+    ]  # raises where graphs differ from the modules' code
+    compiled: CompiledCode  # whether steps run any
+    lends: bool = True  # outputs that the next graph reads are handed out without a copy
+    # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
+    # gradients of some parameters only, autograd must know of them.
+    direct: bool = True
+    # Gradients of earlier steps are added to: autograd adds the sum of all uses of a parameter.
+    adds: bool = False
+
+
+def capture_step(
+    calls: Sequence[ObservedCall], observation: Observation, means: CaptureConfig
+) -> tuple[list[GraphedCall], CallGuards]:
+    """Capture forward and backward of these calls in the order in which the step ran them."""
+    # No call is inside of another. Those without autograd share graphs that are made when called.
+    for call in calls:
+        if len(list(call.module.modules())) != len(call.training):
+            raise CallRefused(
+                call,
+                "A module must have the same submodules at its capture as in the step before.",
+                "submodules were added or removed in between",
+                "add and remove submodules before the fit, or in its first steps",
+            )
+    recorded = [call for call in calls if call.grad_enabled]
+    # The backward of one that had none, should it run in the same step, finds its activations
+    # whatever ran in between. The next step makes them void.
+    alone = [call for call in recorded if call.requires_grad and call.backwards == 0]
+    together = set(recorded) - set(alone)
+    groups = [(means.pool, [(call, way) for call, way in observation.passes if call in together])]
+    groups += [(means.pool.beside(), _both(call)) for call in alone]
+    # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
+    # autocast's cache, which is off.
+    return _captured(calls, groups, means, warm=not means.compiled.runs)
+
+
+def capture_alone(call: ObservedCall, means: CaptureConfig) -> GraphedCall:
+    """Capture a call without autograd, which any other may follow."""
+    sites, _ = _captured([call], [(means.pool, _both(call))], means, warm=False)
+    return sites[0]
+
+
+def _both(call: ObservedCall) -> list[Pass]:
+    return [(call, "forward"), (call, "backward")]
+
+
+def _captured(
+    calls: Sequence[ObservedCall],
+    groups: Sequence[tuple[GraphPool, Sequence[Pass]]],
+    means: CaptureConfig,
+    *,
+    warm: bool,  # the calls have just run, as they are captured
+) -> tuple[list[GraphedCall], CallGuards]:
+    """Capture passes in their order, each group of them over the memory of a pool."""
+    baked = CallGuards(means.root, means.own, list(dict.fromkeys(call.module for call in calls)))
+    captures: list[_Capture] = []
+    pools: list[GraphPool] = []
+    try:
+        with capture_cost(means.pool.backend) as cost, baked.watched():
+            for memory, passes in groups:
+                own, order = memory.beside(memory.handle), ReplayOrder()
+                pools.append(own)
+                here: dict[ObservedCall, _Capture] = {}
+                for call in dict.fromkeys(call for call, _ in passes):
+                    capture = here[call] = _Capture(call, means, own, order, baked)
+                    captures.append(capture)
+                    if not warm:
+                        capture.warm_up(1)
+                    capture.begin()
+                for call, way in passes:
+                    here[call].run(way, here if means.lends else {})
+            sites = [capture.site() for capture in captures]
+        for site in sites:
+            site.graphed.outputs.settle()
+        means.check(sites)
+    except BaseException:
+        for capture in captures:
+            capture.abandon()
+        for pool in pools:
+            pool.close()
+        raise
+    # All of them share the memory, whose size takes long to read: the first one stands for it.
+    for site in sites[:1]:
+        site.cost.added.update(cost.added)
+    return sites, baked
+
+
+def _of_module(name: str, error: ReplayError) -> None:
+    """Let a refused backward pass say what a user of the callback can do about it."""
+    error.observed = f"in the backward pass of `{name}`, {error.observed}"
+    error.remedy = (
+        f'write GraphCapture(exclude=["{name}"]), which runs that module eagerly; with automatic '
+        'optimization scope="step" captures such passes as well'
+    )
+    error.args = (error.rule, error.observed, error.remedy)
+
+
+class _Capture(CallableCapture):
+    """The capture of one call, as it was observed."""
+
+    @calls_observed
+    def __init__(
+        self,
+        call: ObservedCall,
+        means: CaptureConfig,
+        pool: GraphPool,
+        order: ReplayOrder,
+        baked: CallGuards,
+    ) -> None:
+        self._observed = call
+        self._baked = baked
+        self._cost = CaptureCost()
+        self._written: dict[str, Tensor] = {}
+        self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
+        hooked = any(map(has_gradient_hooks, call.module.parameters()))
+        summed = means.adds and call.shares_parameters
+        direct = means.direct and not (hooked or summed or call.partial)
+        settings = CaptureSettings(pool, order, direct, True, gradients=means.gradients)
+        with self._explained():
+            self._attributes = PythonSnapshot(iter_objects(call.module))
+            made_of = call.args, call.kwargs, settings, call.original, call.known
+            super().__init__(call.module, *made_of)
+
+    @calls_observed
+    def warm_up(self, iterations: int) -> None:
+        """Run the call, and put back what it writes: a run before that one shows what."""
+        run, loose = partial(super().warm_up, iterations), self._baked.environment.loose
+        kept = loose.snapshot = Snapshot(loose.tensors)
+        try:
+            with self._explained(), kept.undone(), self._refusing():
+                WrittenMemory().keep_with(kept, run)
+                run()
+        finally:
+            loose.snapshot = None
+
+    def _sources_of_arguments(
+        self, others: Mapping[ObservedCall, _Capture]
+    ) -> dict[int, tuple[Tensor, Source]]:
+        """Arguments that are outputs of other graphs, or arguments of them, too."""
+        found: dict[int, tuple[Tensor, Source]] = {}
+        for leaf, sources in self._observed.sources.items():
+            for seen in sources:
+                if seen.call not in others or (leaf in found and not seen.returned):
+                    continue
+                other, index = others[seen.call], seen.index
+                found[leaf] = other.lend(index) if seen.returned else other.share(index)
+        return found
+
+    def _sources_of_gradients(
+        self, others: Mapping[ObservedCall, _Capture]
+    ) -> dict[int, tuple[Tensor, LentGradients]]:
+        """Gradients of outputs that are those of arguments of one other call alone."""
+        # A tensor that is returned twice has two gradients, and no memory of one is for both.
+        given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
+        for other in others.values():
+            for leaf, makers in other._observed.sources.items():
+                mine = [m.index for m in makers if m.returned and m.call is self._observed]
+                for output in mine:
+                    lent = other.lent_gradient(leaf) if len(mine) == 1 else None
+                    given.setdefault(output, []).append(lent)
+        alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
+        return {output: lent for output, lent in alone if lent is not None}
+
+    @calls_observed
+    def run(self, way: Direction, lenders: Mapping[ObservedCall, _Capture]) -> None:
+        """Capture a pass, which copies nothing in that graphs of these captures have already."""
+        self._baked.left()  # by others, since
+        with self._explained(), self._refusing():
+            if way == "forward":
+                self.capture_forward(self._sources_of_arguments(lenders))
+            else:
+                self.capture_backward(self._sources_of_gradients(lenders))
+        written, self._stores[way] = self._baked.left()
+        self._written |= written
+
+    def site(self) -> GraphedCall:
+        """The graphs, at the end of all captures."""
+        with as_observed(self._observed):
+            stores = self._stores["forward"], self._stores["backward"]
+            graphed = self.finish(stores, partial(_of_module, self._observed.name))
+            parameters = list(self._observed.module.parameters())
+            required = list(map(REQUIRES_GRAD, parameters))
+        made = self._observed, graphed, self._baked, self._cost
+        return GraphedCall(*made, parameters, required, self._written)
+
+    def _refusing(self) -> AbstractContextManager[None]:
+        """Refuse what the module's code does that no replay can do."""
+        environment, reads = self._baked.environment, self._baked.reads
+        return environment.refusing_in(self._observed.module, self._attributes, reads)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Run the body as the call was run; a failure names the call, and leaves nothing behind."""
+        call, started = self._observed, perf_counter()
+        try:
+            # Leaving inference mode turns autograd on, whatever it was.
+            with (
+                code_captured("A captured module"),
+                torch.inference_mode(False),
+                as_observed(call),
+                capture_unseen([]),
+            ):
+                yield
+        except NoRoomError:
+            raise
+        except GraphError as error:
+            raise CallRefused(call, error.rule, error.observed, error.remedy) from error
+        finally:
+            self._cost.ms += (perf_counter() - started) * 1e3
+
+
+@contextlib.contextmanager
+def as_observed(call: ObservedCall) -> Iterator[None]:
+    """Let the module be in the state in which an observed call found it, while the body runs.
+
+    Autocast, grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters.
+    """
+    modules, parameters = list(call.module.modules()), list(call.module.parameters())
+    flags = [m.training for m in modules]
+    required = list(map(REQUIRES_GRAD, parameters))
+    _set(modules, "training", call.training)
+    _set(parameters, "requires_grad", [p not in call.frozen for p in parameters])
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(call.kernels.default_dtype)
+    try:
+        with (
+            torch.set_grad_enabled(call.grad_enabled),
+            torch.autocast(
+                call.device_type,
+                dtype=call.autocast,
+                enabled=call.autocast is not None,
+                cache_enabled=False,
+            ),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        _set(modules, "training", flags)
+        _set(parameters, "requires_grad", required)
+
+
+def _set(owners: Sequence[Any], name: str, values: Sequence[bool]) -> None:
+    for owner, value in zip(owners, values, strict=True):
+        if getattr(owner, name) is not value:  # setting an attribute of a module takes long
+            setattr(owner, name, value)

@@ -1,0 +1,254 @@
+"""Stands in place of a graphed module's ``forward``, and decides for each call who answers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_graphs.errors import (
+    ArgumentElsewhereError,
+    CaptureError,
+    ReplayError,
+    SignatureError,
+)
+from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.private.torch import COMPILED_CALL, in_transform, is_compiled_in_place
+from lightning_graphs.regions.cache import PlanCache
+from lightning_graphs.regions.calls import (
+    CallRefused,
+    CaptureConfig,
+    GraphedCall,
+    capture_alone,
+    enter,
+    release,
+)
+from lightning_graphs.regions.observe import ObservedCall, StepObserver
+from lightning_graphs.regions.verify import CallDiffers
+from lightning_graphs.values.signature import BackendFlags
+
+MOVED = "a parameter or buffer of a graphed module has changed its memory"
+_NONE = object()
+_CHANGED = "a value that its code reads has changed within the step"
+_SWITCHED = "the step has set switches of torch otherwise: "
+_UNKNOWN = "no step that was captured calls it so often, or in this order"
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class DispatchState:
+    """What all graphed modules of a fit share."""
+
+    fit: TrainingContext
+    means: (
+        CaptureConfig  # for captures of calls without autograd, which may be replayed in any order
+    )
+    stepping: bool = False  # a training step's own code is running, and no backward pass
+    evaluating: bool = False  # a validation step's is, and it shall have graphs
+    stale: str = ""  # why no graph may be right any longer; empty if all may
+    astray: bool = False  # a call was not given the tensor that its graph reads in place
+    # Finds graphs for a call (the n-th of a module) that the present ones do not fit, and goes on
+    # with them; None while a step runs eagerly.
+    elsewhere: Callable[[nn.Module, int, Arguments], GraphedCall | None] | None = None
+    has_replayed: bool = False  # a call of the present step was replayed
+    missed: str = ""  # why a call of the present step found no graph; empty if all did
+    observer: StepObserver | None = None  # is told of every call; None where nobody is
+    # Another captured step makes the call that found none: it is no reason to search.
+    foreseen: bool = False
+    seeded: bool = False  # a call made cuDNN's random state anew, eagerly; others follow from it
+
+    @property
+    def had_graphs(self) -> bool:
+        """Whether a call of the present step was replayed, or would have been but for a seed."""
+        return self.has_replayed or self.seeded
+
+
+class ForwardDispatcher:
+    """Stands for a module's ``forward``, or for what ``module.compile()`` has put around it.
+
+    It is there while a step's own code runs and at no other time: in hooks between steps the module
+    can be scripted, traced, exported, compiled, copied and pickled as its author made it.
+
+    A call with a graph is a replay; others run the original. In a training step the n-th call of a
+    graphed module under autograd has the n-th of its sites. Calls without autograd need no backward
+    and share graphs by signature. Who observes a step is told of every call. One serves all
+    observations and captures of a fit: compiled code that calls the module knows it again.
+    """
+
+    def __init__(self, name: str, module: nn.Module, stage: DispatchState) -> None:
+        self.sites: Sequence[GraphedCall | None] = ()  # graphs of the present step's calls
+        self.is_graphed = False  # calls may have graphs
+        self._label = name
+        self._module = module
+        self._attributes = vars(module)
+        self._stage = stage
+        self._calls = 0
+        self._missing = ""
+        fit = stage.fit
+        self._without_autograd: PlanCache[Hashable, GraphedCall] = PlanCache(
+            fit.investment,
+            lambda site: release([site], fit.statistics),
+            capacity=fit.options.max_graphs,
+            uses=attrgetter("record.replays"),
+        )
+        self._look()
+
+    def _look(self) -> None:
+        self._place = COMPILED_CALL if is_compiled_in_place(self._module) else "forward"
+        # What the module itself has in its place, unlike its class; None for nothing.
+        self._own: Callable[..., Any] | None = self._attributes.get(self._place)
+        self._original: Callable[..., Any] = getattr(self._module, self._place)
+        self.__wrapped__ = self._original  # inspect.signature shows the original's arguments
+
+    @property
+    def is_installed(self) -> bool:
+        return self._attributes.get(self._place) is self
+
+    def begin(self, sites: Sequence[GraphedCall | None]) -> None:
+        """Begin a step with graphs for these calls."""
+        self.sites = sites
+        self._calls = 0
+        self.install()
+
+    def install(self) -> None:
+        """Take the place of the module's own; with another one there, no graph is right."""
+        before = self._place, self._own
+        self._look()  # its class may be another one by now
+        if not self.is_graphed or before == (self._place, self._own):
+            self._attributes[self._place] = self
+        else:
+            self._stage.stale = f"the forward of `{self._label}` was exchanged"
+
+    def uninstall(self) -> None:
+        """Give the place back; may be called again."""
+        if not self.is_installed:
+            return
+        if self._own is None:
+            del self._attributes[self._place]
+        else:
+            self._attributes[self._place] = self._own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """The original, bound to the copied module: a step may copy what it trains."""
+        copied: Callable[..., Any] = copy.deepcopy(self._original, memo)
+        return copied
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # it sees nothing of this but the original
+            return self._original(*args, **kwargs)
+        observer = self._stage.observer
+        if observer is not None:
+            begun = observer.begin(self._label, self._module, self._original, args, kwargs)
+        answer = self._answer(args, kwargs)
+        if answer is _NONE:
+            answer = self._original(*args, **kwargs)
+        if observer is not None:
+            observer.end(begun, answer)
+        return answer
+
+    def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a replay returns; nothing for a call that has none."""
+        stage = self._stage
+        if not self.is_graphed or not (stage.stepping or stage.evaluating):
+            return _NONE
+        if not torch.is_grad_enabled():
+            return self._answer_without_autograd(args, kwargs)
+        if not stage.stepping:
+            return _NONE
+        index = self._calls
+        self._calls = index + 1
+        self._missing = _UNKNOWN
+        if index < len(self.sites):
+            site = self.sites[index]
+            if site is None:  # a call that was seen, and stays eager
+                return _NONE
+            kernels = BackendFlags.now()
+            if kernels != site.call.kernels:
+                self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
+            elif not site.is_current:
+                self._missing = _CHANGED
+            # Out of order it would overwrite what a pending backward pass needs.
+            elif site.graphed.is_next:
+                answer = self._replayed(site, args, kwargs)
+                if answer is not _NONE or stage.seeded:
+                    return answer
+        if stage.elsewhere is None or stage.stale:
+            return _NONE
+        site = stage.elsewhere(self._module, index, (args, kwargs))
+        if site is not None:
+            return self._replayed(site, args, kwargs)
+        if not (stage.missed or stage.foreseen or stage.seeded):  # others follow from it
+            stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
+        return _NONE
+
+    def _replayed(self, site: GraphedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if site.graphed.is_seeded():
+            self._stage.seeded = True
+            return _NONE
+        try:
+            answer = site.graphed.call(args, kwargs)
+        except SignatureError as error:
+            self._missing = str(error)
+            # After a call without a graph the next one is given other tensors, which is no news.
+            follows = bool(self._stage.missed or self._stage.stale or self._stage.seeded)
+            self._stage.astray |= isinstance(error, ArgumentElsewhereError) and not follows
+            return _NONE
+        except ReplayError as error:
+            if site.graphed.bring_back():
+                return self._replayed(site, args, kwargs)
+            self._missing = str(error)
+            if site.is_as_captured:
+                self._stage.stale = MOVED
+            return _NONE
+        site.record.replays += 1
+        self._stage.has_replayed = True
+        return answer
+
+    def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if in_transform():
+            return _NONE
+        stage, cache = self._stage, self._without_autograd
+        site = cache.find(lambda s: s.accepts(args, kwargs) and s.baked.is_current)
+        if site is not None:
+            return self._replayed(site, args, kwargs)
+        device_type = stage.means.pool.backend.device_type
+        this = self._label, self._module, self._original
+        call = ObservedCall(*this, args, kwargs, device_type)
+        # What earlier captures have read: a value that never returns is not worth a graph.
+        read = frozenset(item for site in cache.plans() for item in site.baked.reads.now())
+        key = call.key(), call.kernels, read
+        if not cache.is_due(key):
+            return _NONE
+        # Modules inside of this one answer by themselves.
+        before = stage.stepping, stage.evaluating
+        stage.stepping = stage.evaluating = False
+        try:
+            site = capture_alone(call, stage.means)
+        except CaptureError as error:
+            if isinstance(error, CallRefused):
+                cache.refuse(key)
+            if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
+                raise
+            stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
+            return _NONE
+        finally:
+            stage.stepping, stage.evaluating = before
+        enter([site], stage.fit.statistics, "; without autograd")
+        cache.add((*key[:2], site.baked.values), site)
+        return self._replayed(site, args, kwargs)
+
+    def forget(self) -> None:
+        """Release the graphs that are not a step's."""
+        self.sites = ()
+        self._without_autograd.clear()
+
+    def remove(self) -> None:
+        """Have no graphs any longer, and give the module its own back; may be called again."""
+        self.forget()
+        self.is_graphed = False
+        self.uninstall()

@@ -1,0 +1,528 @@
+"""Where gradients of a captured step are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import add, attrgetter, gt, is_
+from sys import getrefcount
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from lightning_graphs.autograd.backward import (
+    GradientMemory,
+    empty_gradient,
+    refuse_sparse_gradients,
+)
+from lightning_graphs.autograd.nodes import removed
+from lightning_graphs.private.distributed import local
+from lightning_graphs.private.torch import (
+    clone_all,
+    storage_uses,
+    storage_uses_of,
+    tensor_uses,
+    without_ownership,
+)
+from lightning_graphs.regions.conditions import Observers, Phase
+from lightning_graphs.values.memory import Owing, StaticInputs, gradients_of
+
+# ------------------ Hands out the gradients that a step asks for of the tensors of its batch
+
+
+class BatchGradients:
+    """What a captured step asks of its batch: ``x.requires_grad_()``, and then ``x.grad``.
+
+    While it is captured, it has asked that of static inputs. A tensor that comes with a gradient
+    gives its static input a copy: autograd adds to that in place, or the step's code drops it.
+    """
+
+    def __init__(self, inputs: StaticInputs, given: Sequence[Tensor]) -> None:
+        self._static, self._given = inputs.tensors, list(given)
+        for static, tensor in zip(self._static, given, strict=True):
+            if tensor.is_leaf and tensor.grad is not None and tensor.requires_grad:
+                static.grad = tensor.grad.detach().clone()
+        self._before = [static.grad for static in self._static]
+        self._required: list[int] = []  # the tensors of which the step requires a gradient
+        # Tensors with a gradient: added in place to the one that comes, or new
+        self._added: list[tuple[int, Tensor]] = []
+        self._new: list[tuple[int, Tensor]] = []
+        self._has_before: list[bool] = []  # whether one came with it, for all of these
+
+    def __bool__(self) -> bool:
+        return bool(self._required or self._added or self._new)
+
+    def finish_capture(self) -> None:
+        """Look at what the step has asked; static inputs are as before."""
+        for i, gradient in gradients_of(self._static):
+            kept = gradient is self._before[i]
+            (self._added if kept else self._new).append((i, gradient))
+        for i, (static, given) in enumerate(zip(self._static, self._given, strict=True)):
+            if static.is_leaf and static.requires_grad and not given.requires_grad:
+                self._required.append(i)
+            static.detach_().requires_grad_(given.requires_grad)
+            static.grad = None
+        self._has_before = [self._before[i] is not None for i, _ in self._added + self._new]
+        self._before, self._given = [], []
+
+    @torch.no_grad()
+    def take(self, batch: Sequence[Tensor]) -> bool:
+        """Copy in the gradients that a batch has, if it has those of the capture."""
+        if not (self._added or self._new):
+            return True
+        if [batch[i].grad is not None for i, _ in self._added + self._new] != self._has_before:
+            return False
+        for i, gradient in self._added:
+            if (old := batch[i].grad) is not None:
+                gradient.copy_(old)
+        return True
+
+    def hand_out(self, batch: Sequence[Tensor], owing: Owing) -> None:
+        """After a replay of the forward pass."""
+        for i in self._required:
+            batch[i].requires_grad_()
+        for i, _ in self._new:
+            batch[i].grad = None
+        owing += [(batch[i], gradient) for i, gradient in self._new + self._added]
+
+
+# ------------------ Keeps the gradients of a captured step, and decides what ``parameter.grad`` is
+
+KEPT_LATE = (
+    "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
+    "copy, p.grad.clone()"
+)
+
+_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+
+def _uses_of(gradient: Tensor) -> int:
+    uses = getrefcount(gradient) + tensor_uses(gradient)
+    return uses + storage_uses(local(gradient).untyped_storage())
+
+
+def _uses_by_none_else() -> int:
+    parameter = Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    gradient = parameter.grad
+    return _uses_of(gradient)
+
+
+_ALONE = _uses_by_none_else()
+"""How many uses a gradient has that is ``.grad`` and a local variable; versions of torch differ."""
+
+
+@contextlib.contextmanager
+def gradients_set_aside(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """While capturing, no parameter has a gradient; afterwards each has the one it had."""
+    before = list(map(_gradient, parameters))
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+class AttachedGradients:
+    """The gradients that a captured step writes, always at the same addresses."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        buffers: Sequence[Tensor],
+        others: Sequence[Parameter] = (),  # parameters that have none
+        *,
+        # Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
+        # shares nothing with them
+        copied: bool = False,
+        # The buffers lie in the memory of the graphs, and the step zeroes them first
+        in_pool: bool = False,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.others = list(others)
+        self.copied = copied
+        self.in_pool = in_pool
+        self._has_lent = False
+        # Between bring_in and take_out: whether it was copied, and buffers with what they held
+        self._brought: tuple[bool, list[Tensor], list[Tensor]] | None = None
+        # Parameter, gradient that user code keeps, and buffer
+        self._left: list[tuple[Parameter, Tensor, Tensor]] = []
+        self._use(buffers)
+
+    def _use(self, buffers: Sequence[Tensor]) -> None:
+        self.buffers = list(buffers)
+        self._are_whole = all(local(b) is b for b in self.buffers)
+        self._memory_uses = storage_uses_of([local(b).untyped_storage() for b in self.buffers])
+
+    @property
+    def held(self) -> int:
+        """Bytes of the memory of the graphs that nobody else can use."""
+        return sum(b.nbytes for b in self.buffers) if self.in_pool and not self._has_lent else 0
+
+    def lend(self) -> None:
+        """Let the next capture use the memory of the buffers, which every replay writes anew."""
+        before = self.buffers
+        lends = self.in_pool and self._are_whole and all(b.is_cuda for b in before)
+        if not lends or self._has_lent:
+            return
+        self._use(without_ownership(before))
+        for parameter, old, new in zip(self.parameters, before, self.buffers, strict=True):
+            if parameter.grad is old:
+                parameter.grad = new
+        self._has_lent = True
+
+    def leave(self) -> None:
+        """Give ``.grad`` memory of its own, where it is in memory that is released by now."""
+        if not self._has_lent:
+            return
+        before = self.buffers
+        self._use(without_ownership(before))
+        try:
+            for buffer in before:  # whoever has kept it has it still
+                buffer.data = buffer.clone()
+        except torch.OutOfMemoryError:  # the next step zeroes them in any case
+            for parameter, buffer in zip(self.parameters, before, strict=True):
+                if parameter.grad is buffer:
+                    parameter.grad = None
+
+    def forget_old(self) -> None:
+        """Let go of the gradients of the step before, which this one zeroes first."""
+        for parameter in self.parameters if self.in_pool else ():
+            parameter.grad = None
+
+    def taking_over(self) -> AbstractContextManager[None]:
+        """While an eager step runs, move its gradients to the buffers: they take no more memory.
+
+        Buffers that were lent stay as they are: their memory is free for that step.
+        """
+
+        def move(buffer: Tensor, parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None or gradient.requires_grad:
+                return
+            if (gradient.dtype, gradient.stride()) == (buffer.dtype, buffer.stride()):
+                parameter.grad = buffer.copy_(gradient)
+
+        takes_over = self.in_pool and not self._has_lent
+        pairs = zip(self.parameters, self.buffers, strict=True) if takes_over else ()
+        return removed(p.register_post_accumulate_grad_hook(partial(move, b)) for p, b in pairs)
+
+    def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
+        """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
+        left, self._left = [] if zeroed else self._left, []
+        if self.copied:
+            self._copy_out(zeroed)
+        elif not (attached or self.are_attached()):
+            self._attach(self.buffers)
+            for parameter, gradient, buffer in left:
+                with torch.no_grad():
+                    parameter.grad = gradient.copy_(buffer)
+        if zeroed:  # parameters that got none have none
+            for parameter in self.others:
+                parameter.grad = None
+
+    def _attach(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _attach_fitting(self) -> None:
+        try:
+            self._attach(self.buffers)
+        except RuntimeError:  # a parameter has another dtype or shape by now
+            for parameter, buffer in self.pairs():
+                with contextlib.suppress(RuntimeError):
+                    parameter.grad = buffer
+
+    def _copy_out(self, zeroed: bool) -> None:
+        """As autograd: new gradients, or in place what is added to the old ones."""
+        now = [None if zeroed else p.grad for p in self.parameters]
+        targets = [gradient for gradient in now if gradient is not None]
+        sources = [b for g, b in zip(now, self.buffers, strict=True) if g is not None]
+        missing = [b for g, b in zip(now, self.buffers, strict=True) if g is None]
+        clone = clone_all if self._are_whole else partial(map, Tensor.clone)
+        new = iter(clone(missing))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
+        self._attach([next(new) if g is None else g for g in now])
+
+    def uses(self, *, attached: bool) -> list[int]:
+        """How many use each gradient, by itself or by other tensors over its memory.
+
+        Where ``.grad`` is a gradient, that counts for one, or for none in older versions of torch.
+        So it is always counted while it is.
+        """
+        before = [] if attached else self._others_attached()
+        if before:
+            self._attach_fitting()
+        of_tensors = map(add, map(getrefcount, self.buffers), map(tensor_uses, self.buffers))
+        found = list(map(add, of_tensors, self._memory_uses()))
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        return found
+
+    def _others_attached(self) -> list[tuple[Parameter, Tensor | None]]:
+        """Parameters whose ``.grad`` is not their buffer, and what it is; no use of any buffer."""
+        return [(p, p.grad) for p, buffer in self.pairs() if p.grad is not buffer]
+
+    def pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
+        return zip(self.parameters, self.buffers, strict=True)
+
+    def adopt(self) -> None:
+        """Bring the gradients that there are into the buffers, None as zero, and attach them.
+
+        Those that user code keeps stay where they are: what is added to them is added in place.
+        """
+        self._left.clear()
+        if self.are_attached():
+            return
+        missing, sources, targets = [], [], []
+        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            gradient = parameter.grad
+            if gradient is buffer:
+                continue
+            if gradient is None:
+                missing.append(buffer)
+            else:
+                sources.append(gradient)
+                targets.append(buffer)
+                if gradient.layout is torch.strided and _uses_of(gradient) > _ALONE:
+                    self._left.append((parameter, gradient, buffer))
+                    continue
+            if not self.copied:
+                parameter.grad = buffer
+        if not self._are_whole:
+            missing, sources, targets = (list(map(local, t)) for t in (missing, sources, targets))
+        with torch.no_grad():
+            if missing:
+                torch._foreach_zero_(missing)
+            if sources:
+                torch._foreach_copy_(targets, sources)
+
+    def bring_in(self, are_kept: Callable[[], bool]) -> None:
+        """Let the buffers hold the gradients that there are, for a graph that may change these.
+
+        :meth:`take_out` is called after it. Buffers may be what hooks keep that have put others
+        into ``.grad``.
+        """
+        self._brought = None
+        if self.are_attached():
+            return
+        keeps = are_kept()
+        others = [buffer for parameter, buffer in self.pairs() if parameter.grad is not buffer]
+        self._brought = self.copied, others, clone_all(others) if keeps else []
+        self.copied |= keeps
+        self.adopt()
+
+    def take_out(self) -> None:
+        """Let ``.grad`` be what the graph has made of the gradients."""
+        brought, self._brought = self._brought, None
+        if brought is not None:
+            self.attach()
+            self.copied, others, kept = brought
+            if kept:
+                torch._foreach_copy_(others, kept)
+
+    def are_attached(self) -> bool:
+        return all(map(is_, map(_gradient, self.parameters), self.buffers))
+
+    def complete(self) -> bool:
+        """Whether the same parameters have gradients as in the capture, whatever hooks did."""
+        missing = any(p.grad is None for p in self.parameters)
+        return not missing and all(p.grad is None for p in self.others)
+
+
+class KeptGradients:
+    """Notices gradients that somebody keeps past their step: the next replay would overwrite them.
+
+    In eager training each step makes new ones.
+    """
+
+    def __init__(self) -> None:
+        self.are_copied = False  # somebody has kept some: from now on gradients are copies
+        self.is_noticed = False  # that was found out since this was set last
+        # The gradients that ``.grad`` was when they were looked at last, if it was
+        self.attached: AttachedGradients | None = None
+        self._shown: AttachedGradients | None = None
+        self._uses: list[int] = []
+
+    def show(self, gradients: AttachedGradients | None) -> None:
+        """Note what ``.grad`` is from now on, before anybody sees it; None: nothing of a graph."""
+        if gradients is None and self._shown is not None:
+            self._shown.leave()
+        if gradients is not self._shown:
+            self._shown = None if gradients is None or gradients.copied else gradients
+            self.count()
+
+    def count(self) -> None:
+        """Count anew, since a capture has made users of its own."""
+        self._uses = self._now()
+
+    @contextlib.contextmanager
+    def growing(self, gradients: Callable[[], AttachedGradients]) -> Iterator[None]:
+        """While the body makes users of its own, and of further gradients; then these are shown."""
+        before = self._now()
+        try:
+            yield
+        finally:
+            self.attached, self._shown = None, gradients()
+            now = self._now()
+            known = zip(self._uses, before, now, strict=False)
+            self._uses = [u + b - a for u, a, b in known] + now[len(before) :]
+
+    def _now(self) -> list[int]:
+        shown = self._shown
+        return shown.uses(attached=shown.are_attached()) if shown is not None else []
+
+    def look(self, held: Callable[[], Sequence[int]] = tuple) -> bool:
+        """Whether user code keeps what was shown last; to be asked ahead of a replay.
+
+        Args:
+            held: The ``id`` of gradients that this package itself holds for a while.
+        """
+        shown, self.attached = self._shown, None
+        if shown is None:
+            return False
+        if shown.are_attached():
+            self.attached = shown
+        now = shown.uses(attached=self.attached is shown)
+        if now == self._uses:
+            return False
+        if ours := Counter(held()):
+            now = [n - ours[id(b)] for n, b in zip(now, shown.buffers, strict=True)]
+        found = any(map(gt, now, self._uses))
+        self._uses = list(map(min, now, self._uses))  # what a capture itself lets go of late
+        self.is_noticed |= found
+        return found
+
+
+class PersistentGradients(GradientMemory):
+    """Gradient buffers outside of every pool, for gradients that outlive a replay.
+
+    Inside a pool, the memory of a gradient is that of an activation which the backward pass has
+    freed and the next forward writes. Steps that accumulate need the gradients of earlier ones, so
+    theirs live here, shared by all graphs.
+    """
+
+    def __init__(self, held: Callable[[], Sequence[int]] = tuple) -> None:
+        self._buffers: dict[Parameter, Tensor] = {}
+        self._watch = KeptGradients()
+        self._held = held  # see :meth:`KeptGradients.look`
+
+    def of(self, parameters: Sequence[Parameter]) -> list[Tensor]:
+        """The buffers of these parameters, made (outside of a capture) where they are missing."""
+        for parameter in parameters:
+            known = self._buffers.get(parameter)
+            if known is None or (known.dtype, known.shape) != (parameter.dtype, parameter.shape):
+                self._buffers[parameter] = empty_gradient(parameter).zero_()
+        return [self._buffers[parameter] for parameter in parameters]
+
+    def clear(self) -> None:
+        self._buffers.clear()
+        self._watch = KeptGradients()
+
+    def look(self) -> None:
+        """Notice who keeps gradients, ahead of what writes the buffers."""
+        self.are_kept = self._watch.look(self._held)
+        self.are_copied |= self.are_kept
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """While the body captures graphs, which are users of their own."""
+        self.look()
+        with self._watch.growing(
+            lambda: AttachedGradients([*self._buffers], [*self._buffers.values()])
+        ):
+            yield
+
+    def bring_in(self, gradients: AttachedGradients) -> None:
+        """See :meth:`AttachedGradients.bring_in`."""
+
+        def are_kept() -> bool:
+            self.look()
+            return self.are_kept
+
+        gradients.copied = self.are_copied
+        gradients.bring_in(are_kept)
+
+
+class GradientTargets:
+    """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
+
+    Nobody zeroes the gradients of a parameter that the optimizer does not have: they add up.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        trainable: Sequence[Parameter],
+        persistent: PersistentGradients,
+        phase: Phase,  # of the accumulation window
+        observers: Observers,  # who looks at gradients, or zeroes them, within the step
+        *,
+        # Autograd itself adds to those of earlier steps: a backward pass ahead of a step under DDP
+        # reduces them, too, and of several passes each is added by itself
+        in_place: bool,
+    ) -> None:
+        self.adds = adds = not phase.zeroing or observers.own_zero_grad  # to those of earlier steps
+        # Gradients outlive the step
+        keeps = not (phase.zeroing and phase.stepping) or bool(observers.before_backward)
+        self._in_pool = not (keeps or in_place)
+        inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        self.parameters = list({**inside, **dict.fromkeys(trainable)})
+        self._inside = inside
+        lasting = [p for p in self.parameters if p.requires_grad and (keeps or p not in inside)]
+        self._buffers = dict(zip(lasting, persistent.of(lasting), strict=True))
+        known = {p for p in lasting if p.grad is not None}
+        adding = {p for p in lasting if adds or p not in inside}
+        self._grown = adding & known if in_place else set()
+        self._added = adding - self._grown
+        # The optimizer step reads the buffer, whether it gets a gradient or not
+        holds = phase.stepping and not phase.zeroing
+        self._held = known & inside.keys() if holds else set()
+
+    def begin(self) -> None:
+        """Let ``.grad`` be what a backward pass of the capture adds to."""
+        for parameter in self._grown:
+            parameter.grad = self._buffers[parameter]
+
+    def keep(self) -> None:
+        """Write or add fresh gradients to their buffers; a part of the captured step."""
+        refuse_sparse_gradients([parameter.grad for parameter in self.parameters])
+        written: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for parameter, buffer in self._buffers.items():
+            gradient = parameter.grad
+            if gradient is not None and gradient is not buffer:
+                targets, fresh = added if parameter in self._added else written
+                targets.append(local(buffer))
+                fresh.append(local(gradient))
+            if gradient is not None or parameter in self._held:
+                parameter.grad = buffer
+        with torch.no_grad():
+            if written[0]:
+                torch._foreach_copy_(*written)
+            if added[0]:
+                torch._foreach_add_(*added)
+
+    def attached(self, *, inside: bool, copied: bool = False) -> AttachedGradients:
+        """The gradients as they are now, of the optimizer's parameters or of the others.
+
+        They are ``copied`` where somebody keeps them.
+        """
+        mine = [p for p in self.parameters if (p in self._inside) is inside]
+        used = [(p, p.grad) for p in mine if p.grad is not None]
+        return AttachedGradients(
+            [p for p, _ in used],
+            [g for _, g in used],
+            [p for p in mine if p.grad is None],
+            copied=copied,
+            in_pool=self._in_pool and inside,
+        )

@@ -1,0 +1,415 @@
+"""Keeps an optimizer capturable, with live learning rates and neutral checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_graphs.autograd.backward import is_dense
+from lightning_graphs.policy.budget import gather
+from lightning_graphs.private.distributed import local
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import count_for_schedulers, has_step_hooks
+
+_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers with one kernel for all parameters that takes its learning rate from the device, on
+CUDA and on the CPU."""
+
+
+def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
+    """The gradient scaler of ``precision="16-mixed"``."""
+    scaler: Any = getattr(plugin, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+
+
+def capture_obstacle(
+    module: nn.Module, optimizer: Optimizer, device_type: str, plugin: Precision
+) -> str | None:
+    """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
+    name = type(optimizer).__name__
+    own = getattr(torch.optim, name, None) is type(optimizer)
+    if has_step_hooks(optimizer):
+        return f"{name} has step hooks, which a replay would not call"
+    as_torch = type(optimizer).step.__module__.startswith("torch.optim")
+    if not own and not ("capturable" in optimizer.defaults and as_torch):
+        return f"{name} is not one of torch.optim and does not say that it is capturable"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} was made with differentiable=True"
+    if (sparse := _sparse_embedding(module)) is not None:
+        return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if len(devices := sorted({str(p.device) for p in parameters})) > 1:
+        return f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
+    if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
+        return "parameters are float64, and a captured learning rate has 32 bits"
+    if not (why := _why_not_fused(optimizer)):
+        return None
+    if _is_sharded(optimizer):
+        return f"over DTensors only a fused step can be captured, and {name} here has none"
+    if scaler_of(plugin) is not None:
+        reads = f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
+        return f"{reads}, and it {why}"
+    if device_type == "cpu":
+        return f"a rehearsal captures fused steps alone, and {name} {why}"
+    if "capturable" not in optimizer.defaults:
+        return f"{name} has no capturable=True, and {why}"
+    return None
+
+
+def _sparse_embedding(module: nn.Module) -> str | None:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    layers = ((name, m) for name, m in module.named_modules() if isinstance(m, kinds) and m.sparse)
+    return next((name for name, layer in layers if layer.weight.requires_grad), None)
+
+
+def _fusable(optimizer: Optimizer) -> bool:
+    """Whether the fused kernel exists and the user has not asked for another implementation."""
+    return not _why_not_fused(optimizer)
+
+
+def _why_not_fused(optimizer: Optimizer) -> str:
+    """Why an optimizer does not run a fused kernel, in words that follow its name; empty if it may.
+
+    That kernel takes the elements of a parameter to fill their memory. Of whole numbers, which have
+    no gradient, it is given none.
+    """
+    is_sgd = isinstance(optimizer, torch.optim.SGD)
+    if not isinstance(optimizer, _FUSED) or (is_sgd and _is_sharded(optimizer)):
+        return "has no fused kernel for graphs"
+    groups = optimizer.param_groups
+    if any(group.get("fused") is False for group in groups):
+        return "was made with fused=False"
+    if any(group.get("foreach") for group in groups):
+        return "was made with foreach=True"
+    if any(p.is_complex() for group in groups for p in group["params"]):
+        return "has complex parameters, which torch's fused kernels do not take"
+    if not all(_is_plain(p) for group in groups for p in group["params"]):
+        return "has parameters of a tensor subclass, which torch's fused kernels do not take"
+    if not all(group.get("fused") or all(map(is_dense, group["params"])) for group in groups):
+        return "has parameters with gaps in their memory, which torch's fused kernels do not take"
+    return ""
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether operators run on it as they are, or on a part of it as they are."""
+    own = type(parameter).__torch_dispatch__
+    return own is Tensor.__torch_dispatch__ or local(parameter) is not parameter
+
+
+def _are_alike(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether a fused kernel finds the same elements in the same places of each pair."""
+    same = list(map(_kind, parameters)) == list(map(_kind, others))
+    if not same or any(map(Tensor.is_neg, others)):
+        return False
+    strides = list(map(Tensor.stride, parameters)), list(map(Tensor.stride, others))
+    return strides[0] == strides[1] or all(
+        n == 1 or mine == theirs
+        for parameter, *both in zip(parameters, *strides, strict=True)
+        for n, mine, theirs in zip(parameter.shape, *both, strict=True)
+    )
+
+
+def _is_sharded(optimizer: Optimizer) -> bool:
+    """Whether its parameters are DTensors: torch has no fused SGD over them.
+
+    Steps that are capturable without being fused mix them with plain tensors, which torch refuses.
+    """
+    return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
+
+
+_Known = list[tuple[Any, dict[str, Any], list[Any]]]
+
+
+@contextlib.contextmanager
+def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
+    """While the body runs, ``optimizer.zero_grad()`` costs a third of what it costs in torch.
+
+    It sets every gradient to None, as torch's own does. One that user code has written stays.
+    """
+    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+        yield
+        return
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if not set_to_none:
+            Optimizer.zero_grad(optimizer, set_to_none=False)
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    with replaced(optimizer, "zero_grad", zero_grad):
+        yield
+
+
+class CapturableOptimizer:
+    """Keeps an optimizer capturable for the time of a fit, while it looks as it came.
+
+    Capturable means: ``step`` counters on the device and, where torch has one, the fused kernel.
+    The flags that ask for these are in ``param_groups`` only while ``optimizer.step`` computes, in
+    a capture or eagerly: hooks, schedulers, checkpoints and its closure find the user's own.
+    Learning rates stay Python floats there; during a capture they are device tensors, which
+    :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group (betas,
+    momentum, weight decay) are frozen by a capture, and conditions of it.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self._device = device
+        self._fused = _fusable(optimizer)
+        # It runs its fused kernel, and would run another by itself
+        self.runs_other_kernel = self._fused and not all(
+            group.get("fused") for group in optimizer.param_groups
+        )
+        # It has its state. A gradient scaler may skip the first steps of a fit.
+        self.has_stepped = bool(optimizer.state)
+        self._is_restored = False
+        self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
+        vars(optimizer)["step"] = self._stand_in(optimizer.step)
+        self._groups = optimizer.param_groups
+        self._state = optimizer.state
+        self._epoch = -1
+        self._lists = [group["params"] for group in self._groups]
+        self._lengths = list(map(len, self._lists))
+        self._members = list(chain.from_iterable(self._lists))
+        # Parameter, its state and what was in it at the last capture; one of each group among them
+        self._known: _Known | None = None
+        self._witnesses: _Known = []
+        self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
+        self._settle()
+        # The kernels on the CPU read a double, those on the GPU a float.
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
+        self._filled: list[float] = [float("nan")] * len(self._groups)
+        self._frozen = [
+            (group, key)
+            for group in self._groups
+            for key, value in group.items()
+            if key not in _LIVE and not isinstance(value, Tensor)
+        ]
+
+    def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``optimizer.step``, with the flags set after its closure and taken back at its end."""
+
+        @wraps(step)
+        def stand_in(closure: Callable[[], Any] | None = None) -> Any:
+            if self._is_restored:  # in the middle of a step, which somebody takes once more
+                return step(closure)
+            returned = None
+            if closure is not None:
+                with torch.enable_grad():
+                    returned = closure()
+            with self._flags_exchanged() as is_as_captured:
+                step()
+            if not is_as_captured:  # what it has made may be laid out as a gradient was
+                self._settle()
+            self.has_stepped = True
+            return returned
+
+        count_for_schedulers(self.optimizer, stand_in)
+        return stand_in
+
+    @contextlib.contextmanager
+    def _flags_exchanged(self) -> Iterator[bool]:
+        """While the body steps; whether every group takes the kernel that is captured.
+
+        One that has what this kernel does not take is left to the user's own for that step.
+        """
+        groups = self.optimizer.param_groups
+        given = [{key: group[key] for key in _FLAGS if key in group} for group in groups]
+        if self.optimizer.state is not self._state:  # loaded: its counters may be on the host
+            self._settle()
+        taken = self._taken() if self._fused else [True] * len(groups)
+        for group, is_taken in zip(groups, taken, strict=True):
+            if "capturable" in group and self._device.type == "cuda":
+                group["capturable"] = True
+            if self._fused and is_taken and "fused" in group:
+                group["fused"], group["foreach"] = True, False
+        try:
+            yield all(taken)
+        finally:
+            for group, flags in zip(groups, given, strict=True):
+                group.update(flags)
+
+    def replaced(self, epoch: int) -> bool:
+        """Whether ``load_state_dict``, ``add_param_group`` or a hand put other state in its place.
+
+        Those who put other tensors there do so for a whole group: in the middle of an epoch, one
+        parameter of each stands for the others.
+        """
+        optimizer = self.optimizer
+        if (
+            optimizer.param_groups is not self._groups
+            or optimizer.state is not self._state
+            or len(self._groups) != len(self._rates)
+        ):
+            return True
+        lists = list(map(itemgetter("params"), self._groups))
+        if (
+            epoch == self._epoch
+            and self._holds(self._witnesses)
+            and all(map(is_, lists, self._lists))
+            and list(map(len, lists)) == self._lengths
+            and (self._known is None or len(self._state) == len(self._known))
+        ):
+            return False
+        self._epoch = epoch
+        members = list(chain.from_iterable(lists))
+        same = len(members) == len(self._members) and all(map(is_, members, self._members))
+        if not (same and self._holds(self._known or [])):
+            return True
+        if self._known is not None:  # a parameter that was unfrozen has made its own
+            self.remember_state()
+        return False
+
+    def reason_to_rebind(self, epoch: int) -> str:
+        """Why no graph of its step is right any longer; empty as long as they are."""
+        if self.replaced(epoch):
+            return "the optimizer's state or parameter groups were replaced"
+        registered = has_step_hooks(self.optimizer)
+        return "a step hook was registered on the optimizer" if registered else ""
+
+    def _holds(self, known: _Known) -> bool:
+        for parameter, state, values in known:
+            if self._state.get(parameter) is not state or len(state) < len(values):
+                return False
+            if not all(map(is_, values, state.values())):
+                return False
+        return True
+
+    def gather_state(self) -> None:
+        """Move the state together in memory; to be called before the first capture."""
+        if self._device.type == "cuda":
+            values = chain.from_iterable(state.values() for state in self._state.values())
+            gather(local(value) for value in values if isinstance(value, Tensor))
+
+    def remember_state(self) -> None:
+        """From now on other tensors in the place of these are a replacement; at every capture."""
+        self._known = [(p, state, list(state.values())) for p, state in self._state.items()]
+        firsts = {next(filter(self._state.__contains__, params), None) for params in self._lists}
+        self._witnesses = [known for known in self._known if known[0] in firsts]
+
+    def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
+        """Name and value of everything in the groups that a capture freezes."""
+        values = [(key, group[key]) for group, key in self._frozen]
+        return tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
+
+    def refresh(self) -> None:
+        """Bring the learning rates up to date; no work while they stand still."""
+        moved = []
+        for i, group in enumerate(self._groups):
+            rate = group["lr"]
+            if isinstance(rate, Tensor):  # a scheduler fills it in place
+                self._rates[i].copy_(rate.view(()))
+            elif rate != self._filled[i]:
+                self._filled[i] = rate
+                moved.append(i)
+        if len(moved) == 1:
+            self._rates[moved[0]].fill_(self._filled[moved[0]])
+        elif moved:  # two launches for all: numbers travel as arguments of the kernel
+            rates = [self._rates[i] for i in moved]
+            torch._foreach_zero_(rates)
+            torch._foreach_add_(rates, [self._filled[i] for i in moved])
+
+    def live_rates(self) -> list[Tensor]:
+        """The learning rates on the device, a group each: for a capture to read."""
+        self.refresh()
+        return self._rates
+
+    def _taken(self) -> list[bool]:
+        """Of which groups the fused kernel takes the gradients and state that there are.
+
+        It goes through memory and not through elements: on a CPU it does not look whether all of it
+        is laid out alike. That of SGD wants the momentum of all parameters, or of none.
+        """
+        groups = self.optimizer.param_groups
+        has_momentum = isinstance(self.optimizer, torch.optim.SGD)
+        trained = [p for group in groups for p in group["params"] if p.grad is not None]
+        gradients = list(map(_gradient, trained))
+        if not (self._unlike or has_momentum) and _are_alike(trained, gradients):
+            return [True] * len(groups)
+        found = []
+        for group in groups:
+            trained = [p for p in group["params"] if p.grad is not None]
+            is_taken = self._unlike.isdisjoint(trained)
+            is_taken &= _are_alike(trained, list(map(_gradient, trained)))
+            if has_momentum and group["momentum"] != 0:
+                is_taken &= self._momentum_is_even(trained)
+            found.append(is_taken)
+        return found
+
+    def _momentum_is_even(self, parameters: Sequence[Tensor]) -> bool:
+        state = self.optimizer.state
+        begun = [state.get(p, {}).get("momentum_buffer") is not None for p in parameters]
+        return all(begun) or not any(begun)
+
+    def _settle(self) -> None:
+        """Let state be where and as the captured kernel takes it: loaded state may be otherwise."""
+        self._move_steps(to_host=False)
+        self._unlike.clear()
+        members = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        known = self.optimizer.state
+        for parameter in [p for p in members if p in known] if self._fused else ():
+            state = known[parameter]
+            for key, value in state.items():
+                if key == "step" or not isinstance(value, Tensor):
+                    continue
+                if _kind(value) != _kind(parameter):
+                    self._unlike.add(parameter)
+                elif not _are_alike([parameter], [value]) and is_dense(parameter):
+                    state[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
+
+    def _move_steps(self, *, to_host: bool) -> None:
+        """Bring the ``step`` counters to the device, or where the optimizer itself keeps them."""
+        if self._device.type != "cuda":
+            return
+        for group in self.optimizer.param_groups:
+            if to_host and not self._counts_on_host(group):
+                continue
+            for parameter in group["params"]:
+                state = self.optimizer.state.get(parameter, {})
+                if isinstance(step := state.get("step"), Tensor):
+                    state["step"] = step.to("cpu" if to_host else parameter.device)
+
+    def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state in the form that it would have without the callback."""
+        on_host = {
+            index
+            for group in state_dict["param_groups"]
+            if self._counts_on_host(group)
+            for index in group["params"]
+        }
+        state = {
+            index: {**entries, "step": entries["step"].cpu()}
+            if index in on_host and isinstance(entries.get("step"), Tensor)
+            else entries
+            for index, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
+
+    def restore(self) -> None:
+        self._is_restored = True
+        vars(self.optimizer).pop("step", None)
+        if self._own_step is not None:
+            vars(self.optimizer)["step"] = self._own_step
+        self._move_steps(to_host=True)
+
+    def _counts_on_host(self, group: Mapping[str, Any]) -> bool:
+        """Whether the optimizer itself keeps the ``step`` counters of a group on the CPU."""
+        on_device = group.get("capturable") or group.get("fused")
+        return not (on_device or isinstance(self.optimizer, torch.optim.ASGD))
+
+
+_LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
+_FLAGS = ("capturable", "fused", "foreach")
+_gradient: Callable[[Tensor], Any] = attrgetter("grad")
+_kind = attrgetter("dtype", "device", "layout")

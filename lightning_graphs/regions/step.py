@@ -1,0 +1,504 @@
+"""Captures a whole training step: forward, loss, backward, clipping, optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.autograd.graphed import Stores
+from lightning_graphs.device.graph import CUDAGraph, GraphPool
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.lightning.context import CaptureFacts, TrainingContext
+from lightning_graphs.lightning.logs import LogRecorder
+from lightning_graphs.lightning.ranks import waits_for_gradients, wrapper_of
+from lightning_graphs.lightning.transfer import copies_on_host
+from lightning_graphs.policy.budget import NoRoomError
+from lightning_graphs.private.callsite import NO_LINE, add_line, calls_observed, definition_of
+from lightning_graphs.private.cudnn import CapturedDropout
+from lightning_graphs.private.engine import backward_passes_told, renew_gradient_nodes
+from lightning_graphs.private.torch import (
+    capture_unseen,
+    hooks_registered,
+    version_of,
+)
+from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.conditions import (
+    Observers,
+    Phase,
+    cast_unseen,
+    is_backward_unseen,
+    refuse_new_seeds,
+)
+from lightning_graphs.regions.gradients import (
+    BatchGradients,
+    GradientTargets,
+    PersistentGradients,
+    gradients_set_aside,
+)
+from lightning_graphs.regions.optimizer import CapturableOptimizer
+from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.reduction import BucketReduction, reduction_of
+from lightning_graphs.values.memory import OutputPlan, StaticInputs
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import OptimizerState
+from lightning_graphs.watch.batch import BatchChanges, UnreadValues, objects_left, written_tensors
+from lightning_graphs.watch.containers import PlaceUsedError, Readings, clocks_exchanged
+from lightning_graphs.watch.draws import draws_recorded, draws_refused
+from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.host_trace import ArenaFull, HostTracer
+from lightning_graphs.watch.numbers import StepNumbers
+from lightning_graphs.watch.operators import Conversion, DrawingFunction, calls_followed
+from lightning_graphs.watch.reads import DRAWN, AttributeGuards
+from lightning_graphs.watch.refusals import RaisedInCapture, code_captured
+from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects
+from lightning_graphs.watch.tracers import (
+    NumberPlaces,
+    number_places,
+    numbers_exchanged,
+    old_gradients_watched,
+    rates_exchanged,
+)
+from lightning_graphs.watch.user_code import UserCode
+
+# ------------------ The graphs that the capture of one step makes
+
+
+class Segments:
+    """The graphs of one step: one, or more where the capture was cut."""
+
+    def __init__(self, pool: GraphPool, reads: AttributeGuards) -> None:
+        self._pool = pool
+        self._reads = reads
+        self._open = contextlib.ExitStack()
+        self.graphs: dict[str, CUDAGraph] = {}
+        self.stores: dict[str, Stores] = {}
+
+    @contextlib.contextmanager
+    def capturing(self, name: str) -> Iterator[None]:
+        with self._open:
+            self.cut(name)
+            yield
+
+    def cut(self, name: str) -> None:
+        self._open.close()
+        self._open.push(partial(self._ended, name))
+        self._captured = self._open.enter_context(self._pool.capture())
+
+    def _ended(self, name: str, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.graphs[name] = self._captured
+            if stores := self._reads.stored():
+                self.stores[name] = stores
+
+    @property
+    def dropout(self) -> CapturedDropout | None:
+        """cuDNN's random state, if any of the graphs draws from it."""
+        return next((graph.dropout for graph in self.graphs.values() if graph.dropout), None)
+
+    def abandon(self) -> None:
+        while self.graphs:
+            self._pool.release(self.graphs.popitem()[1])
+
+
+# ------------------ Captures a whole training step: forward, loss, backward, clipping, optimizer s
+
+_ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
+
+
+class StepCapture(StepBody):
+    """Captures training steps of one fit."""
+
+    def __init__(
+        self,
+        fit: TrainingContext,
+        learned: CaptureFacts,
+        optimizer: Optimizer,
+        capturable: CapturableOptimizer | None,
+        observers: Observers,
+    ) -> None:
+        super().__init__(fit, optimizer, capturable, observers)
+        self._learned = learned
+        self.persistent = PersistentGradients()  # the gradients that outlive a replay
+        self._own = UserCode(self.module)
+        self._copies = partial(copies_on_host, self.trainer)
+        self._units = fit.ranks.units
+        self._registers_hooks = False
+        self._asked: list[str] = []
+        self._room_on_device = _ROOM_ON_DEVICE
+        self._recording: HostTracer | None = None
+        self._numbers = StepNumbers(self.trainer, learned.reads, self.module.device)
+        self._has_branched = self._finds_draws = False
+        self._clocks = Readings()
+        self._conversions: frozenset[Conversion] = frozenset()
+        self._functions: frozenset[DrawingFunction] = frozenset()
+        self._reduction: BucketReduction | None = None  # in place of DDP's own
+        self._has_several_passes = False  # the capture has seen a backward pass inside of its own
+        # In attributes of modules, and what the step finds where it stores
+        self._others: Sequence[Tensor] = ()
+        self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
+
+    @calls_observed
+    def capture(
+        self,
+        batch: Any,
+        tensors: Sequence[Tensor],  # its tensor leaves, in the order of the signature
+        rest: Sequence[Any],  # further arguments of ``training_step``
+        signature: Signature,  # the signature of ``(batch,)``
+        phase: Phase,  # its part in the accumulation window
+    ) -> StepPlan | None:
+        """Capture the step of this batch; nothing executes.
+
+        Libraries are not told that it is captured: they take the way of eager steps. Where that is
+        refused, it is captured once more with what it computes on the host recorded, and after that
+        both ways with libraries that are told. The way that succeeds is the first one of the next
+        capture. Where none does, all is as before, but for a gradient reducer that waits for
+        the rest of a backward pass. None: it could be captured, but costs more than it saves.
+        """
+        step = definition_of(self.module.training_step)
+        unread = UnreadValues(signature, step)
+        if self._units is not None and self.observers.before_backward:
+            raise CaptureError(
+                "A captured step under FSDP2 cannot show parameters between forward and backward.",
+                f"{', '.join(self.observers.before_backward)} may read them",
+                "read parameters in on_after_backward or later",
+            )
+        while True:
+            self._asked.clear()
+            self.fit.investment.tries_again()
+            compiled = self.fit.compiled.runs
+            try:
+                return self._captured(batch, tensors, rest, phase, unread)
+            except CaptureError as error:
+                raised = isinstance(error, RaisedInCapture)
+                # C code says of a stand-in that it is no list
+                again = raised and self._learned.places.are_used()
+                if again and not waits_for_gradients(self.trainer):
+                    continue
+                unread.refuse_read(error.observed if raised else "")
+                if NO_LINE in error.observed:
+                    add_line(error, "in the code of", step)
+                if isinstance(error, ArenaFull):
+                    self._room_on_device = error.needed
+                final = raised or isinstance(error, NoRoomError)
+                if final or waits_for_gradients(self.trainer):
+                    raise
+                if compiled != self.fit.compiled.runs:
+                    continue  # it was followed as if none of it was compiled
+                if isinstance(error, PlaceUsedError):
+                    self._learned.places.are_used(error.place)
+                elif isinstance(error, ArenaFull) or self._learns():
+                    continue
+                elif isinstance(error, LeftBehindError):
+                    raise
+                elif not (self._learned.has_host_half or compiled):
+                    self._learned.has_host_half = True
+                    if self.fit.ranks.are_one and not self.fit.investment.goes_on_with_host():
+                        return None
+                elif self._learned.is_unseen and self._asked:
+                    self._learned.is_unseen = self._learned.has_host_half = False
+                elif compiled and error.rule == DRAWN.rule:
+                    self._refuse_draws(partial(self._captured, batch, tensors, rest, phase, unread))
+                    raise
+                else:
+                    raise
+
+    def _refuse_draws(self, captured: Callable[[], StepPlan]) -> None:
+        """Refuse the first draw on the host of a step that draws there, with its line."""
+        self._finds_draws = True
+        try:
+            plan = captured()
+        except GraphError as error:
+            if error.rule == DRAWN.rule:
+                raise
+        else:
+            for graph in plan.graphs.values():
+                self.fit.pool.release(graph)
+        finally:
+            self._finds_draws = False
+
+    def _learns(self) -> bool:
+        """Whether there are new places to store in, or calls to follow.
+
+        Conversions to bare numbers are followed where the author's code, or a package's, has asked
+        for them, functions that draw where something that they drew was refused.
+        """
+        places = self._learned.places
+        if places.learn(places.found):
+            return True
+        if self._has_several_passes and not self._learned.has_several_passes:
+            self._learned.has_several_passes = True
+            return True
+        known = self._conversions, self._functions
+        self._conversions |= set(filter(self._could_follow, self._numbers.asked))
+        self._functions |= self._numbers.refused
+        return known != (self._conversions, self._functions)
+
+    @contextlib.contextmanager
+    def _passes_counted(self, *, adds: bool) -> Iterator[None]:
+        """Capture anew where each of several backward passes adds to gradients by itself."""
+        passes = itertools.count(1)
+
+        def begun(*_: object) -> None:
+            if next(passes) > 1 and adds and not self._learned.has_several_passes:
+                self._has_several_passes = True
+                raise CaptureError(
+                    "A captured step must add the gradients of each backward pass by itself.",
+                    "a backward pass runs inside of another one, or of `training_step`",
+                    "use torch.utils.checkpoint(..., use_reentrant=False)",
+                )
+
+        with backward_passes_told(begun):
+            yield
+
+    def _could_follow(self, asked: Conversion) -> bool:
+        own = self._own
+        is_new = asked not in self._conversions and not self.fit.compiled.runs
+        return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
+
+    def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> HostTracer | None:
+        """Be ready to follow what the coming capture computes on the host."""
+        self._recording, self._clocks = None, Readings()
+        device = self.module.device
+        if self._learned.has_host_half and not self.fit.compiled.runs:
+            copies, room = self._copies(tensors), self._room_on_device
+            self._recording = HostTracer(device, inputs.tensors, copies, room)
+        tape = None if self._recording is None else self._recording.tape
+        parts = self.trainer, self._learned.reads, device, tape, self._could_follow
+        self._numbers = StepNumbers(*parts)
+        return self._recording
+
+    def _refuse_recorded_beside_compiled(self) -> None:
+        if self._recording is not None and self.fit.compiled.runs:
+            raise CaptureError(  # and once more without: it runs eagerly while that is done
+                "A capture cannot record what the host computes beside compiled code.",
+                "the step calls code that torch.compile has made",
+                "move what is compiled, or what the host computes, out of the step",
+            )
+
+    def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
+        """Where the gradients of the coming capture go, and who sums them over ranks."""
+        ddp = wrapper_of(self.trainer)
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        targets = GradientTargets(
+            self.optimizer,
+            [*trained, *environment.leaves],
+            self.persistent,
+            phase,
+            self.observers,
+            in_place=self._learned.has_several_passes or (ddp is not None and phase.stepping),
+        )
+        self._reduction = reduction_of(ddp, adds=targets.adds) if phase.stepping else None
+        return targets
+
+    @code_captured("A captured step")
+    def _captured(
+        self,
+        batch: Any,
+        tensors: Sequence[Tensor],
+        rest: Sequence[Any],
+        phase: Phase,
+        unread: UnreadValues,
+    ) -> StepPlan:
+        segments = Segments(self.fit.pool, self._learned.reads)
+        scaling: dict[str, Any] = {}
+
+        def cut(name: str) -> None:
+            if name == "step":
+                scaling.update(self.scaling())
+            look()
+            segments.cut(name)
+
+        def look() -> None:
+            changes.look()
+            if places is not None:
+                places.look()
+
+        try:
+            places = self._learned.places.capturing()
+            inputs = StaticInputs(tensors)
+            versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
+            recording = self._follow_host(tensors, inputs)
+            own = unread.left_out(batch, inputs.tensors)
+            state = (*self.module.parameters(), *self.module.buffers())
+            changes = BatchChanges(own, state)
+            arguments = (own, *map(self._numbers.argument, rest))
+            environment = Environment(self.module, self._own)
+            targets = self._targets(phase, environment)
+            recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
+            recorder.live = self._numbers.logged
+            with (
+                gradients_set_aside(targets.parameters),
+                state_as_known(self.optimizer),
+                self.fit.compiled.watching(),
+                self._surrounded(environment, recorder, places),
+                objects_left(own, environment.outside.listed),
+            ):
+                targets.begin()
+                renew_gradient_nodes(targets.parameters)
+                with segments.capturing("forward"), self._passes_counted(adds=targets.adds):
+                    output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
+                    look()
+                copied = self._learned.kept.are_copied
+                gradients = targets.attached(inside=True, copied=copied)
+                others = targets.attached(inside=False)
+            unread.refuse_read()
+            refuse_new_seeds(segments.dropout)
+            self._refuse_recorded_beside_compiled()
+            self._numbers.finish()
+            if places is not None and "type" in environment.outside.words:
+                places.refuse_untouched()
+            host = None if recording is None else recording.finish()
+            written = written_tensors(tensors, inputs.tensors, versions)
+            asked.finish_capture()
+        except BaseException:  # KeyboardInterrupt and the like, too
+            segments.abandon()
+            if self._units is not None:
+                self._units.forget_step()
+            raise
+        if self.capturable is not None:
+            self.capturable.remember_state()
+        stores = segments.stores
+        if places is not None:
+            stores = {name: places.without_numbers(found) for name, found in stores.items()}
+        environment.outside.read_into(self._learned.reads)
+        output.finish_capture()
+        if places is not None:
+            places.finish_capture()
+        numbers = self.capturable, *self._numbers.on_device.values()
+        return StepPlan(
+            inputs=inputs,
+            writes_batch=written,
+            asked=asked,
+            changes=None if changes.are_none else changes,
+            outputs=output,
+            logs=recorder,
+            gradients=gradients,
+            outside=others,
+            graphs=segments.graphs,
+            copies=self._copies,
+            steps=phase.stepping and self.capturable is not None,
+            adds=targets.adds,
+            written=environment.loose.written(),
+            stores=stores,
+            places=places,
+            scaling=scaling,
+            host=host,
+            dropout=segments.dropout,
+            clocks=self._clocks or None,
+            numbers=[n for n in numbers if n is not None],
+        )
+
+    def was_in_a_branch(self) -> bool:
+        """Whether the first refusal may hold only where numbers of the trainer are these."""
+        first = not self._has_branched
+        self._numbers.note_guards()
+        self._has_branched |= self._numbers.has_guards
+        return first and self._has_branched
+
+    @contextlib.contextmanager
+    def _surrounded(
+        self, environment: Environment, recorder: LogRecorder, places: SideEffects | None
+    ) -> Iterator[None]:
+        self._others = environment.in_attributes + ([] if places is None else places.own)
+        number, listed = self._numbers.number, environment.outside.listed
+        rates = None if self.capturable is None else self.capturable.live_rates()
+        parts = self.trainer, self.optimizer, rates
+        self._in_optimizer = number_places(*parts, number)
+        with (
+            nullcontext() if places is None else places.exchanged(number),
+            # Ahead of the watched classes: asking a new class whether it is a metric takes long.
+            self.surrounded(recorder, self._learned.places, environment.generators, listed),
+            environment.reading(self._learned.reads, number),
+            rates_exchanged(*parts),
+            environment.refusing("training_step"),
+        ):
+            yield
+        self._others = ()
+
+    def forward(
+        self, arguments: tuple[Any, ...], recorder: LogRecorder
+    ) -> tuple[OutputPlan, Tensor]:
+        numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
+        host: AbstractContextManager[None] = nullcontext()
+        followed: AbstractContextManager[None] = nullcontext()
+        clocks: AbstractContextManager[None] = nullcontext()
+        if not self.fit.compiled.runs:
+            followed = calls_followed(self._conversions)
+            clocks = clocks_exchanged(self._own, partial(self._clocks.reading, self._numbers))
+        if self._finds_draws:
+            host = draws_refused(self.module.device)
+        elif self._recording is not None:
+            host = draws_recorded(self._numbers, self._recording, self._functions)
+        reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
+        watched = old_gradients_watched(self.trainer, others=self._others)
+        with watched, numbers, self._unseen(), followed, clocks, host, reduced:
+            result = super().forward(arguments, recorder)
+        self._registers_hooks = hooks_registered() != hooks
+        return result
+
+    def _backward(self, loss: Tensor) -> None:
+        parts, reduction = (self.trainer, self.module, loss), self._reduction
+        casts: AbstractContextManager[None] = nullcontext()
+        if reduction is not None and not self._registers_hooks and is_backward_unseen(*parts):
+            casts = reduction.reducing(loss)
+        elif reduction is not None:
+            reduction.leave_to_ddp()
+        elif not self._registers_hooks:
+            casts = cast_unseen(*parts)
+        recording = self._recording
+        host = recording if recording is not None and recording.in_backward else nullcontext()
+        with casts, self._unseen(), host:
+            super()._backward(loss)
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
+
+
+def refuse_iterator(batch: Any) -> None:
+    if isinstance(batch, Iterator):
+        raise CaptureError(
+            "A captured step cannot take its batch from an iterator.",
+            f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
+            "write training_step(self, batch, batch_idx)",
+        )
+
+
+class NoStateError(CaptureError):
+    """An optimizer has no state for parameters that it steps for the first time."""
+
+
+class StateAwaited:
+    """Captures that found no state of the optimizer: the eager step that follows makes it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def may_come(self, key: Hashable, error: GraphError, optimizer: Optimizer) -> bool:
+        """Whether a capture failed for that reason, and more state is there than last time."""
+        if not isinstance(error, NoStateError):
+            return False
+        before, self._known[key] = self._known.get(key, -1), len(optimizer.state)
+        return self._known[key] > before
+
+
+@contextlib.contextmanager
+def state_as_known(optimizer: Optimizer) -> Iterator[None]:
+    """State that the optimizer makes inside of a capture would be made anew by every replay."""
+    before = OptimizerState(optimizer)
+    try:
+        yield
+    finally:
+        made = before.restore()
+    if made:
+        raise NoStateError(
+            "An optimizer must have its state before its step is captured.",
+            f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
+            "let the optimizer take one more eager step, which unfrozen parameters need",
+        )

@@ -1,0 +1,481 @@
+"""Decides which step of a fit is observed, captured or replayed by submodules."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import nn
+
+from lightning_graphs.device.rules import may_follow_values
+from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.lightning.ranks import wrapper_of
+from lightning_graphs.lightning.strategy import requests_watched
+from lightning_graphs.policy.budget import SETTLED, NoRoomError
+from lightning_graphs.policy.worth import FEW, PATIENCE, EagerStreak
+from lightning_graphs.private.callsite import add_line, named_at, reached_by_name, with_keyword
+from lightning_graphs.regions.cache import PlanCache
+from lightning_graphs.regions.calls import (
+    CallRefused,
+    CaptureConfig,
+    CapturedStep,
+    FlagsReader,
+    GraphedCall,
+    StepKind,
+    batch_signature,
+    capture_step,
+    release,
+)
+from lightning_graphs.regions.choose import ModuleSelection
+from lightning_graphs.regions.conditions import moved_values
+from lightning_graphs.regions.dispatch import MOVED, Arguments, DispatchState, ForwardDispatcher
+from lightning_graphs.regions.gradients import PersistentGradients
+from lightning_graphs.regions.observe import Observation, ObservedCall, StepObserver
+from lightning_graphs.regions.verify import CallChecks, CallDiffers, Verifier
+from lightning_graphs.watch.reads import GlobalReads
+from lightning_graphs.watch.refusals import why_no_whole_step
+from lightning_graphs.watch.user_code import UserCode
+
+_ASKING = frozenset({"autograd", "backward", "create_graph"})
+"""Names in code that may start a backward pass of its own, perhaps for some parameters only."""
+_AGAIN = frozenset({"create_graph", "retain_graph"})
+"""Keywords in code that may go through a graph more than once."""
+
+_STARTS = frozenset(dir(LightningModule))
+"""Names of methods that Lightning calls."""
+
+
+@dataclass(slots=True)
+class Observed:
+    """A step that is observed, or was, and is captured once its values are those of then."""
+
+    kind: StepKind
+    values: Hashable  # of attributes that earlier captures of such steps have read
+    observer: StepObserver  # sees its calls, and keeps their arguments
+    forwards: list[ForwardDispatcher]  # stand in place of what it sees calls of
+    left: int = FEW  # how many steps with other values may come before
+
+
+@dataclass(slots=True)
+class Search:
+    """Steps of a kind that was captured are observed: one of them made other calls."""
+
+    reason: str  # what is said if nothing comes of it
+    left: int = PATIENCE  # how many steps are observed yet; 0 once nothing came of it
+
+
+def _adds_gradients(module: LightningModule) -> bool:
+    """Whether gradients of earlier steps may be added to, as far as is known before the fit."""
+    trainer = module.trainer
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    schedules = (isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+    own = type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
+    return own or trainer.accumulate_grad_batches > 1 or any(schedules)
+
+
+class ModuleGraphs:
+    """Observes, captures and replays the calls of chosen submodules, step by step."""
+
+    def __init__(
+        self,
+        fit: TrainingContext,
+        gradients: PersistentGradients,
+        agreement: Verifier,
+        *,
+        looks_at_shapes: bool,  # in the first step that is observed, too
+    ) -> None:
+        module, options, pool = fit.module, fit.options, fit.pool
+        apart = pool.beside()
+        # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
+        reduced = wrapper_of(module.trainer) is not None
+        own = UserCode(module)
+        kinds = map(type, [*module.modules(), *module.trainer.callbacks])  # type: ignore[attr-defined]
+        outside = GlobalReads(module, own)
+        words = outside.words_of(kinds)
+        asks = not module.automatic_optimization or bool(words & _ASKING)
+        # Graphs write gradients of which autograd knows nothing.
+        self._watches_requests = direct = not (asks or reduced)
+        ran = reached_by_name(_STARTS, outside.codes)
+        # Where a step may go through a graph twice, and what for: it is run again, or waited for.
+        self._again = with_keyword(_AGAIN, ran)
+        left = PATIENCE if self._again.line else 0
+        self._patience, self.insured = (0, left) if fit.recovery.repeats else (left, 0)
+        self._agreement, self._checks = agreement, CallChecks(agreement)
+        made_with = module, own, pool, gradients, self._checks.check, fit.compiled
+        self._means = CaptureConfig(*made_with, direct=direct, adds=_adds_gradients(module))
+        # What decides over the calls while a step runs.
+        self.stage = DispatchState(fit, replace(self._means, pool=apart))
+        self._fit = fit
+        self._gradients = gradients
+        self._device_type = pool.backend.device_type
+        self._choice = ModuleSelection(module, options)
+        self._flags = FlagsReader(module)
+        self._forwards: dict[
+            nn.Module, ForwardDispatcher
+        ] = {}  # of modules that were ever observed
+        self._graphed: dict[nn.Module, ForwardDispatcher] = {}  # of those that have graphs
+        self._cache: PlanCache[Hashable, CapturedStep] = PlanCache(
+            fit.investment,
+            self._release,
+            capacity=options.max_graphs,
+            shape=lambda key: key[0],  # type: ignore[index]
+        )
+        self._last: CapturedStep | None = None
+        self._observed: Observed | None = None
+        self._searches: dict[StepKind, Search] = {}
+        self._waiting = EagerStreak(options, fit.statistics, self._difference)
+        asked = options.by_submodules  # and not only tried after the whole step
+        self._may_be_whole = asked and not why_no_whole_step(module.trainer, module)
+        self._looks_at_shapes = looks_at_shapes and not fit.compiled.runs
+        # What may leave too little memory for a step that was not replayed yet; or empty.
+        self.held = ""
+
+    def close(self) -> None:
+        self._stop_observing()
+        for forward in self._graphed.values():
+            forward.remove()
+        self._graphed.clear()
+        self._cache.clear()
+        self._last = None
+        self.stage.means.pool.close()
+
+    def _release(self, step: CapturedStep) -> None:
+        release(step.captured, self._fit.statistics)
+        if not self._plans_of(step.kind):
+            self._searches.pop(step.kind, None)
+
+    # ------------------------------------------------------------------ each step
+
+    def begin(self, args: tuple[Any, ...]) -> None:
+        """Begin a step with this batch: with graphs, or eagerly and perhaps observed."""
+        stage, new = self.stage, None
+        if stage.astray:
+            self._lend_no_longer("a graphed module is given other tensors, which are copied now")
+        elif self._last is not None and self._last.is_kept:
+            # Any replay over the same memory may overwrite it.
+            self._lend_no_longer("an output of a graphed module is kept, and is copied now")
+        if self._observed is not None:
+            new = self._look_back(self._observed)
+        elif stage.elsewhere is not None and self._last is not None:
+            if stage.missed:  # look for a step that makes such calls
+                self._searches.setdefault(self._last.kind, Search(stage.missed))
+            elif self._graphed and self._last.captured and not stage.had_graphs:
+                reason = "steps run eagerly that call no graphed module"
+                self._searches.setdefault(self._last.kind, Search(reason, FEW))
+        if stage.stale:
+            self._forget(stage.stale)
+        step = self._step_of(args)
+        if step is not None and any(step.hook_tables):
+            self._forget("a hook was registered inside of a graphed module")
+            step = self._step_of(args)
+        if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
+            step = self._step_of(args)
+        stage.missed, stage.seeded, stage.has_replayed = "", False, False
+        if step is None:
+            self.held = "graphs" if len(self._cache) else ""
+            if self._observed is not None:
+                self.held = "arguments"
+            stage.elsewhere = None
+        else:
+            is_settled = step.uses >= (SETTLED if self._agreement.budget.is_tight else 1)
+            self.held = "" if is_settled else "replays"
+            if step.uses < SETTLED or self._agreement.budget.is_tight:
+                self._agreement.budget.settle()
+            step.uses += 1
+            stage.elsewhere = self._elsewhere
+            step.begin()
+        for module, forward in self._graphed.items():
+            forward.begin(() if step is None else step.sites.get(module, ()))
+
+    def begin_again(self, error: ReplayError) -> None:
+        """Begin a step anew that graphs could not serve: eagerly, and observed."""
+        assert self._last is not None
+        kind, self.insured = self._last.kind, PATIENCE
+        add_line(error, "see", self._again)  # where a backward pass of Lightning's was refused
+        self._forget(f"a step cannot be served: {error.observed}")
+        self._observe(kind)
+        self.stage.has_replayed, self.stage.elsewhere = False, None
+
+    def begin_evaluating(self) -> None:
+        """Begin a validation step, whose calls without autograd have graphs."""
+        self.stage.evaluating = True
+        for forward in self._graphed.values():
+            forward.install()
+
+    def end(self) -> None:
+        """End the step's own code: every module is as its author made it."""
+        self.stage.stepping = self.stage.evaluating = False
+        for forward in self._graphed.values():
+            forward.uninstall()
+
+    def watching(self, loss: Any = None) -> AbstractContextManager[None]:
+        """See what the body does, a part of a step or its backward pass, where that counts."""
+        direct, observed = self._watches_requests, self._observed
+        requests = requests_watched(self._asked) if direct else nullcontext()
+        if observed is None or observed.observer.is_over:
+            return requests
+        return self._observing(observed, loss, requests)
+
+    @contextmanager
+    def _observing(
+        self, observed: Observed, loss: Any, requests: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        observed.observer.look_behind(loss)
+        # Where a backward pass is inside of the step's own code, they are there already.
+        forwards = [forward for forward in observed.forwards if not forward.is_installed]
+        for forward in forwards:
+            forward.install()
+        before, self.stage.observer = self.stage.observer, observed.observer
+        try:
+            compiled = self._fit.compiled.watching()
+            with requests, compiled, observed.observer.looking_at_shapes():
+                yield
+        finally:
+            self.stage.observer = before
+            for forward in forwards:
+                forward.uninstall()
+
+    def _lend_no_longer(self, reason: str) -> None:
+        self.stage.astray = False
+        self._means = replace(self._means, lends=False)
+        self._forget(reason)
+
+    def _step_of(self, args: tuple[Any, ...]) -> CapturedStep | None:
+        """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
+        batch = args[:1]
+        flags = self._flags.now()
+        step = self._last
+        if step is None or not step.fits(batch, flags):
+            step = self._cache.find(lambda s: s.fits(batch, flags))
+        if step is not None:
+            if self._searched(step.kind) is not None:
+                self._observe(step.kind)
+                return None
+            self._last = step
+            return step
+        kind = StepKind(batch_signature(batch, self._device_type), flags)
+        key = (kind, self._read(kind))
+        if self._cache.is_due(key):
+            self._waiting.end()
+            if self._observed is None:  # else one waits for its values to come back
+                self._observe(kind)
+        elif self._cache.why_not:
+            is_new, is_full = self._cache.is_new(key), self._cache.is_full
+            self._waiting.add(kind, self._cache.why_not, is_new=is_new, at_once=is_full)
+        return None
+
+    def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
+        steps = (step.baked for step in self._plans_of(kind))
+        moved = (
+            line + named_at(line, baked.environment.outside.codes)
+            for baked in steps
+            for line in moved_values(baked.values, baked.reads.now())
+        )
+        return before.change(kind) or list(dict.fromkeys(moved))
+
+    def _read(self, kind: StepKind) -> Hashable:
+        """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
+        return frozenset(item for step in self._plans_of(kind) for item in step.baked.reads.now())
+
+    def _plans_of(self, kind: StepKind) -> list[CapturedStep]:
+        return [step for step in self._cache.plans() if step.kind == kind]
+
+    def _elsewhere(self, module: nn.Module, index: int, call: Arguments) -> GraphedCall | None:
+        """Go on with another captured step of this kind that makes this call, if one does."""
+        last = self._last
+        assert last is not None
+        # Every graph is whole in itself as long as no backward pass needs another's memory.
+        is_free = not (last.is_waiting or last.is_kept)
+        self.stage.foreseen = False
+        for step in self._cache.plans():
+            sites = step.sites.get(module, ())
+            if index >= len(sites) or step.kind != last.kind or not step.baked.is_current:
+                continue
+            site = sites[index]
+            fits = site is None or site.accepts(*call)
+            if site is not None and fits and is_free and not any(step.hook_tables):
+                self._last = self._cache.get(step.key)
+                step.begin()
+                for other, forward in self._graphed.items():
+                    forward.sites = step.sites.get(other, ())
+                return site
+            # It is captured, or stays eager, there.
+            self.stage.foreseen |= fits and step is not last
+        return None
+
+    def _asked(self, inputs: Sequence[Any]) -> None:
+        """A backward pass is started for these tensors only: autograd knows of all from now on."""
+        self._means = replace(self._means, direct=False)
+        if self.stage.elsewhere is not None and self._last is not None:
+            self._last.refuse_requests(inputs)
+        elif self._cache.plans():
+            self._forget("a step asks for some gradients only")
+
+    # ------------------------------------------------------------------ observation and capture
+
+    def _observe(self, kind: StepKind) -> None:
+        stage, looks = self.stage, self._looks_at_shapes
+        observer = StepObserver(self._device_type, lambda: stage.stepping, looks_at_shapes=looks)
+        forwards = [
+            self._forwards.setdefault(module, ForwardDispatcher(name, module, stage))
+            for name, module in self._choice.candidates().items()
+        ]
+        self._observed = Observed(kind, self._read(kind), observer, forwards)
+
+    def _stop_observing(self) -> None:
+        if self._observed is not None:
+            self._observed.observer.discard()
+            self._observed = None
+
+    def _look_back(self, observed: Observed) -> CapturedStep | None:
+        """Capture what the last step has shown, if it is worth it and can be."""
+        kind, observation = observed.kind, observed.observer.observation
+        observed.observer.remove()
+        search = self._searched(kind)
+        now = self._flags.now()  # a capture finds the hooks and the precision that are there
+        is_fit = now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
+        if search is None and not (is_fit and self._read(kind) == observed.values):
+            if observed.left > 0:
+                observed.left -= 1  # values may take turns
+                return None
+            is_fit &= not any(step.baked.is_current for step in self._plans_of(kind))
+        self._observed = None
+        if not is_fit:
+            return None
+        if self._choice.learn(observation):
+            self._patience = 0
+        elif self._patience > 0:
+            self._patience -= 1
+            self._fit.statistics.note(
+                "steps run eagerly until one shows which module create_graph=True or "
+                f"retain_graph=True is about, {PATIENCE} steps at most: {self._again.describe()}"
+            )
+            return None
+        unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.statistics.note)
+        removed = [self._graphed.pop(module) for module in unsteady if module in self._graphed]
+        for forward in removed:
+            forward.remove()
+        if self._choice.wants_another(kind, observation):
+            part = self._choice.steady_part(observation)
+            if len(self._cache) or self._fit.investment.goes_on_with_part(part):
+                self._observe(kind)
+            return None
+        if search is not None and removed:
+            del self._searches[kind]
+            return None
+        calls = self._choice.first(observation, self._fit.statistics.note)
+        if search is not None and not calls:
+            search.left = 0
+            self._fit.statistics.note(search.reason)
+            return None
+        if search is not None:
+            key = (kind, observation.pattern(calls))
+            called = {call.module for call in calls}
+            plans = (s for s in self._plans_of(kind) if called <= s.sites.keys())
+            known = any(s.key[:2] == key and s.baked.is_current for s in plans)
+            if known or not self._cache.is_due(key):
+                search.left -= 1
+                if search.left == 0:
+                    self._fit.statistics.note(search.reason)
+                return None
+            del self._searches[kind]
+        with self._fit.investment.paying():
+            return self._capture(kind, calls, observation)
+
+    def _searched(self, kind: StepKind) -> Search | None:
+        search = self._searches.get(kind)
+        return search if search is not None and search.left > 0 else None
+
+    def _capture(
+        self, kind: StepKind, calls: list[ObservedCall], observation: Observation
+    ) -> CapturedStep | None:
+        step: CapturedStep | None = None
+        options = self._fit.options
+        while calls and step is None:
+            try:
+                self._agreement.budget.require_room("A captured module")
+                with self._gradients.capturing():
+                    sites, baked = capture_step(calls, observation, self._means)
+                step = CapturedStep(kind, calls, observation, sites, baked)
+            except NoRoomError as error:
+                if options.on_failure == "raise":
+                    raise
+                self._fit.statistics.note("a step runs eagerly", error)
+                self._cache.refuse((kind, self._read(kind)))
+                return None
+            except CallRefused as error:
+                differs = isinstance(error, CallDiffers)
+                if options.on_failure == "raise" and (options.modules or differs):
+                    raise
+                follows = not differs and may_follow_values(error.__cause__)
+                if follows and not (self._looks_at_shapes or self._fit.compiled.runs):
+                    self._looks_at_shapes = True  # another step shows all that it is about
+                    self._observe(kind)
+                    return None
+                self._choice.refuse(error.call.module)
+                calls = self._choice.calls(observation)
+                self._fit.statistics.refused(error.call.name, error)
+        if step is None:
+            self._cache.refuse((kind, self._read(kind)))
+            if options.on_failure == "raise":
+                raise CaptureError(
+                    "GraphCapture(scope='modules') needs a submodule that can be captured.",
+                    "no submodule could be captured",
+                    "write on_failure='eager' to train without graphs, and to read why for each",
+                )
+            whole = ', scope="step" tries the whole step' if self._may_be_whole else ""
+            if observation.calls:
+                self._fit.statistics.note(
+                    "steps run eagerly: no submodule of them could be captured. modules=[...] "
+                    f"names some, diagnose=True lists what is in the way{whole}"
+                )
+            else:
+                self._fit.statistics.note(
+                    f"steps run eagerly: they call no submodule that has parameters{whole}"
+                )
+            return None
+        step.enter(self._fit.statistics)
+        for call in calls:
+            forward = self._graphed[call.module] = self._forwards[call.module]
+            forward.is_graphed = True
+        self._fit.statistics.captures += 1
+        self._fit.statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
+        if self._last is not None:
+            change = self._last.change(step)
+            self._fit.statistics.recaptured(f"captured other graphs, because {change}", change)
+        self._cache.add(step.key, step)
+        self._last = step
+        return step
+
+    def _is_wrong(self, step: CapturedStep) -> bool:
+        """Whether graphs that were right compute something else by now: then they are dropped."""
+        self._gradients.look()
+        try:
+            self._checks.check(step.captured, again=True)
+        except CallDiffers as error:
+            if self._fit.options.on_failure == "raise":
+                raise
+            self._choice.refuse(error.call.module)
+            self._graphed.pop(error.call.module).remove()
+            self._fit.statistics.refused(error.call.name, error)
+            # Each module can be wrong once only, so that this ends by itself.
+            self._forget(f"`{error.call.name}` is no longer graphed")
+            return True
+        except ReplayError:
+            self._forget(MOVED)
+            return True
+        return False
+
+    def _forget(self, reason: str) -> None:
+        self.stage.stale = ""
+        self._fit.statistics.recaptured(f"recapturing, because {reason}", reason)
+        self._stop_observing()
+        self._cache.clear()
+        self._last = None
+        for forward in self._graphed.values():
+            forward.forget()

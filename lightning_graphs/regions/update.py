@@ -1,0 +1,205 @@
+"""Captures and replays the optimizer step by itself, where submodules are graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_graphs.autograd.backward import refuse_sparse_gradients
+from lightning_graphs.errors import GraphError, VerificationError
+from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.lightning.private import announce_optimizer_step, call_gradient_hooks
+from lightning_graphs.policy.worth import HyperParameterChurn
+from lightning_graphs.private.callsite import calls_observed
+from lightning_graphs.private.exchange import nothing, replaced
+from lightning_graphs.private.torch import same_pointers
+from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.cache import PlanCache
+from lightning_graphs.regions.conditions import Observers
+from lightning_graphs.regions.gradients import (
+    AttachedGradients,
+    PersistentGradients,
+    gradients_set_aside,
+)
+from lightning_graphs.regions.lifecycle import Lifecycle, Plan
+from lightning_graphs.regions.optimizer import (
+    CapturableOptimizer,
+    capture_obstacle,
+    scaler_of,
+)
+from lightning_graphs.regions.step import StateAwaited, state_as_known
+from lightning_graphs.regions.verify import Verification, Verifier
+from lightning_graphs.values.memory import AddressGuard
+from lightning_graphs.watch.refusals import code_captured
+from lightning_graphs.watch.tracers import rates_exchanged
+
+_CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
+
+
+class CapturedUpdate:
+    """Takes the optimizer steps of a fit as graph launches; a region whose calls bring nothing."""
+
+    def __init__(
+        self, fit: TrainingContext, gradients: PersistentGradients, agreement: Verifier
+    ) -> None:
+        self.optimizer: Optimizer = fit.trainer.optimizers[0]
+        # The last step had no graph before it: no other step has run beside its memory.
+        self.is_new = False
+        self.capturable: CapturableOptimizer | None = None
+        self._fit = fit
+        self._pool = fit.pool.beside()
+        self._gradients = gradients
+        self._agreement = agreement
+        self._observers = Observers.of(fit.trainer, fit.module)
+        self._moves = HyperParameterChurn(fit.trainer)
+        self._awaited = StateAwaited()
+        cache: PlanCache[Any, Plan] = PlanCache(
+            fit.investment, self.discard, capacity=fit.options.max_graphs
+        )
+        self._life: Lifecycle[Hashable, Plan] = Lifecycle(
+            self,
+            cache,
+            fit.investment,
+            fit.ranks,
+            verifies=agreement.is_on,
+            again=(lambda: agreement.is_due) if agreement.every else None,
+        )
+        self._bind()
+
+    def _bind(self) -> None:
+        plugin, device_type = self._fit.trainer.precision_plugin, self._pool.backend.device_type
+        obstacle = capture_obstacle(self._fit.module, self.optimizer, device_type, plugin)
+        if scaler_of(plugin) is not None and self._observers.before_step:
+            obstacle = obstacle or "hooks look at gradients between unscaling and the step"
+        if said := obstacle or self._moves.obstacle:
+            self._fit.statistics.note(f"the optimizer step runs eagerly: {said}")
+        if obstacle is not None:
+            return
+        self.capturable = CapturableOptimizer(self.optimizer, self._fit.module.device)
+        if self.capturable.runs_other_kernel:
+            self._fit.statistics.runs_fused(type(self.optimizer).__name__)
+        groups = self.optimizer.param_groups
+        self._parameters = [p for group in groups for p in group["params"]]
+        self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
+        self._body = StepBody(self._fit, self.optimizer, self.capturable, self._observers)
+        self._checks = Verification(self._agreement, self._body)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Go on with another optimizer, if it is now the trainer's only one."""
+        if self._fit.trainer.optimizers == [optimizer]:
+            self.optimizer = optimizer
+            self._rebind("the optimizer was replaced")
+
+    def step(self) -> bool:
+        """Take the step on the gradients that there are, with the hooks before it."""
+        if self.capturable is None or self._moves.obstacle:
+            return False
+        hooked = bool(self._observers.before_step)
+        if hooked:  # first: they may remove gradients, and move what a graph freezes
+            call_gradient_hooks(self._fit.trainer, self._fit.module, self.optimizer)
+        self.is_new = False
+        plan = self._plan_for(self.capturable)
+        self.is_new |= plan is None
+        if plan is None:
+            if hooked:
+                self.optimizer.step()
+            return hooked
+        if not hooked:
+            announce_optimizer_step(self._fit.trainer, self.optimizer)
+        self._moves.replays += 1
+        plan.replay()
+        return True
+
+    def _plan_for(self, capturable: CapturableOptimizer) -> Plan | None:
+        reason = capturable.reason_to_rebind(self._fit.trainer.current_epoch)
+        if not (reason or same_pointers(*self._guard.places) or self._guard.bring_back()):
+            reason = "a parameter has moved"
+        numbers = capturable.hyper_parameters()
+        if reason or self._moves.are_too_many(numbers):
+            self._rebind(reason)
+            return None
+        with_gradient = tuple([p.grad is not None for p in self._parameters])
+        if not any(with_gradient):
+            return None  # there would be nothing in the graph
+        return self._life.plan_for((numbers, _CLIPPING(self._fit.trainer), with_gradient))
+
+    # ------------------------------------------------------------------ the region
+
+    def key(self, call: Hashable) -> Hashable:
+        return call
+
+    def is_ready(self, call: Hashable, key: Hashable) -> bool:
+        return self.capturable is not None and self.capturable.has_stepped
+
+    def capture(self, call: Hashable, key: Hashable) -> Plan:
+        assert self.capturable is not None
+        with self._gradients.capturing():
+            return self._captured(self.capturable, key)
+
+    @calls_observed
+    @code_captured("A captured optimizer step")
+    def _captured(self, capturable: CapturableOptimizer, key: Hashable) -> Plan:
+        with_gradient = [p for p in self._parameters if p.grad is not None]
+        refuse_sparse_gradients([p.grad for p in with_gradient])
+        others = [p for p in self._parameters if p.grad is None]
+        gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
+        with gradients_set_aside(self._parameters), state_as_known(self.optimizer), torch.no_grad():
+            rates = capturable.live_rates()
+            with rates_exchanged(self._fit.trainer, self.optimizer, rates):
+                gradients.attach()
+                with self._pool.capture() as captured:
+                    self._body.update()
+        capturable.remember_state()
+        return Plan(
+            key=key,
+            before=(capturable.refresh, partial(self._gradients.bring_in, gradients)),
+            # It unscales and clips them where no hook looks in between, and takes the step.
+            graphs={"update": captured},
+            after=(gradients.take_out,),
+        )
+
+    def compare(self, plan: Plan, call: Hashable) -> bool:
+        self._gradients.look()  # first: the comparison keeps them itself
+        with replaced(self._gradients, "look", nothing):
+            self._checks.check_update(plan.replay)
+        return True
+
+    def may_succeed(self, key: Hashable, error: GraphError) -> bool:
+        return self._awaited.may_come(key, error, self.optimizer)
+
+    def refuse(self, error: GraphError) -> None:
+        if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
+            raise error
+        self._fit.statistics.note("the optimizer step runs eagerly", error)
+
+    def discard(self, plan: Plan | None) -> None:
+        if plan is not None:
+            self._pool.release(plan.graphs["update"])
+
+    def wait(self, *_: Any) -> None:
+        """Nothing is said of it: the rest of the step has its graphs."""
+
+    def enter(self, plan: Plan) -> None:
+        """Note that no eager step has run beside its memory."""
+        self.is_new = True
+
+    # ------------------------------------------------------------------ rebinding
+
+    def _rebind(self, reason: str = "") -> None:
+        if reason:
+            self._fit.statistics.recaptured(
+                f"recapturing the optimizer step, because {reason}", reason
+            )
+        self.close()
+        self._bind()
+
+    def close(self) -> None:
+        self._life.cache.clear()
+        if self.capturable is not None:
+            self.capturable.restore()
+            self.capturable = None

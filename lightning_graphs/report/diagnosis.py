@@ -1,0 +1,162 @@
+"""What the doctor found: a row for each obstacle, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.errors import OF_PACKAGE
+from lightning_graphs.private.callsite import CallSite, package_of, shown
+
+_Remark = Literal[
+    "further graph",
+    "runs ahead of the graph",
+    "left out unless it is read",
+    "submodules become graphs",
+    "stays eager between them",
+]
+"""Effects of what need not be mended."""
+
+Effect = Literal["eager step", "eager optimizer step"] | _Remark
+
+
+@dataclass(slots=True)
+class Finding:
+    """One thing in the way of a captured step.
+
+    Attributes:
+        kind: What it is, in a word that programs can rely on, such as ``"host-read"``.
+        operator: The operator, function, attribute, hook or option.
+        file: The user's file; empty where no line is to blame.
+        line: Line number, from 1; 0 likewise.
+        function: The function the line is in.
+        source: The line.
+        count: How often it was met in the observed steps.
+        last_step: The last observed step that met it; 0 for what shows before any step.
+        effect: What it does to the step, in words that the page about the doctor explains;
+            ``"eager step"`` and ``"eager optimizer step"`` are those of obstacles.
+        rule: What capture demands.
+        observed: What was found, beyond operator and line; may be empty.
+        remedy: What to do.
+        code: The remedy as code.
+    """
+
+    kind: str
+    operator: str
+    file: str
+    line: int
+    function: str
+    source: str
+    count: int
+    last_step: int
+    effect: Effect
+    rule: str
+    observed: str
+    remedy: str
+    code: str
+
+    @property
+    def place(self) -> str:
+        """``file.py:12 in training_step: the line``; empty where no line is to blame."""
+        if not self.file:
+            return ""
+        inside = self.file.startswith(os.path.join(os.getcwd(), ""))
+        file = os.path.relpath(self.file) if inside else shown(self.file)
+        package = package_of(self.file)
+        whose = f" ({OF_PACKAGE} {package})" if package else ""
+        return f"{file}:{self.line} in {self.function}{whose}: {self.source}"
+
+    @property
+    def details(self) -> str:
+        """How often, with which effect, and what was observed."""
+        times = [f"{self.count} times"] * (self.count > 1)
+        times += ["in the first step only"] * (self.last_step == 1)
+        return ", ".join([self.effect, *times, *filter(None, [self.observed])])
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """What ``GraphCapture(diagnose=True)`` found: ``report.diagnosis``.
+
+    Attributes:
+        steps: Training steps that were observed.
+        findings: What was found, in the order of its first appearance.
+    """
+
+    steps: int = 0
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def obstacles(self) -> list[Finding]:
+        """What stands in the way: neither what is captured otherwise nor what only the first
+        step does.
+
+        The first step fills caches and the like; it is never captured.
+        """
+        remarks, once = get_args(_Remark), 1 if self.steps > 1 else -1
+        return [f for f in self.findings if f.effect not in remarks and f.last_step != once]
+
+    def add(
+        self,
+        obstacle: Obstacle,
+        operator: str,
+        site: CallSite | None = None,
+        *,
+        observed: str = "",
+        effect: Effect = "eager step",
+    ) -> None:
+        """Note an obstacle, or count it once more where line and effect are known already."""
+        site = site if site is not None and site.line else CallSite("", 0, "")
+        for known in self.at(site):
+            if (known.kind, known.operator, known.effect) == (obstacle.kind, operator, effect):
+                known.count += 1
+                known.last_step = self.steps
+                return
+        place = (site.file, site.line, site.function, site.source if site.file else "")
+        texts = (obstacle.rule, observed, obstacle.remedy, obstacle.code)
+        row = (obstacle.kind, operator, *place, 1, self.steps, effect, *texts)
+        self.findings.append(Finding(*row))
+
+    def at(self, site: CallSite) -> list[Finding]:
+        """What is known of a line."""
+        return [f for f in self.findings if (f.file, f.line) == (site.file, site.line)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values; ``findings`` are the rows of the table."""
+        return {
+            "steps": self.steps,
+            "obstacles": len(self.obstacles),
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def to_json(self) -> str:
+        """:meth:`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    @property
+    def summary(self) -> str:
+        """The number of obstacles, and of remarks, in words."""
+        found = len(self.obstacles)
+        what = f"{found} obstacle{'s' * (found != 1)}" if found else "nothing stands in the way"
+        if further := len(self.findings) - found:
+            what += f", {further} remark{'s' * (further != 1)}"
+        return what
+
+    def __str__(self) -> str:
+        observed = f"{self.steps} training step{'s' * (self.steps != 1)} observed"
+        lines = [f"GraphCapture, doctor: {self.summary} ({observed})"]
+        groups: dict[tuple[str, str], list[Finding]] = {}  # what one remedy mends, together
+        for finding in sorted(self.findings, key=lambda one: one not in self.obstacles):
+            groups.setdefault((finding.rule, finding.remedy), []).append(finding)
+        for findings in groups.values():
+            first = findings[0]
+            lines += ["", f"{first.kind}: {first.rule}"]
+            for finding in findings:
+                lines.append(f"  {finding.operator} ({finding.details})")
+                lines += [f"    {finding.place}"] * bool(finding.place)
+            lines.append(f"  Fix: {first.remedy}")
+            lines += [f"    {line}" for line in first.code.splitlines()]
+        return "\n".join(lines)

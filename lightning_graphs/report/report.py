@@ -1,0 +1,253 @@
+"""The report of a fit: plain data, one line of text, and a table."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from textwrap import indent
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from lightning_graphs.report.diagnosis import Diagnosis
+
+
+@dataclass(kw_only=True, slots=True)
+class GraphRecord:
+    """What is known of one captured signature.
+
+    Attributes:
+        signature: The batch in words, such as ``x f32[32,128], y i64[32]``.
+        scope: ``"step"``, or ``"module encoder.layers.0"``.
+        parts: Its graphs: more than one where hooks look in between, for the backward pass of a
+            module, and for several calls of it in a step.
+        nodes: Nodes of all parts; None where they cannot be counted.
+        kernels: Kernel launches among them; likewise.
+        captures: How often it was captured; more than once after a release or a recapture.
+        capture_ms: Time of the last capture, in milliseconds.
+        pool_mib: Memory that the last capture added to the pool of graphs, in MiB; None without a
+            GPU.
+        replays: Replays of it: steps, or calls of a module.
+        eager_ms: Median time of an eager step of this signature; None if none was timed.
+        replay_ms: Median time of a replayed step; likewise.
+    """
+
+    signature: str
+    scope: str = "step"
+    parts: int = 1
+    nodes: int | None = None
+    kernels: int | None = None
+    captures: int = 1
+    capture_ms: float = 0.0
+    pool_mib: float | None = None
+    replays: int = 0
+    eager_ms: float | None = None
+    replay_ms: float | None = None
+
+    @property
+    def speed_up(self) -> float | None:
+        """Time of an eager step over that of a replayed one; None if either is unknown."""
+        if self.eager_ms is None or not self.replay_ms:
+            return None
+        return self.eager_ms / self.replay_ms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """One step that was timed.
+
+    Attributes:
+        step: Position of the micro-batch in the fit, from 0.
+        kind: Whether it ran eagerly or was replayed.
+        ms: From the begin of ``training_step`` to the end of backward pass or optimizer step, in
+            milliseconds: on the GPU by its own clock, else by the host's.
+    """
+
+    step: int
+    kind: Literal["eager", "replay"]
+    ms: float
+
+
+@dataclass(kw_only=True, slots=True, repr=False)
+class Report:
+    """What the graphs of a fit did.
+
+    Attributes:
+        backend: ``"cuda"``, ``"emulated"``, or empty where nothing was to be captured.
+        device: The device in words.
+        torch: Version of torch.
+        graphs: A record for each captured signature, in the order of their first capture.
+        modules: Names of the submodules that have graphs.
+        eager: Micro-batches that ran eagerly.
+        replayed: Micro-batches that were replayed, as a whole or with a call of a submodule.
+        fallbacks: Why steps ran eagerly, a reason each.
+        recaptures: What changed, for each capture after the first.
+        times: The steps that were timed: the first ones of the fit.
+        verdict: What the times say, where replay is not (much) faster; else empty.
+        diagnosis: What ``diagnose=True`` found; else None.
+    """
+
+    backend: str = ""
+    device: str = ""
+    torch: str = ""
+    graphs: Sequence[GraphRecord] = ()
+    modules: Sequence[str] = ()
+    eager: int = 0
+    replayed: int = 0
+    fallbacks: Sequence[str] = ()
+    recaptures: Sequence[str] = ()
+    times: Sequence[StepTime] = ()
+    verdict: str = ""
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def times_mean_something(self) -> bool:
+        """False for a rehearsal on the CPU, which replays operator by operator."""
+        return self.backend != "emulated"
+
+    @property
+    def busiest(self) -> GraphRecord | None:
+        """The record with most replays; None if nothing was captured."""
+        return max(self.graphs, key=lambda record: record.replays, default=None)
+
+    @property
+    def speed_up(self) -> float | None:
+        """That of the busiest record; None where it is unknown, and for a rehearsal."""
+        busiest = self.busiest
+        return busiest.speed_up if busiest and self.times_mean_something else None
+
+    def metrics(self) -> dict[str, float]:
+        """Figures for a logger, named ``graphs/...``.
+
+        Sizes are sums over all graphs, times those of the most replayed one. What is unknown is
+        absent, and so are the times of a rehearsal.
+        """
+        busiest = self.busiest
+        found: dict[str, float | None] = {
+            "captures": sum(record.captures for record in self.graphs),
+            "nodes": _total(record.nodes for record in self.graphs),
+            "kernels": _total(record.kernels for record in self.graphs),
+            "capture_ms": sum(record.capture_ms for record in self.graphs),
+            "pool_mib": _total(record.pool_mib for record in self.graphs),
+            "replayed_steps": self.replayed,
+            "eager_steps": self.eager,
+            "fallbacks": len(self.fallbacks),
+            "recaptures": len(self.recaptures),
+            "eager_ms": busiest.eager_ms if busiest else None,
+            "replay_ms": busiest.replay_ms if busiest else None,
+            "speed_up": self.speed_up,
+        }
+        if not self.times_mean_something:
+            found = {name: v for name, v in found.items() if not name.endswith("_ms")}
+        return {f"graphs/{name}": float(v) for name, v in found.items() if v is not None}
+
+    def to_json(self) -> str:
+        """The report as JSON text, for other programs: an object with the fields as its keys."""
+        found = self.diagnosis and self.diagnosis.to_dict()
+        return json.dumps({"version": 1, **asdict(self), "diagnosis": found}, indent=1)
+
+    def show(self) -> None:
+        """Print the table, below it why steps ran eagerly, and what the doctor found."""
+        print(render(self))
+
+    def __repr__(self) -> str:
+        captures = sum(record.captures for record in self.graphs)
+        counted = f"{captures} capture{'s' * (captures != 1)}"
+        if self.speed_up is not None:
+            counted += f", {self.speed_up:.2f}x as fast"
+        if self.diagnosis is not None:
+            counted += f", {self.diagnosis.summary}"
+        return f"<Report: {self.replayed} replayed, {self.eager} eager, {counted}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(render(self))}</pre>"
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+# ------------------------------------------------------------------ as text
+
+_TIMES_OF_A_REHEARSAL = (
+    "Rehearsed on the CPU: the emulated backend replays operator by operator, and its times say "
+    "nothing about a GPU."
+)
+_ROWS = 20
+# Of long batches; what follows a semicolon (the place in an accumulation window) tells rows apart.
+_REST = re.compile(r"(?<=^[^;]{44})[^;]{5,}")
+
+
+# Title, attribute and form of each column.
+_SIZES = (
+    ("nodes", "nodes", "{:,d}"),
+    ("kernels", "kernels", "{:,d}"),
+    ("pool MiB", "pool_mib", "{:,.1f}"),
+    ("replays", "replays", "{:,d}"),
+)
+_TIMES = (
+    ("capture ms", "capture_ms", "{:.0f}"),
+    ("eager ms/step", "eager_ms", "{:.3f}"),
+    ("replay ms/step", "replay_ms", "{:.3f}"),
+    ("speed-up", "speed_up", "{:.2f}x"),
+)
+_SUMMARY = {
+    "graphs/nodes": "{:,.0f} nodes",
+    "graphs/capture_ms": "captured in {:.0f} ms",
+    "graphs/pool_mib": "{:,.1f} MiB",
+}
+
+
+def _notes(report: Report) -> list[str]:
+    """What is said below the table, a sentence each, reasons indented below theirs."""
+    steps = "step" if report.replayed == 1 else "steps"
+    said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
+    if not report.times_mean_something:
+        said.append(_TIMES_OF_A_REHEARSAL)
+    if report.verdict:
+        said.append(report.verdict)
+    for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
+        counts = Counter(reasons)
+        texts = [f"{r} ({n:,d} times)" if n > 1 else r for r, n in counts.items()]
+        if texts:
+            said += [f"{title}:", *(indent(text, "  ") for text in texts[:_ROWS])]
+        if len(texts) > _ROWS:
+            said.append(f"  and {len(texts) - _ROWS:,d} more")
+    if report.diagnosis is not None:
+        said += ["", str(report.diagnosis)]
+    return said
+
+
+def summary_line(report: Report) -> str:
+    """The report in one line: number, size and cost of the graphs, and what they gain."""
+    figures = report.metrics()
+    parts = [f"{len(report.graphs)} graph{'s' * (len(report.graphs) != 1)}"]
+    parts += [text.format(figures[name]) for name, text in _SUMMARY.items() if figures.get(name)]
+    if "graphs/speed_up" in figures:
+        before, now = figures["graphs/eager_ms"], figures["graphs/replay_ms"]
+        parts.append(f"{now:.3f} ms a step instead of {before:.3f} ms ({before / now:.2f}x)")
+    if report.fallbacks:
+        parts.append(f"{len(report.fallbacks)} fallback{'s' * (len(report.fallbacks) != 1)}")
+    return "GraphCapture: " + ", ".join(parts)
+
+
+def render(report: Report) -> str:
+    """The table, with a dash for the unknown, and what is to be said below it."""
+    numbers = (*_SIZES, *_TIMES) if report.times_mean_something else _SIZES
+    table = [["signature", "scope", *(title for title, *_ in numbers)]]
+    for record in report.graphs[:_ROWS]:
+        found = [(getattr(record, name), form) for _, name, form in numbers]
+        cells = ["-" if value is None else form.format(value) for value, form in found]
+        table.append([_REST.sub("...", record.signature), record.scope, *cells])
+    hidden = len(report.graphs) - _ROWS
+    if hidden > 0:
+        table.append([f"and {hidden:,d} more", *[""] * (len(table[0]) - 1)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    sides = "<<" + ">" * len(numbers)
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    lines = [form.format(*row).rstrip() for row in table if report.graphs]
+    return "\n".join([*lines, *_notes(report)])

@@ -1,5 +1,0 @@
-"""What a fit reports of its graphs: plain data, and a table."""
-
-from lightning_graphs.reporting.report import GraphRecord, Report, StepTime, render, summary_line
-
-__all__ = ["GraphRecord", "Report", "StepTime", "render", "summary_line"]

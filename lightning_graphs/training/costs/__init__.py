@@ -1,1 +1,0 @@
-"""Time and memory: what graphs cost and gain, and when one is worth it."""

@@ -1,1 +1,0 @@
-"""The doctor: what stands in the way of a captured step."""

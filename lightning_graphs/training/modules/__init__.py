@@ -1,1 +1,0 @@
-"""Chosen submodules as graphs of their own: what ``scope="modules"`` does."""

@@ -1,1 +1,0 @@
-"""Verification: replays compute what eager steps compute."""

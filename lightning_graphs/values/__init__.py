@@ -1,0 +1,1 @@
+"""Arguments, outputs and Python values: taken apart, compared, copied in, put back."""

@@ -1,0 +1,537 @@
+"""Python values that captured code reads, compared before each replay."""
+
+from __future__ import annotations
+
+import contextlib
+import reprlib
+import sys
+import weakref
+import zlib
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import lru_cache, partial
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_graphs.private.callsite import is_library, is_of_library
+from lightning_graphs.private.exchange import Absence, in_slot
+
+# ------------------ What functions bring along for their code: closures, defaults, arguments that
+
+
+def brought_along(value: Any) -> list[tuple[str, Any]] | None:
+    """What a function, or what stands for a call of one, brings along for its code."""
+    if isinstance(value, partial):
+        return [(key, getattr(value, key)) for key in ("func", "args", "keywords")]
+    if isinstance(value, GeneratorType):
+        return [*value.gi_frame.f_locals.items()] if value.gi_frame is not None else []
+    if isinstance(value, (MethodType, BuiltinFunctionType)):
+        owner = value.__self__
+        function = getattr(value, "__func__", None)
+        pairs = [("__self__", owner), ("__func__", function)]
+        return [] if isinstance(owner, ModuleType) else pairs
+    if not isinstance(value, FunctionType):
+        return None
+    code, keywords = value.__code__, value.__kwdefaults__ or {}
+    defaults = value.__defaults__ or ()
+    named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    cells = list(map(_content, value.__closure__ or ()))
+    found = [*zip(code.co_freevars, cells, strict=True), *zip(named, defaults, strict=True)]
+    found += keywords.items()
+    if is_library(code.co_filename):  # what it keeps of its own is no state of the author's
+        found = [(name, held) for name, held in found if callable(held)]
+    return found
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is not filled yet
+        return None
+
+
+# ------------------ What stands for an object that is compared by what it is, not by what is in it
+
+
+class Identity:
+    """An object that is only equal to itself, and that is not kept alive for being known."""
+
+    __slots__ = ("_count", "_hash", "_name", "_object", "is_tensor")
+
+    def __init__(self, value: Any, count: int | None = None) -> None:
+        self._object: Callable[[], Any]
+        try:
+            self._object = weakref.ref(value)
+        except TypeError:
+            self._object = lambda: value
+        self._count = count
+        self.is_tensor = isinstance(value, torch.Tensor)
+        self._hash = hash((id(value), count))
+        named = isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType))
+        self._name = value.__name__ if named else type(value).__qualname__
+        if self.is_tensor:
+            shape = "x".join(map(str, value.shape)) or "scalar"
+            self._name += f" {str(value.dtype).removeprefix('torch.')}[{shape}]"
+
+    def matches(self, value: Any) -> bool:
+        return value is not None and value is self._object()
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Identity) or self._count != other._count:
+            return False
+        return self.matches(other._object())
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return self._name if self._count is None else f"{self._name} of {self._count}"
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether this stands for a tensor."""
+    return isinstance(value, Identity) and value.is_tensor
+
+
+# ------------------ Looks into Python values that captures bake in, and tells whether they are as
+
+_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+_WRITTEN = frozenset(
+    {slice, range, Fraction, Decimal, UUID, date, datetime, timedelta, timezone}
+    | {PosixPath, PurePosixPath, WindowsPath, PureWindowsPath}
+)
+"""Types of values that nothing changes, and that are equal where they are written the same."""
+
+_SEQUENCES = (list, tuple, deque)
+_CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
+_OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Objects of torch that keep state, and that code may have besides those of the fit."""
+
+DEPTH = 6
+MOST_INSIDE = 10_000  # longer ones are data, into which nobody looks
+_MOST = 512
+"""Entries that are looked at one by one, of a container and of all that is inside of a value."""
+
+_MOST_BYTES = 64 * 1024
+"""Size of arrays whose contents are looked at; comparing these takes microseconds."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value says all that it is when it is compared: numbers, texts, enums, None."""
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
+
+
+def in_words(before: Any, now: Any) -> str:
+    """How a value has changed that is written so."""
+    a, b = repr(before), repr(now)
+    return f"another {b}" if a == b else f"{a} -> {b}"
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is plain, or nothing but plain values that cannot be exchanged."""
+    if isinstance(value, (range, slice)):
+        return all(map(is_plain, (value.start, value.stop, value.step)))
+    return is_plain(value) or (isinstance(value, frozenset) and all(map(is_plain, value)))
+
+
+def exact(value: Any) -> Hashable:
+    """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
+    if isinstance(value, float):
+        return value.hex()
+    if type(value) in _WRITTEN:
+        return repr(value)
+    hash(value)  # or TypeError
+    key: Hashable = value
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A Python value that a graph has baked in, so that it has to stay what it was.
+
+    Equal by type and value, objects by what is inside of them; other things that cannot be hashed
+    are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
+    """
+
+    kind: type
+    key: Hashable
+    text: str = field(compare=False)
+
+    @classmethod
+    def of(cls, value: Any) -> Constant:
+        """That of any value: objects are known by what is inside of them."""
+        # While modules are watched, their classes are exchanged.
+        kind = nn.Module if isinstance(value, nn.Module) else type(value)
+        text = reprlib.repr(value)
+        if text.startswith("<") and not is_plain(value):  # with an address
+            text = kind.__qualname__
+        return cls(kind, as_hashable(value), text)
+
+    @classmethod
+    def plain(cls, value: Any) -> Constant | Identity:
+        """That of a plain value; what cannot be hashed is equal to itself only."""
+        try:
+            return cls(type(value), exact(value), repr(value))
+        except TypeError:
+            return Identity(value)
+
+    def matches(self, value: Any) -> bool:
+        if isinstance(self.key, Identity):
+            return self.key.matches(value)
+        return type(value) is self.kind and as_hashable(value) == self.key
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class ArrayValue(NamedTuple):
+    """What a NumPy array holds, as something that can be compared and hashed."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    content: bytes
+
+    @classmethod
+    def of(cls, array: Any) -> ArrayValue:
+        return cls(array.dtype, array.shape, array.tobytes())
+
+    def __repr__(self) -> str:
+        kind = f"{self.dtype}{list(self.shape)}"
+        numpy = sys.modules["numpy"]
+        entries = numpy.frombuffer(self.content, self.dtype).tolist() if self.content else []
+        if len(entries) > 6:  # reprlib shows no more
+            return f"{kind} with checksum {zlib.crc32(self.content):08x}"
+        return f"{kind} of {reprlib.repr(entries)}"
+
+
+class _Keys(tuple[Any, ...]):
+    """The keys of a dict, in their order."""
+
+    __slots__ = ()
+
+
+_COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset, ArrayValue, _Keys})
+
+
+def is_small_array(value: Any) -> bool:
+    """Whether a value is a NumPy array of numbers or texts that is compared by what it holds.
+
+    Larger ones are data, and arrays of objects hold addresses only. Subclasses may hold more.
+    """
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and type(value) is numpy.ndarray
+        and value.nbytes <= _MOST_BYTES
+        and not value.dtype.hasobject
+    )
+
+
+def is_object(value: Any) -> bool:
+    """Whether everything in an object is in its attributes, and is its author's own.
+
+    Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
+    """
+    kind: Any = type(value)  # what an object says to be its class may be another one
+    if issubclass(kind, SimpleNamespace) or kind in (UserDict, UserList, ChainMap):
+        return True
+    if issubclass(kind, (type, nn.Module, Enum)) or is_of_library(kind):
+        return False
+    return all(map(_is_python, kind.__mro__[:-1]))
+
+
+def _is_python(kind: type) -> bool:
+    """Whether a class is written in Python, which shows in how its instances are made."""
+    new = vars(kind).get("__new__")
+    return bool(kind.__flags__ & _HEAP_TYPE) and (new is None or isinstance(new, staticmethod))
+
+
+_HEAP_TYPE = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE`` of CPython's stable interface: classes of its own are none."""
+
+
+@lru_cache
+def _slots(kind: type) -> tuple[str, ...]:
+    tables = [vars(base).items() for base in kind.__mro__]
+    found = (k for table in tables for k, v in table if isinstance(v, MemberDescriptorType))
+    return tuple(key for key in found if key != "__dict__")  # a SimpleNamespace names it so
+
+
+slots_of: Callable[[type], tuple[str, ...]] = _slots
+"""The names under which instances of a class keep values outside of their ``__dict__``."""
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes that an object itself has, outside of its slots."""
+    try:
+        table: Any = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return table if isinstance(table, dict) else {}
+
+
+def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
+    """Label, key and value of what is inside of a container or an object; None if nothing can be.
+
+    Sets have nothing inside: what is hashed is compared by value.
+    """
+    if isinstance(value, dict):
+        named = enumerate(value.items())
+        return [(label_of(key, place), key, held) for place, (key, held) in named]
+    if isinstance(value, _SEQUENCES):
+        return [(f"[{index}]", index, held) for index, held in enumerate(value)]
+    own: list[tuple[str, Any]] | None = None
+    if has_attributes(value):
+        own = [*attributes_of(value).items()]
+        own += [(key, in_slot(value, key)) for key in slots_of(type(value))]
+    else:
+        own = brought_along(value)
+    return None if own is None else [(f".{key}", key, held) for key, held in own]
+
+
+def label_of(key: Any, place: int) -> str:
+    """How a name goes on for what a dict has under a key; torch would print all of a tensor."""
+    return f"[<tensor {place}>]" if isinstance(key, torch.Tensor) else f"[{key!r}]"
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether what is in a value is in its attributes: an object, or a tensor with some."""
+    if isinstance(value, torch.Tensor):
+        is_itself = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        return is_itself and bool(attributes_of(value))
+    return is_object(value) or isinstance(value, _OF_TORCH)
+
+
+def walk(
+    name: str,
+    value: Any,
+    seen: dict[int, Any],
+    depth: int = DEPTH,
+    *,
+    inside: Callable[[Any], list[tuple[str, Any, Any]] | None] = entries,
+    modules: Callable[[str, nn.Module, dict[int, Any], int], Iterator[tuple[str, Any]]]
+    | None = None,
+) -> Iterator[tuple[str, Any]]:
+    """Name and value of what a value holds, levels deep, itself first.
+
+    Plain values, classes, and tensors without attributes are left out, and modules without
+    ``modules``, which goes on with them. Containers of many entries are data: they stay unopened.
+    """
+    if id(value) in seen or is_plain(value) or isinstance(value, type):
+        return
+    if isinstance(value, torch.Tensor) and not has_attributes(value):
+        return
+    if isinstance(value, nn.Module):
+        if modules is not None:
+            yield from modules(name, value, seen, depth)
+        return
+    seen[id(value)] = value
+    yield name, value
+    if depth > 0 and not (isinstance(value, _CONTAINERS) and len(value) > MOST_INSIDE):
+        for label, _, held in inside(value) or []:
+            yield from walk(name + label, held, seen, depth - 1, inside=inside, modules=modules)
+
+
+def values_of_class(kind: type) -> dict[str, Any]:
+    """Name and value of what instances of a class find in it, that of libraries left out.
+
+    Of what classes have, these are the values that captures bake in: no functions, no properties.
+    """
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if base is not object and not is_of_library(base):
+            found = {**vars(base), **found}
+    return {k: v for k, v in found.items() if not k.startswith("__") and _is_value(v)}
+
+
+def value_of_class(kind: type, key: str) -> Any:
+    """What instances of a class find in it under a name, wherever it stands."""
+    return next((vars(b)[key] for b in kind.__mro__ if key in vars(b)), Absence.ABSENT)
+
+
+def _is_value(value: Any) -> bool:
+    known = is_plain(value) or is_small_array(value) or is_object(value)
+    return known or isinstance(value, (dict, set, frozenset, torch.Tensor, *_SEQUENCES))
+
+
+class ValueGuards:
+    """Values that captures have baked in, by name, as something that can be compared and hashed.
+
+    Plain values and NumPy arrays of up to 64 KiB are compared by value, also inside of containers
+    and objects; everything else, larger arrays too, by identity. As long as nothing has changed,
+    asking costs one comparison an entry.
+    """
+
+    def __init__(self) -> None:
+        self._roots: dict[tuple[int, Any], tuple[str, Callable[[Any], Any], Any]] = {}
+        self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
+        self._values: list[tuple[str, Any]] = []
+        self._seen: dict[int, Any] = {}
+        self._described: tuple[tuple[str, Any], ...] | None = None
+        self._words: frozenset[str] = frozenset()
+        self._left_out: Container[str] = ()
+
+    def leave_out(self, names: Container[str]) -> None:
+        """Look no more at what has these names."""
+        self._left_out = names
+        self._described = None
+
+    def has(self, owner: object, key: Any) -> bool:
+        return (id(owner), key) in self._roots
+
+    def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
+        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is."""
+        place = id(owner), key
+        if place not in self._roots:
+            self._roots[place] = (name, get, key)
+            self._described = None
+
+    def read(self, words: Iterable[str]) -> None:
+        """Look at what objects find in their classes, too, under the names that code reads."""
+        if not self._words.issuperset(words):
+            self._words |= frozenset(words)
+            self._described = None
+
+    def without(self, owners: Container[int]) -> ValueGuards:
+        """These values but for those that are bound in such owners, given by their ``id``."""
+        rest = ValueGuards()
+        rest._words, rest._left_out = self._words, self._left_out
+        rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
+        return rest
+
+    def now(self) -> tuple[tuple[str, Any], ...]:
+        """Name and present value of everything, in the order of their addition."""
+        if self._described is not None and self._is_unchanged():
+            return self._described
+        self._checks, self._values, self._seen = [], [], {}
+        for name, get, key in self._roots.values():
+            if name in self._left_out:
+                continue
+            value = get(key)
+            self._checks.append((get, key, value))
+            self._describe(name, value, DEPTH, len(self._values) + _MOST)
+        self._described = tuple(self._values)
+        self._seen = {}
+        return self._described
+
+    def _is_unchanged(self) -> bool:
+        for get, key, known in self._checks:
+            now = get(key)
+            if now is known:
+                continue
+            if type(now) is not type(known) or type(now) not in _COMPARED:
+                return False
+            if exact(now) != exact(known):
+                return False
+        return True
+
+    def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
+        if is_plain(value) or type(value) in _WRITTEN:
+            self._values.append((name, Constant.plain(value)))
+            return
+        if id(value) in self._seen:
+            self._values.append((name, Identity(value)))
+            return
+        self._seen[id(value)] = value
+        of_set = isinstance(value, (set, frozenset)) and len(value) <= _MOST
+        if of_set or is_small_array(value):
+            content: Callable[[Any], Any] = frozenset if of_set else ArrayValue.of
+            known = content(value)
+            self._checks.append((content, value, known))
+            self._values.append((name, known))
+            return
+        if isinstance(value, DataLoader) and "dataset" in self._words:
+            self._values.append((name, Identity(value)))
+            self._describe(f"{name}.dataset", value.dataset, depth - 1, most)
+            return
+        if isinstance(value, (MethodType, partial)) and depth > 0:
+            # Each look at a method in its object makes another one.
+            self._values.append((name, Identity(getattr(value, "__func__", type(value)))))
+            of_partial = ("func", "args", "keywords")
+            keys = ("__self__",) if isinstance(value, MethodType) else of_partial
+            for key in keys:
+                self._describe(f"{name}.{key}", getattr(value, key), depth - 1, most)
+            return
+        table = attributes_of(value) if is_object(value) else value
+        count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
+        if count is not None:  # ahead of its entries: an index may be gone
+            of_dict = table is value and isinstance(table, dict)
+            self._checks.append((_Keys, table, _Keys(table)) if of_dict else (len, table, count))
+        if count is None or not depth or len(self._values) + count > most:
+            self._values.append((name, Identity(value, count)))
+            return
+        # Its entries are values of their own.
+        self._values.append((name, Identity(type(value), count)))
+        get = table.get if isinstance(table, dict) else table.__getitem__
+        for label, key, held in entries(value) or []:
+            if name + label in self._left_out:
+                continue
+            is_slot = table is not value and key not in table
+            self._checks.append((partial(in_slot, value) if is_slot else get, key, held))
+            self._describe(name + label, held, depth - 1, most)
+        if table is not value:  # what an object does not have itself it finds in its class
+            kind = type(value)
+            for key, held in values_of_class(kind).items():
+                if key in self._words and key not in table:
+                    self._checks.append((partial(value_of_class, kind), key, held))
+                    self._describe(f"{name}.{key}", held, depth - 1, most)
+
+
+class Inside(NamedTuple):
+    """Name and value of what is inside of an object or a container; tensors are themselves."""
+
+    values: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Inside:
+        held = ValueGuards()
+        held.add("", lambda _: value, None, value)
+        if is_object(value):
+            held.read(values_of_class(type(value)))
+        return cls(held.now())
+
+    def changes(self, other: Inside) -> list[str]:
+        """What changed from this to another, a line each."""
+        old, new = dict(self.values), dict(other.values)
+        absent = Absence.ABSENT
+        pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
+        return [f"{key}: {in_words(a, b)}" for key, (a, b) in pairs.items() if a != b]
+
+
+_CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
+
+
+def as_hashable(value: Any) -> Hashable:
+    """What stands for a value, and for what is inside of it, in comparisons."""
+    if isinstance(value, nn.Module):
+        return Identity(value)
+    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
+        with contextlib.suppress(Exception):  # of code of its own
+            return Inside.of(value)
+    try:
+        return exact(value)
+    except Exception:  # it has no hash, or one of its own that fails
+        return Identity(value)

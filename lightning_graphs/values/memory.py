@@ -1,0 +1,465 @@
+"""Memory of a graph: static inputs, guarded addresses, outputs that are handed out.
+
+All is prepared at capture; a replay costs one fused copy and one comparison of lists.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.private.distributed import local
+from lightning_graphs.private.torch import (
+    clone_all,
+    is_strided,
+    same_pointers,
+    storage_uses,
+    tables_of,
+    version_of,
+)
+from lightning_graphs.values.aliases import AliasedBuffer
+from lightning_graphs.values.tree import alias_groups, flatten, substitute
+
+# ------------------ Memory that graphs are captured over: static inputs and guarded addresses
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one device and dtype; a single one at half the price of a foreach call."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+class StaticInputs:
+    """Buffers of our own that stand for the tensor leaves of a call, and the copy into them.
+
+    Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
+    overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
+    share one. Construct it outside of a capture, on the stream that will copy.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],  # copied, never kept
+        # Buffers that exist already, by the index of their leaf
+        given: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        firsts = alias_groups(tensors)
+        # A buffer made under inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            own = {
+                i: given[i].detach() if i in given else _empty_like(tensors[i])
+                for i in sorted(set(firsts))
+            }
+            spans = {i: overlap_span(b) for i, b in own.items() if b.numel()}
+            targets = {i: linear(own[i], n) if n else own[i] for i, n in spans.items()}
+        self._every = _CopyPlan(own, targets)
+        missing = {i: buffer for i, buffer in targets.items() if i not in given}
+        self._own = _CopyPlan(own, missing) if given else self._every
+        self._differentiable = any(map(_REQUIRES_GRAD, tensors))
+        # Given buffers hold their values, and autograd may count writes to them.
+        self.copy_in([own[i] if i in given else tensor for i, tensor in enumerate(tensors)])
+        for i, buffer in own.items():
+            buffer.requires_grad_(tensors[i].requires_grad)
+        self.tensors = [own[first] for first in firsts]
+
+    def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:
+        """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
+
+        The leaves must have the specs and aliases of those at construction: nothing is checked
+        here. A leaf that already is its buffer costs no copy; one that lies in another buffer is
+        read before that buffer is overwritten.
+        """
+        plan = self._every if given else self._own
+        if not plan.targets:
+            return
+        if self._differentiable and torch.is_grad_enabled():
+            with torch.no_grad():
+                plan.copy(tensors)
+        else:
+            plan.copy(tensors)
+
+
+class _CopyPlan:
+    def __init__(self, buffers: Mapping[int, Tensor], memory: Mapping[int, Tensor]) -> None:
+        # A foreach call with one tensor of another kind among them copies all of them one by one.
+        kinds: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for i, target in memory.items():
+            dense = extent(target) == target.numel()
+            kinds[target.device, target.dtype, dense].append(i)
+        self._leaves: list[int] = []
+        self._groups: list[tuple[slice, list[Tensor]]] = []
+        for group in kinds.values():
+            part = slice(len(self._leaves), len(self._leaves) + len(group))
+            self._groups.append((part, [memory[i] for i in group]))
+            self._leaves += group
+        self.targets = targets = [memory[i] for i in self._leaves]
+        overlapping = (k for k, i in enumerate(self._leaves) if memory[i] is not buffers[i])
+        self._spans = [(k, targets[k].numel()) for k in overlapping]
+        self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
+
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        sources = [tensors[i] for i in self._leaves]
+        for k, span in self._spans:
+            sources[k] = linear(sources[k], span)
+        if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
+            # Some lie in our own buffers, at their places or at others.
+            pairs = zip(sources, self.targets, strict=True)
+            pending = [
+                (s.clone() if s.untyped_storage().data_ptr() in self._storages else s, t)
+                for s, t in pairs
+                if s.data_ptr() != t.data_ptr()
+            ]
+            for source, target in pending:
+                target.copy_(source)
+            return
+        for part, targets in self._groups:
+            copy_all(targets, sources[part])
+
+
+_Move = tuple[str, Mapping[str, Any] | None, str, Tensor]
+
+
+class AddressGuard:
+    """Notices that tensors a graph was captured over have moved or changed, but for values."""
+
+    def __init__(
+        self, tables: list[tuple[str, Mapping[str, Any]]], unmoved: Collection[int] = ()
+    ) -> None:
+        """Watch every value of every table; messages open with the name of the table."""
+        self._values = [table.values() for _, table in tables if table]  # live views
+        self._empty = [table for _, table in tables if not table]
+        self._known = [(name, table, dict(table)) for name, table in tables]
+        self._objects = list(chain.from_iterable(self._values))
+        names = [_named(name, key) for name, table in tables for key in table]
+        watched = [
+            i
+            for i, value in enumerate(self._objects)
+            if isinstance(value, Tensor) and is_strided(value) and id(value) not in unmoved
+        ]
+        # A sparse one has no address. What is written to it may take other memory.
+        self._sparse = [v for v in self._objects if isinstance(v, Tensor) and not is_strided(v)]
+        self._versions = list(map(version_of, self._sparse))
+        self._tensors: list[Tensor] = [self._objects[i] for i in watched]
+        self._local = list(map(local, self._tensors))
+        self._tensor_names = [names[i] for i in watched]
+        self._pointers = list(map(Tensor.data_ptr, self._local))
+        self.places = self._local, self._pointers, list(range(len(watched)))
+        self._homes = list(map(Tensor.untyped_storage, self._local))  # graphs read and write there
+        self._trainable = [t for t in self._tensors if t.requires_grad]
+        self._frozen = [t for t in self._tensors if not t.requires_grad]
+        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
+        self._geometries = list(map(_geometry, self._tensors))
+
+    @classmethod
+    def of_module(
+        cls,
+        module: nn.Module,
+        prefix: str = "",  # put before every name, such as ``"model."``
+        # What may be replaced: the ``id`` of a table, and a key; or the ``id`` of a tensor whose
+        # memory may be, and ``"data"``
+        exempt: Collection[tuple[int, Any]] = (),
+    ) -> AddressGuard:
+        """Watches parameters, buffers and submodules where they are kept, new ones as well."""
+        tables: list[tuple[str, Mapping[str, Any]]] = []
+        for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
+            inside = f"{path}." if path else ""
+            kinds = ("parameter", "buffer", "submodule")
+            pairs = zip(kinds, tables_of(owner), strict=True)
+            tables += [(f"{kind} `{inside}", table) for kind, table in pairs]
+        if exempt:
+            tables = [
+                (name, _Part(table, keys) if keys else table)
+                for name, table in tables
+                for keys in [{key for key in table if (id(table), key) in exempt}]
+            ]
+        return cls(tables, {owner for owner, key in exempt if key == "data"})
+
+    def check(self, *, trainable: bool = True) -> None:
+        """Compares every watched tensor with what it was; the cost grows with their number.
+
+        That what required grad still does is of no interest to those whose autograd node is told
+        so.
+        """
+        found = list(chain.from_iterable(self._values))
+        if (
+            any(self._empty)
+            or len(found) != len(self._objects)
+            or not all(map(is_, found, self._objects))
+            or not same_pointers(*self.places)
+            or any(map(_REQUIRES_GRAD, self._frozen))
+            or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
+            or (self._sparse and list(map(version_of, self._sparse)) != self._versions)
+        ):
+            self._refuse()
+
+    def bring_back(self) -> bool:
+        """Let tensors be where they were, with the values that ``tensor.data = ...`` gave them.
+
+        False if none has moved, or somebody else is in that memory or in the new one.
+        """
+        places: list[tuple[Tensor, Tensor]] = []
+        for i, tensor in enumerate(self._local):
+            if tensor.data_ptr() == self._pointers[i]:
+                continue
+            home, now = self._homes[i], tensor.untyped_storage()
+            is_same = _geometry(tensor) == self._geometries[i] and now.device == home.device
+            # In Python a storage is one object, whoever asks for it.
+            is_alone = storage_uses(home) == 1 and storage_uses(now) == 2
+            if not is_same or not is_alone or tensor is not self._tensors[i]:
+                return False
+            offset = (self._pointers[i] - home.data_ptr()) // tensor.element_size()
+            place = tensor.detach().new_empty(0).set_(home, offset, tensor.shape, tensor.stride())
+            places.append((tensor, place))
+        for tensor, place in places:
+            place.copy_(tensor.detach())
+            tensor.data = place
+        return bool(places)
+
+    def moved(self) -> list[_Move]:
+        """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
+
+        Without a table it is the same tensor. Nothing is told if something else has changed, too.
+        """
+        moves: list[_Move] = []
+        for _, move in self._differences():
+            if move is None:
+                return []
+            moves.append((move[0].split("`")[1], *move[1:]))
+        return moves
+
+    def _refuse(self) -> NoReturn:
+        raise ReplayError(
+            "A graph can replay only over the tensors of its capture, in the same memory.",
+            next(self._differences())[0],
+            "change values in place (`copy_`, `load_state_dict`), or capture again",
+        )
+
+    def _differences(self) -> Iterator[tuple[str, _Move | None]]:
+        """What has changed since capture, in words, and where it is a tensor that has moved."""
+        for table_name, table, known in self._known:
+            for key in {**known, **table}:
+                name = _named(table_name, key)
+                if key not in table:
+                    yield f"{name} was removed since capture", None
+                elif key not in known:
+                    yield f"{name} was added since capture", None
+                elif (now := table[key]) is not (was := known[key]):
+                    are_tensors = isinstance(was, Tensor) and isinstance(now, Tensor)
+                    move = (name, table, key, was) if are_tensors else None
+                    yield f"{name} was replaced since capture", move
+            if list(table) != list(known):
+                name = _named(table_name, next(iter(table), ""))
+                yield f"{name} changed its place since capture", None
+        for i, (name, tensor) in enumerate(zip(self._tensor_names, self._tensors, strict=True)):
+            if self._local[i].data_ptr() != self._pointers[i]:
+                yield f"{name} moved since capture", (name, None, "data", self._local[i])
+            if (now := tensor.requires_grad) is not self._requires_grad[i]:
+                yield f"{name} changed since capture: requires_grad is now {now}", None
+        if list(map(version_of, self._sparse)) != self._versions:
+            yield "a sparse tensor was written since capture", None
+
+
+class _Part(Mapping[str, Any]):
+    """A table without some of its entries."""
+
+    def __init__(self, table: Mapping[str, Any], without: Collection[str]) -> None:
+        self._table = table
+        self._without = without
+
+    def __getitem__(self, key: str) -> Any:
+        return self._table[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._table if key not in self._without)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _named(table: str, key: str) -> str:
+    return f"{table}{key}`" if table else key
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """A buffer with the same strides, overlaps and gaps included, in a storage of its own."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements from the first to the last one in memory, both counted."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes)
+
+
+def overlap_span(tensor: Tensor) -> int:
+    # The extent of a tensor whose elements may share memory, which `copy_` refuses; else 0.
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return extent(tensor)
+            reach += stride * (size - 1)
+    return 0
+
+
+def linear(tensor: Tensor, span: int | None = None) -> Tensor:
+    """The memory of a tensor, so many elements of it, in its order."""
+    return tensor.as_strided((tensor.numel() if span is None else span,), (1,))
+
+
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """All of a storage as bytes, among which a NaN is equal to itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Where the memory of a tensor begins that others may share; 0 for one that has none."""
+    tensor = local(tensor)
+    return tensor.untyped_storage().data_ptr() if is_strided(tensor) else 0
+
+
+def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+# ------------------ Hands out what a graphed callable returns: tensors of the caller's own
+
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, enum.Enum, type,
+    torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+Owing = list[tuple[Tensor, Tensor]]
+"""Tensors that were handed out, and the gradient of each, which a graph computes."""
+
+
+def gradients_of(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Number and gradient of those that keep theirs: leaves of autograd, or ``retain_grad()``."""
+    keeping = ((i, t) for i, t in enumerate(tensors) if t.is_leaf or t.retains_grad)
+    return [(i, t.grad) for i, t in keeping if t.grad is not None]
+
+
+def tensors_returned(value: Any) -> list[Tensor]:
+    """The tensors in what a call returns, which a replay returns anew; other objects it cannot."""
+    leaves: list[tuple[str, Any]] = []
+    flatten(value, "output", leaves)
+    for name, leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_CONSTANTS)):
+            raise CaptureError(
+                "A graphed callable must return containers of tensors, None and constants.",
+                f"{name} is a {type(leaf).__qualname__}, in which a graph cannot find tensors",
+                _remedy_for(leaf),
+            )
+    return [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _remedy_for(leaf: object) -> str:
+    """What to return in place of an object."""
+    kind = type(leaf)
+    if kind.__module__.startswith("transformers."):
+        return "set config.use_cache = False: training needs no cache of keys and values"
+    if isinstance(leaf, torch.distributions.Distribution):
+        return f"return its parameters, and make the {kind.__name__} of them where it is used"
+    return "return the tensors in that object instead"
+
+
+class OutputPlan:
+    """Rebuilds what a captured call returned around the tensors of a replay; constants stay."""
+
+    def __init__(
+        self,
+        value: Any,
+        *,
+        static: bool,  # the graph's own output tensors are handed out instead of copies
+        # Tensors of the callable's own. An output that lies in the memory of one is handed out
+        # itself: whoever writes it means to write there.
+        state: Sequence[Tensor] = (),
+    ) -> None:
+        tensors = tensors_returned(value)
+        self.differentiable_indices = [i for i, t in enumerate(tensors) if t.requires_grad]
+        self._plain = [i for i, t in enumerate(tensors) if not t.requires_grad]
+        # With the autograd graph behind them
+        self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self._gradients: list[tuple[int, Tensor]] = []  # of outputs that keep theirs, by index
+        own = set(map(storage_address, state)) - {0}
+        # Those that are handed out without a copy
+        self._itself = {i for i in self._plain if storage_address(tensors[i]) in own}
+        if static:
+            self._itself.update(range(len(tensors)))
+        self._lent: dict[int, AliasedBuffer] = {}
+        template = substitute(value, self.tensors)
+        self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
+        if isinstance(value, Tensor):
+            self._build = itemgetter(0)
+        elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
+            self._build = tuple
+
+    def finish_capture(self) -> None:
+        """Let go of the captured autograd graph."""
+        found = gradients_of(self.requiring_grad)
+        self._gradients = [(self.differentiable_indices[i], gradient) for i, gradient in found]
+        self.requiring_grad = []
+
+    def lend(self, index: int) -> AliasedBuffer:
+        """Hand out one of :attr:`tensors` itself from now on, not a copy."""
+        if index not in self._lent:
+            self._lent[index] = AliasedBuffer(self.tensors[index])
+            self._itself.add(index)
+        return self._lent[index]
+
+    def settle(self) -> None:
+        """Begin to notice who keeps lent outputs, before the first replay."""
+        for lent in self._lent.values():
+            lent.settle()
+
+    @property
+    def is_kept(self) -> bool:
+        return any(lent.is_kept for lent in self._lent.values())
+
+    def give_away(self, owing: Owing) -> Any:
+        """The return value of a call after which there is no replay: without copies."""
+        return self._built([tensor.detach() for tensor in self.tensors], owing)
+
+    def copies(self, owing: Owing) -> Any:
+        """The return value of a call, and what is still to be the gradient of a tensor in it."""
+        return self._built(self._take(range(len(self.tensors))), owing)
+
+    def _built(self, found: list[Tensor], owing: Owing) -> Any:
+        owing += [(found[i], gradient) for i, gradient in self._gradients]
+        return self._build(found)
+
+    def _take(self, indices: Sequence[int]) -> list[Tensor]:
+        tensors, itself = self.tensors, self._itself
+        if not itself:
+            return clone_all([tensors[i] for i in indices])
+        return [tensors[i].detach() if i in itself else tensors[i].clone() for i in indices]
+
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """The outputs that require grad, for the autograd node to return."""
+        return tuple(self._take(self.differentiable_indices))
+
+    def hand_out(self, differentiable: Sequence[Tensor] | None = None) -> Any:
+        if differentiable is None:
+            return self._build(self._take(range(len(self.tensors))))
+        if not self._plain:
+            return self._build(differentiable)
+        found = dict(zip(self.differentiable_indices, differentiable, strict=True))
+        found.update(zip(self._plain, self._take(self._plain), strict=True))
+        return self._build([found[i] for i in range(len(found))])

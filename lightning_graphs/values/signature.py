@@ -1,0 +1,350 @@
+"""The signature of a call, and the prepared check that a later call has it, too."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_graphs.errors import CaptureError, SignatureError
+from lightning_graphs.private.torch import attention_switches, saved_tensors_hooks
+from lightning_graphs.values.guards import Constant
+from lightning_graphs.values.tree import (
+    MAPPINGS,
+    Leaf,
+    Node,
+    TensorSpec,
+    Unread,
+    alias_groups,
+    first_change,
+    flatten,
+    frozen_context,
+    leaf_changes,
+    open_container,
+)
+
+_flash, _efficient, _cudnn, _math = attention_switches
+
+
+class _Everything:
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+EVERYTHING = _Everything()
+"""The names of all leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The switches of torch that change what a call computes."""
+
+    grad_enabled: bool
+    autocast_enabled: bool
+    autocast_dtype: torch.dtype | None
+    inference: bool
+    device_type: str = "cpu"
+
+    @classmethod
+    def current(cls, device_type: str) -> Modes:
+        """The switches now in force on this thread."""
+        autocast = torch.is_autocast_enabled(device_type)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else None
+        inference = torch.is_inference_mode_enabled()
+        return cls(torch.is_grad_enabled(), autocast, dtype, inference, device_type)
+
+    def diff(self, other: Modes) -> list[str]:
+        """One line for each switch that differs."""
+        names = ("grad mode", "autocast", "inference mode", "device type")
+        triples = zip(names, self._in_words(), other._in_words(), strict=True)
+        return [f"{name}: {a} -> {b}" for name, a, b in triples if a != b]
+
+    def _in_words(self) -> tuple[str, ...]:
+        dtype = str(self.autocast_dtype).removeprefix("torch.")
+        grad, inference = ("on" if on else "off" for on in (self.grad_enabled, self.inference))
+        return grad, dtype if self.autocast_enabled else "off", inference, self.device_type
+
+
+class BackendFlags(NamedTuple):
+    """The switches by which operators choose their kernels: a capture keeps what was chosen.
+
+    All threads have them in common, and neither autocast nor grad mode tells.
+    """
+
+    precision_of_float32_products: str
+    kernels_of_attention: tuple[bool, ...]  # flash, memory-efficient, cuDNN's and plain ones
+    deterministic_algorithms: bool
+    default_dtype: torch.dtype
+    saved_tensors_hooks: bool  # not of all threads: what autograd saves passes through them
+
+    @classmethod
+    def now(cls) -> BackendFlags:
+        return cls(
+            torch.get_float32_matmul_precision(),
+            (_flash(), _efficient(), _cudnn(), _math()),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_default_dtype(),
+            saved_tensors_hooks() is not None,
+        )
+
+    def changes(self, to: BackendFlags) -> list[str]:
+        triples = zip(KERNEL_CHOICES, self, to, strict=True)
+        return [name for name, before, after in triples if before != after]
+
+
+KERNEL_CHOICES = tuple(name.replace("_", " ") for name in BackendFlags._fields)
+"""What messages call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Everything that must be equal between a captured call and a later one."""
+
+    tree: Node  # of ``(args, kwargs)``
+    leaves: tuple[Leaf, ...]
+    aliases: tuple[int, ...]  # of the tensors among them; see :func:`alias_groups`
+    modes: Modes
+    extra: tuple[Hashable, ...]  # what else the caller distinguishes calls by
+    names: tuple[str, ...] = field(compare=False)  # of the leaves, such as ``batch["x"][1]``
+    arg_names: tuple[str, ...] = field(compare=False)  # of the leading positional arguments
+    _hash: int = field(default=0, init=False, compare=False, repr=False)
+
+    def __hash__(self) -> int:
+        if not self._hash:  # signatures are keys of many books, and large
+            parts = self.tree, self.leaves, self.aliases, self.modes, self.extra
+            object.__setattr__(self, "_hash", hash(parts))
+        return self._hash
+
+    @classmethod
+    def of(
+        cls,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],  # their order counts
+        *,
+        names: Sequence[str] | None = None,  # of the leading arguments, instead of ``args[i]``
+        modes: Modes | None = None,  # those in force now, on the first tensor's device
+        extra: tuple[Hashable, ...] = (),
+        # Names of Python values, and of containers of such, that do not count; with ``EVERYTHING``
+        # their types do not count either
+        unread: Container[str] = (),
+    ) -> tuple[Signature, list[Tensor]]:
+        """The signature of a call and its tensor leaves, in order."""
+        arg_names = tuple(names or ())
+        paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
+        found: list[tuple[str, Any]] = []
+        nodes = tuple(flatten(v, path, found, unread) for v, path in zip(args, paths, strict=True))
+        positional = Node(tuple, len(args), nodes, paths)
+        keyword = flatten(dict(kwargs), "kwargs", found)
+        tree = Node(tuple, 2, (positional, keyword), ("", "kwargs"))
+
+        def leaf_of(name: str, value: Any) -> Leaf:
+            if isinstance(value, Tensor):
+                return TensorSpec.of(value, name)
+            if name in unread:
+                return Unread(object if unread is EVERYTHING else type(value))
+            return Constant.of(value)
+
+        leaves = tuple(leaf_of(name, value) for name, value in found)
+        tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
+        if modes is None:
+            modes = Modes.current(tensors[0].device.type if tensors else "cpu")
+        leaf_names = tuple(name for name, _ in found)
+        aliases = alias_groups(tensors)
+        return cls(tree, leaves, aliases, modes, extra, leaf_names, arg_names), tensors
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        pairs = zip(self.names, self.leaves, strict=True)
+        return tuple(name for name, leaf in pairs if isinstance(leaf, TensorSpec))
+
+    def diff(self, other: Signature) -> list[str]:
+        """What changed from this signature to another, a line each."""
+        lines = []
+        if self.tree != other.tree:
+            lines.append(f"structure: {first_change('', self.tree, other.tree)}")
+        else:
+            triples = zip(self.names, self.leaves, other.leaves, strict=True)
+            for name, a, b in triples:
+                lines += leaf_changes(name, a, b) if a != b else ()
+            if self.specs == other.specs:
+                lines += self._alias_changes(other)
+        lines += self.modes.diff(other.modes)
+        if self.extra != other.extra:
+            lines.append(f"extra: {self.extra!r} -> {other.extra!r}")
+        return lines
+
+    def _alias_changes(self, other: Signature) -> list[str]:
+        names = self.tensor_names
+
+        def text(leaf: int, first: int) -> str:
+            return "a tensor of its own" if first == leaf else f"the same tensor as {names[first]}"
+
+        pairs = enumerate(zip(self.aliases, other.aliases, strict=True))
+        return [f"{names[i]}: {text(i, a)} -> {text(i, b)}" for i, (a, b) in pairs if a != b]
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+"""Of these no tensor is a lazily negated or conjugated view."""
+
+
+class CallPlan:
+    """A signature as flat lists, by which one loop checks a call and hands out its tensors."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        *,
+        # Whether the switches of torch count, too, or autocast alone
+        check_modes: bool | Literal["autocast"] = True,
+    ) -> None:
+        self.signature = signature
+        self._modes = signature.modes if check_modes else None
+        self._all_modes = check_modes is True
+        positional, keyword = (node for node in signature.tree.children if node is not None)
+        self._arguments, self._keywords = len(positional.children), keyword.context
+        taken = [*positional.children, *keyword.children]
+        self._taken = len(taken)
+        self._containers: list[tuple[int, Node]] = []
+        self._constants: list[tuple[int, type, Any]] = []
+        self._others: list[tuple[int, Callable[[Any], bool]]] = []
+        tensors: list[int] = []
+        for place, leaf in zip(self._places(0, taken), signature.leaves, strict=True):
+            if isinstance(leaf, TensorSpec):
+                tensors.append(place)
+            elif isinstance(leaf, Constant) and type(leaf.key) is leaf.kind:
+                self._constants.append((place, leaf.kind, leaf.key))
+            else:
+                self._others.append((place, leaf.matches))
+        self._tensors = [
+            (place, s.dtype, s.shape, s.stride, s.device, s.requires_grad, s.dtype not in _WHOLE)
+            for place, s in zip(tensors, signature.specs, strict=True)
+        ]
+        alike: dict[TensorSpec, list[int]] = defaultdict(list)
+        for i, spec in enumerate(signature.specs):
+            if 0 not in spec.shape:
+                alike[spec].append(i)
+        self._alike = [
+            (
+                id if spec.requires_grad else Tensor.data_ptr,
+                group,
+                [signature.aliases[i] for i in group],
+            )
+            for spec, group in alike.items()
+            if len(group) > 1
+        ]
+
+    def _places(self, begin: int, nodes: Sequence[Node | None]) -> Iterator[int]:
+        """Where leaves are in a list to whose end each container adds what is in it."""
+        for place, node in enumerate(nodes, begin):
+            if node is None:
+                yield place
+            else:
+                self._containers.append((place, node))
+                inside = self._taken
+                self._taken += len(node.children)
+                yield from self._places(inside, node.children)
+
+    def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        """The tensor leaves of a call, in order; a call that differs is refused."""
+        found = self.match(args, kwargs)
+        return self._explain(args, kwargs) if found is None else found
+
+    def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
+        """The tensor leaves of a call; None for one that differs."""
+        modes = self._modes
+        if modes is not None and (
+            torch.is_autocast_enabled(modes.device_type) is not modes.autocast_enabled
+            or (
+                modes.autocast_enabled
+                and torch.get_autocast_dtype(modes.device_type) is not modes.autocast_dtype
+            )
+            or (self._all_modes and torch.is_grad_enabled() is not modes.grad_enabled)
+            or (self._all_modes and torch.is_inference_mode_enabled() is not modes.inference)
+        ):
+            return None
+        if len(args) != self._arguments or (*kwargs,) != self._keywords:
+            return None
+        found: list[Any] = [*args, *kwargs.values()]
+        for place, node in self._containers:
+            value, context = found[place], node.context
+            kind: Any = node.kind
+            if type(value) is not kind:
+                return None
+            if kind is tuple or kind is list:
+                if len(value) != context:
+                    return None
+                found += value
+            elif kind in MAPPINGS:
+                if (*value,) != context:
+                    return None
+                found += value.values()
+            else:
+                opened = open_container(value)
+                if opened is None or frozen_context(kind, opened) != context:
+                    return None
+                if len(opened.values) != len(node.children):
+                    return None
+                found += opened.values
+        for place, kind, key in self._constants:
+            value = found[place]
+            if type(value) is not kind or not (value is key or value == key):
+                return None
+        for place, matches in self._others:
+            if not matches(found[place]):
+                return None
+        tensors = []
+        try:
+            for place, dtype, shape, stride, device, requires_grad, may_be_lazy in self._tensors:
+                tensor = found[place]
+                if (
+                    (type(tensor) is not Tensor and type(tensor) is not Parameter)
+                    or tensor.layout is not torch.strided
+                    or tensor.dtype is not dtype
+                    or tensor.shape != shape
+                    or tensor.stride() != stride
+                    or tensor.device != device
+                    or tensor.requires_grad is not requires_grad
+                    or (may_be_lazy and (tensor.is_neg() or tensor.is_conj()))
+                ):
+                    return None
+                tensors.append(tensor)
+        except RuntimeError:  # a nested one was asked for its shape, or a compressed sparse one
+            return None
+        for place_of, group, firsts in self._alike:
+            known: dict[int, int] = {}
+            where = map(place_of, map(tensors.__getitem__, group))
+            if [*map(known.setdefault, where, group)] != firsts:
+                return None
+        return tensors
+
+    def _explain(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+        expected = self.signature
+        rule = "A graphed callable must be called with the signature of its capture."
+        modes = expected.modes
+        if self._modes is not None:
+            grad, inference = (modes.grad_enabled, modes.inference)
+            now = Modes.current(modes.device_type)
+            modes = now if self._all_modes else replace(now, grad_enabled=grad, inference=inference)
+        try:
+            signature, tensors = Signature.of(
+                args, kwargs, names=expected.arg_names, modes=modes, extra=expected.extra
+            )
+        except CaptureError as error:
+            raise SignatureError(rule, error.observed, error.remedy) from error
+        if signature != expected:
+            lines = expected.diff(signature)
+            raise SignatureError(
+                rule,
+                "got " + "\n    ".join(lines),
+                "pass arguments like those of the capture, or capture another graph for these",
+            )
+        return tensors

@@ -1,0 +1,656 @@
+"""Remembers Python values and tensors, and puts them back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from operator import is_
+from types import FunctionType, MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.private.distributed import local
+from lightning_graphs.private.exchange import Absence, bind, bound
+from lightning_graphs.private.torch import clone_all, tables_of
+from lightning_graphs.values.guards import (
+    ArrayValue,
+    attributes_of,
+    entries,
+    has_attributes,
+    is_object,
+    is_plain,
+    is_small_array,
+    label_of,
+    slots_of,
+    walk,
+)
+from lightning_graphs.values.memory import bytes_of, copy_all
+from lightning_graphs.values.tree import flatten
+
+# ------------------ Tells whether tensors are the same to the last bit, without keeping a copy of
+
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
+"""Elements at a time: what a CPU keeps in its cache, and what keeps a GPU busy. A fingerprint needs
+32 MiB beside the tensors at most."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2**64 over the golden ratio: its multiples are spread over all integers."""
+
+Fingerprint = tuple[int, ...]
+
+
+def fingerprints_of(tensors: Sequence[Tensor], *, together: bool = False) -> list[Fingerprint]:
+    """Of each tensor what is equal for equal bits, and otherwise different; whatever its strides.
+
+    The elements, read as integers, are multiplied by odd numbers that depend on their place and
+    added up, modulo 2**64, which does not depend on the order. One element that changed always
+    shows; several go unseen with a probability of about 2**-64. There is one wait a device.
+
+    Together, small ones have one fingerprint for as many as are looked at at a time.
+    """
+    factors: dict[torch.device, Tensor] = {}
+    sums: dict[torch.device, list[Tensor]] = defaultdict(list)
+    owners: dict[torch.device, list[list[int]]] = defaultdict(list)
+    for whose, words in _pieces(tensors, together):
+        device, size = words.device, words.numel()
+        if device not in factors or factors[device].numel() < size:
+            factors[device] = (torch.arange(1, size + 1, device=device) * _FACTOR) | 1
+        sums[device].append((words * factors[device][:size]).sum())
+        owners[device].append(whose)
+    found: list[list[int]] = [[] for _ in tensors]
+    for device, scalars in sums.items():
+        for whose, value in zip(owners[device], torch.stack(scalars).tolist(), strict=True):
+            for i in whose:
+                found[i].append(value)
+    return [tuple(values) for values in found]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    flat = dense.resolve_conj().resolve_neg().reshape(-1)  # whose bits are what it shows
+    return flat.contiguous().view(_INTEGERS[flat.element_size()])
+
+
+def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[int], Tensor]]:
+    """Words, as many as are looked at at a time, and whose they are; copies are made one by one."""
+    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
+    taken: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
+    for i, tensor in enumerate(tensors):
+        words, size = _words(tensor), _CHUNK[tensor.device.type]
+        if not together or words.numel() >= size:
+            for piece in words.split(size):
+                yield [i], piece
+            continue
+        kind = words.device, words.dtype
+        if taken[kind] + words.numel() > size:
+            yield _side_by_side(small.pop(kind))
+            taken[kind] = 0
+        small[kind].append((i, words))
+        taken[kind] += words.numel()
+    yield from map(_side_by_side, small.values())
+
+
+def _side_by_side(group: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
+    return [i for i, _ in group], torch.cat([words for _, words in group])
+
+
+# ------------------ Notices and undoes what code changes in containers and objects
+
+_CHANGEABLE = (list, OrderedDict, dict, set, deque)
+
+
+class Change(NamedTuple):
+    """What code has changed."""
+
+    name: str  # what messages call it
+    owner: Any  # a module, an object or a container
+    table: Any  # the container of what is in it; another value where there is no such
+    key: Any  # where in there; ABSENT: all of it
+    before: Any
+    now: Any
+
+
+class Binding(NamedTuple):
+    """Where a name is bound to a value: in a dict, in a slot of an object, in a cell."""
+
+    name: str
+    owner: Any
+    key: str
+    before: Any
+
+
+class PythonSnapshot:
+    """What containers and objects hold, and modules in their attributes, given with their names.
+
+    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB; other values are left out.
+    """
+
+    def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
+        self._containers: list[tuple[str, Any, Any, Any]] = []
+        self.bindings: dict[tuple[int, str], Binding] = {}
+        self.classes: dict[type, dict[str, Any]] = {}
+        self._tables: set[int] = set()
+        for name, value in held:
+            self.add(name, value)
+
+    def add(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._tables.update(map(id, tables_of(value)))
+        if isinstance(value, (nn.Module, FunctionType, *_CHANGEABLE)) or has_attributes(value):
+            table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
+            self._containers.append((name, value, table, _copy(table)))
+            if is_object(value):
+                for key in slots_of(type(value)):
+                    self.add_place(f"{name}.{key}", value, key)
+        elif is_small_array(value):
+            self._containers.append((name, value, value, value.copy()))
+
+    def add_place(self, name: str, owner: Any, key: str) -> Binding:
+        """Look at what a key is bound to, as it is now or was when that was asked first."""
+        found = Binding(name, owner, key, bound(owner, key))
+        return self.bindings.setdefault((id(owner), key), found)
+
+    def add_class(self, kind: type) -> None:
+        """Look at everything that a class itself has; known ones stay as they are."""
+        self.classes.setdefault(kind, dict(vars(kind)))
+
+    def _places(self) -> Iterator[tuple[str, Any, str, Any]]:
+        """Name, owner, key and value of what is bound outside of containers."""
+        yield from self.bindings.values()
+        for kind, before in self.classes.items():
+            for key in {**before, **vars(kind)}:
+                if not key.startswith("__"):
+                    yield f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT)
+
+    def changed(self) -> list[str]:
+        return sorted({change.name for change in self.changes()})
+
+    def changes(self) -> Iterator[Change]:
+        """What is no longer as it was."""
+        for held in self._containers:
+            yield from self._changes_in(*held)
+        for name, owner, key, before in self._places():
+            if not is_still(now := bound(owner, key), before):
+                yield Change(name, owner, owner, key, before, now)
+
+    def _changes_in(self, name: str, owner: Any, table: Any, before: Any) -> Iterator[Change]:
+        if not isinstance(table, dict):
+            if not _same(table, before):
+                yield Change(name, owner, table, Absence.ABSENT, before, _copy(table))
+            return
+        for key in {**before, **table}:
+            was, now = before.get(key, Absence.ABSENT), table.get(key, Absence.ABSENT)
+            if now is not was and not is_still(now, was):
+                yield Change(f"{name}{self.label(owner, key)}", owner, table, key, was, now)
+        if table is owner and not self.is_table(owner) and not _is_grown(table, before):
+            order = tuple(before), tuple(table)
+            yield Change(f"the order of {name}", owner, table, Absence.ABSENT, *order)
+
+    def entries(self) -> Iterator[Change]:
+        """What is in the containers, as if each were a change."""
+        for name, owner, table, _ in self._containers:
+            pairs = enumerate(table) if isinstance(table, (list, deque)) else ()
+            for key, held in table.items() if isinstance(table, dict) else pairs:
+                yield Change(f"{name}{self.label(owner, key)}", owner, table, key, held, held)
+
+    def is_table(self, value: Any) -> bool:
+        """Whether this is where a module has its parameters, buffers or submodules."""
+        return id(value) in self._tables
+
+    def label(self, owner: Any, key: Any) -> str:
+        """What follows the name of what holds something under a key."""
+        if not isinstance(owner, (dict, list, deque)) or self.is_table(owner):
+            return f".{key}"
+        ids = [*map(id, owner), id(key)] if isinstance(owner, dict) else [id(key)]
+        return label_of(key, ids.index(id(key)))
+
+    def name_of(self, owner: Any) -> str:
+        return next(name for name, held, *_ in self._containers if held is owner)
+
+    def holder_of(self, value: Any) -> tuple[Any, Any] | None:
+        """What held this very value first, and its key in there; None if nothing did."""
+        for _, owner, table, before in self._containers:
+            if isinstance(table, (dict, list, deque)):
+                pairs = before.items() if isinstance(table, dict) else enumerate(before)
+                for key, held in pairs:
+                    if held is value:
+                        return owner, key
+        for _, owner, key, held in self.bindings.values():  # slots of objects
+            if held is value:
+                return owner, key
+        return None
+
+    @contextlib.contextmanager
+    def left(self, refuse: Callable[[Sequence[str]], object]) -> Iterator[None]:
+        """Undo what the body changes, and refuse it by its names."""
+        try:
+            yield
+        finally:
+            changed = self.changed()
+            self.restore()
+        if changed:
+            refuse(changed)
+
+    def restore(self) -> None:
+        for name, owner, container, before in self._containers:
+            if any(True for _ in self._changes_in(name, owner, container, before)):
+                refill(container, before)
+        for _, owner, key, before in list(self._places()):
+            if not is_still(bound(owner, key), before):
+                bind(owner, key, before)
+
+
+def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """Whether keys of before are in the same order, and new ones follow them."""
+    kept = [key for key in before if key in table]
+    return kept == list(table)[: len(kept)]
+
+
+def _copy(container: Any) -> Any:
+    if isinstance(container, dict):
+        return dict(container)
+    if is_small_array(container):
+        return container.copy()
+    return set(container) if isinstance(container, set) else list(container)
+
+
+def refill(container: Any, before: Any) -> None:
+    """Let a container hold this, and nothing else."""
+    # Past methods of its own: some containers forbid their own change.
+    if is_small_array(container):
+        container[...] = before
+        return
+    kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
+    kind.clear(container)
+    (kind.extend if kind in (list, deque) else kind.update)(container, before)
+
+
+def is_still(now: Any, before: Any) -> bool:
+    """Whether a value is the one from before: the very object, or a plain one that equals it.
+
+    What only passes for a plain value is not compared, since that may tell its number.
+    """
+    if now is before:
+        return True
+    kind = type(now)
+    is_itself = now.__class__ is kind and type(before) is kind and is_plain(now)
+    return is_itself and bool(now == before)
+
+
+def _same(now: Any, before: Any) -> bool:
+    if is_small_array(now):
+        return ArrayValue.of(now) == ArrayValue.of(before)
+    if isinstance(now, set):
+        return bool(now == before)
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Undo and refuse what the body, the capture of a call, changes in its arguments."""
+    remedy = "return the new value, and let the caller store it"
+    if any(map(_is_of_transformers, [*args, *kwargs.values()])):
+        remedy = "set config.use_cache = False: training needs no cache of keys and values"
+
+    def refuse(names: Sequence[str]) -> None:
+        raise CaptureError(
+            "A graphed callable must not change its arguments, because a replay leaves containers "
+            "and objects of the caller as they are.",
+            f"the call changes {', '.join(names[:3])}",
+            remedy,
+        )
+
+    return contents_of(args, kwargs).left(refuse)
+
+
+def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PythonSnapshot:
+    named = [(f"args[{i}]", value) for i, value in enumerate(args)]
+    named += [(f'kwargs["{key}"]', value) for key, value in kwargs.items()]
+    return PythonSnapshot(held_in_all(named))
+
+
+def held_in_all(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Name and value of the containers and objects in some values, levels deep, these first."""
+    seen: dict[int, Any] = {}
+    for name, value in named:
+        yield from walk(name, value, seen, inside=_inside)
+
+
+def _inside(value: Any) -> list[tuple[str, Any, Any]]:
+    """What is in an argument.
+
+    Of objects of transformers, which are no author's own, the tables of attributes: the layers of a
+    model fill those of a cache.
+    """
+    if _is_of_transformers(value):
+        return [("", "", attributes_of(value))]
+    return entries(value) or []
+
+
+def _is_of_transformers(value: Any) -> bool:
+    kind = type(value)
+    return kind.__module__.startswith("transformers.") and not issubclass(kind, (dict, nn.Module))
+
+
+# ------------------ Remembers what a region of user code may change, puts it back, and reads it by
+
+_AT_ONCE = 2**24
+"""Bytes that are gathered for one copy between device and host: each has to wait for the device."""
+
+
+class Part(Protocol):
+    """Something that is no tensor, remembered as it was when this was made."""
+
+    def restore(self) -> object:
+        """Put it back; may be called again."""
+
+
+class Snapshot:
+    """Values of tensors, and other parts, as they are when this is made.
+
+    Values are saved once for each storage, together with what else lies in it: on the device as far
+    as there is room, the rest in memory of the host. Tensors in several pieces of memory are left
+    out, because no graph writes them in place.
+
+    Args:
+        tensors: Whose values are saved; a sharded one stands for the part of this rank.
+        parts: What is remembered beside them; put back after the tensors, in this order.
+        room: How many of so many bytes may be saved on the device; all of them if not given.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[Tensor],
+        *parts: Part,
+        room: Callable[[int], float] = float,
+    ) -> None:
+        self._parts = [*parts]
+        self._tensors = [local(t) for t in tensors if t.layout is torch.strided]
+        self._memory = [tensor.detach() for tensor in self._tensors]
+        self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
+        storages: dict[torch.device, dict[int, torch.UntypedStorage]] = {}
+        for tensor, address in zip(self._tensors, self._addresses, strict=True):
+            if address:
+                found = tensor.untyped_storage()
+                storages.setdefault(tensor.device, {}).setdefault(address, found)
+        size = sum(found.nbytes() for own in storages.values() for found in own.values())
+        on_device = room(size)
+        self._saved: list[tuple[list[Tensor], list[Tensor]]] = []  # storages and their copies
+        # By the first of the storages that are gathered: where on the device
+        self._gathered: dict[Tensor, Tensor] = {}
+        with torch.inference_mode(False), torch.no_grad():
+            for own in storages.values():
+                here, there = _split(map(bytes_of, own.values()), on_device)
+                if here:
+                    self._saved.append((here, clone_all(here)))
+                self._save_on_host(there)
+        self._copies = {
+            view.data_ptr(): copy
+            for own, copies in self._saved
+            for view, copy in zip(own, copies, strict=True)
+        }
+
+    def _save_on_host(self, views: list[Tensor]) -> None:
+        memory: Tensor | None = None
+        for part in _parts(views):
+            if len(part) == 1:
+                self._saved.append((part, [part[0].to("cpu", copy=True)]))
+                continue
+            if memory is None:  # kept: to restore must need no memory that may be gone by then
+                memory = part[0].new_empty(min(_AT_ONCE, sum(view.nbytes for view in views)))
+            gathered = self._gathered[part[0]] = memory[: sum(view.nbytes for view in part)]
+            torch.cat(part, out=gathered)
+            self._saved.append((part, _apart(gathered.to("cpu", copy=True), part)))
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where the storages begin whose values are saved."""
+        return self._addresses
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
+        address = tensor.untyped_storage().data_ptr()
+        if not address:
+            return torch.empty_like(tensor)
+        copy = self._copies[address]
+        is_part = copy.nbytes < copy.untyped_storage().nbytes()
+        storage = (copy.clone() if is_part else copy).untyped_storage()
+        view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def add(self, part: Part) -> None:
+        """Put back one part more from now on."""
+        self._parts.append(part)
+
+    def restore(self) -> None:
+        """Write saved values back in place, and put the parts back; version counters stay.
+
+        Raises:
+            ReplayError: A tensor was given another storage, which a graph would not reach. It has
+                its former one again.
+        """
+        moved = []
+        for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
+            if tensor.untyped_storage().data_ptr() != address:
+                moved.append(i)
+                tensor.data = self._memory[i]
+        with torch.no_grad():
+            for views, values in self._saved:
+                if (gathered := self._gathered.get(views[0])) is not None:
+                    gathered.copy_(bytes_of(values[0].untyped_storage()))
+                    values = _apart(gathered, views)
+                copy_all(views, values)
+        for part in self._parts:
+            part.restore()
+        for i in moved:
+            raise ReplayError(
+                "A snapshot can be restored only into the memory that it was taken of.",
+                f"tensor {i} of shape {tuple(self._tensors[i].shape)} moved since the snapshot",
+                "change tensors in place between the snapshot and its restoration",
+            )
+
+    @contextlib.contextmanager
+    def undone(self) -> Iterator[None]:
+        """Put all of it back after the body."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+
+def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that have room, and those that have none."""
+    here: list[Tensor] = []
+    there: list[Tensor] = []
+    for view in views:
+        if view.nbytes <= room:
+            here.append(view)
+            room -= view.nbytes
+        else:
+            there.append(view)
+    return here, there
+
+
+def _parts(views: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Those that are copied at once; a large one alone, which then needs no memory beside it."""
+    part: list[Tensor] = []
+    size = 0
+    for view in views:
+        if part and size + view.nbytes > _AT_ONCE:
+            yield part
+            part, size = [], 0
+        part.append(view)
+        size += view.nbytes
+    if part:
+        yield part
+
+
+def _apart(together: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.split(together, [view.numel() for view in views]))
+
+
+# ------------------------------------------------------------------ parts
+
+
+class Gradients:
+    """What ``.grad`` of parameters is, and which of them are trained; not the values."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._known = [(p, p.grad, p.requires_grad) for p in parameters]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [gradient for _, gradient, _ in self._known if gradient is not None]
+
+    def forget(self) -> None:
+        """Let go of those that parameters have no more."""
+        self._known = [
+            (p, None if p.grad is None else gradient, trained)
+            for p, gradient, trained in self._known
+        ]
+
+    def restore(self) -> None:
+        for parameter, gradient, trained in self._known:
+            parameter.requires_grad_(trained)
+            parameter.grad = gradient
+
+
+class OptimizerState:
+    """What an optimizer knows of its parameters, and its gradient scaler of the scale."""
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._known = {p: dict(state) for p, state in optimizer.state.items()}
+        self._scale: dict[str, Any] = {} if scaler is None else scaler.state_dict()
+        values = (value for state in self._known.values() for value in state.values())
+        self.tensors = [value for value in values if isinstance(value, Tensor)]
+
+    def restore(self) -> int:
+        """Put it back; of how many parameters there were other tensors."""
+        table: dict[Any, Any] = self._optimizer.state
+        mine = set(map(id, self.tensors))
+        made = [[v for v in s.values() if isinstance(v, Tensor)] for s in table.values()]
+        for parameter in [p for p in table if p not in self._known]:
+            del table[parameter]
+        for parameter, known in self._known.items():
+            table[parameter].clear()
+            table[parameter].update(known)
+        if self._scaler is not None:
+            # With a scale given, `update` forgets a step that was left halfway.
+            self._scaler.update(self._scale["scale"])
+            self._scaler.load_state_dict(self._scale)
+        return sum(any(id(tensor) not in mine for tensor in tensors) for tensors in made)
+
+
+# ------------------------------------------------------------------ by name
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One tensor that a region computes or changes."""
+
+    name: str  # what a message calls it
+    value: Tensor  # the tensor itself, not a copy
+    gradient: str = ""  # the name of the gradient that an update of it was computed from; or empty
+    is_gradient: bool = False  # whether it is a gradient itself
+
+
+def results_in(value: Any, name: str, of: str = "") -> list[Result]:
+    """The tensors in a value, by name; constants take part by their names."""
+    leaves: list[tuple[str, Any]] = []
+    flatten(value, name, leaves)
+    return [
+        Result(f"{found}{of}", local(leaf.detach()))
+        if isinstance(leaf, Tensor)
+        else Result(f"{found} = {leaf!r}{of}", torch.empty(0))
+        for found, leaf in leaves
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionState:
+    """What a region of user code may change: what a snapshot is taken of, and results are read of.
+
+    Names are those of messages.
+    """
+
+    tensors: Mapping[str, Tensor]  # buffers, and what else the region is known to write
+    parameters: Mapping[str, Tensor]  # what may have a gradient
+    unseen: Sequence[Tensor] = ()  # what it may write unnoticed, and is not compared
+    optimizer: Optimizer | None = None  # which the region steps; None if it steps none
+    scaler: torch.amp.GradScaler | None = None
+
+    @classmethod
+    def of_step(
+        cls,
+        root: nn.Module,
+        optimizer: Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        written: Mapping[str, Tensor] = MappingProxyType({}),  # other tensors, by name
+        unseen: Sequence[Tensor] = (),
+        others: Iterable[Tensor] = (),  # with gradients; they may be parameters of the module
+    ) -> RegionState:
+        """What a training step of a module changes that steps this optimizer."""
+        names: dict[Tensor, str] = {
+            parameter: f"`{name}`" for name, parameter in root.named_parameters()
+        }
+        for i, group in enumerate(optimizer.param_groups):
+            for k, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, f"`group {i}, parameter {k} of the optimizer`")
+        further = [tensor for tensor in others if tensor not in names]
+        names |= {tensor: f"`tensor {i} with a gradient`" for i, tensor in enumerate(further)}
+        named = {name: tensor for tensor, name in names.items()}
+        tensors = {f"buffer `{name}`": buffer for name, buffer in root.named_buffers()}
+        tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
+        return cls(tensors, named, unseen, optimizer, scaler)
+
+    def take(self, room: Callable[[int], float], *parts: Part) -> Snapshot:
+        """Take a snapshot of it, and of further parts; see :class:`Snapshot`."""
+        gradients = Gradients(self.parameters.values())
+        tensors = [*self.tensors.values(), *self.unseen, *self.parameters.values()]
+        tensors += gradients.tensors
+        own: list[Part] = [gradients]
+        if self.optimizer is not None:
+            known = OptimizerState(self.optimizer, self.scaler)
+            tensors += known.tensors
+            own.append(known)
+        return Snapshot(tensors, *own, *parts, room=room)
+
+    def results(self) -> list[Result]:
+        """What the region has changed, in the order of its computation."""
+        found = [Result(name, local(tensor)) for name, tensor in self.tensors.items()]
+        found += [
+            Result(_gradient_of(name), local(p.grad), is_gradient=True)
+            for name, p in self.parameters.items()
+            if p.grad is not None
+        ]
+        return found if self.optimizer is None else found + self._updated(self.optimizer)
+
+    def _updated(self, optimizer: Optimizer) -> list[Result]:
+        """What a step of the optimizer changes: parameters, its own state, the loss scale."""
+        found = [
+            Result(f"parameter {name}", local(parameter), _gradient_of(name))
+            for name, parameter in self.parameters.items()
+        ]
+        found += [
+            Result(f"the optimizer's `{key}` of {name}", local(value), _gradient_of(name))
+            for name, parameter in self.parameters.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+        ]
+        if self.scaler is not None:
+            found.append(Result("the loss scale", torch.tensor(self.scaler.get_scale())))
+        return found
+
+
+def _gradient_of(name: str) -> str:
+    return f"the gradient of {name}"

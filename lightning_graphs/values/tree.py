@@ -1,0 +1,368 @@
+"""Opens containers of arguments, and names their leaves.
+
+Containers are those that ``torch.utils._pytree`` knows, registered ones included, and beyond them
+mutable mappings, dataclasses and objects that move themselves to a device (``to``), which nobody
+registered.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import reprlib
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import (
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, is_dataclass, replace
+from itertools import repeat
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import is_of_library
+from lightning_graphs.private.exchange import in_slot
+from lightning_graphs.values.guards import (
+    Constant,
+    Inside,
+    as_hashable,
+    attributes_of,
+    is_object,
+    slots_of,
+)
+
+# ------------------ The leaves of a call's arguments: tensors as specs, everything else as constan
+
+_SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a captured kernel depends on in a tensor, apart from its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str = "tensor") -> TensorSpec:
+        """The spec of a plain strided tensor; others, which errors call ``name``, are refused."""
+        kind = special_kind(tensor)
+        if kind:
+            raise CaptureError(
+                "An input of a graphed callable must be a plain strided tensor.",
+                f"got {kind} as {name}",
+                "pass plain tensors: `.to_dense()`, `.dequantize()`, `.resolve_conj()`, "
+                "`.resolve_neg()`, or the parts of a tensor subclass",
+            )
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        # In a diff with its like on the CPU, without a gradient.
+        return self.against(replace(self, device=torch.device("cpu"), requires_grad=False))
+
+    def against(self, other: TensorSpec) -> str:
+        """The text of this spec in a diff with another."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        for long, short in _SHORT_DTYPES:
+            if dtype.startswith(long):
+                dtype = short + dtype.removeprefix(long)
+                break
+        text = f"{dtype}[{_commas(self.shape)}]"
+        contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
+        if not contiguous or (self.shape == other.shape and self.stride != other.stride):
+            text += f" stride ({_commas(self.stride)})"
+        text += f" on {self.device}" if self.device != other.device else ""
+        return text + (" requires_grad" if self.requires_grad and not other.requires_grad else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A Python value that the call does not read, whatever it is."""
+
+    kind: type  # its type, which may count; else ``object``
+
+    @property
+    def text(self) -> str:
+        return f"a {self.kind.__name__}"
+
+    def matches(self, value: Any) -> bool:
+        return self.kind is object or type(value) is self.kind
+
+
+Leaf = TensorSpec | Constant | Unread
+
+
+def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the index of the first one that is the same tensor, its own if none is.
+
+    Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
+    gradients only one object is the same as itself, and an empty tensor is the same as none.
+    """
+    first: dict[Hashable, int] = {}
+    groups = []
+    for index, tensor in enumerate(tensors):
+        key: Hashable = id(tensor)
+        if tensor.numel() == 0:
+            key = (index,)
+        elif not tensor.requires_grad:
+            where = (tensor.data_ptr(), tensor.device)
+            key = (*where, tensor.shape, tensor.stride(), tensor.dtype)
+        groups.append(first.setdefault(key, index))
+    return tuple(groups)
+
+
+def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
+    """What changed from one leaf to another that differs, a line each."""
+    if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
+        return [f"{name}: {before.against(after)} -> {after.against(before)}"]
+    keys = [leaf.key for leaf in (before, after) if isinstance(leaf, Constant)]
+    inside = [key for key in keys if isinstance(key, Inside)]
+    if len(inside) == 2 and (changes := inside[0].changes(inside[1])):
+        return [name + line for line in changes]
+    texts = [str(leaf) if isinstance(leaf, TensorSpec) else leaf.text for leaf in (before, after)]
+    if texts[0] == texts[1]:
+        texts[1] += " (another object)"
+    return [f"{name}: {' -> '.join(texts)}"]
+
+
+def special_kind(tensor: Tensor) -> str:
+    """What is not plain about a tensor; empty for a plain strided one."""
+    if type(tensor) not in (Tensor, Parameter):
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    kinds = {
+        "a nested tensor": tensor.is_nested,
+        f"a tensor of layout {tensor.layout}": tensor.layout is not torch.strided,
+        "a quantized tensor": tensor.is_quantized,
+        "a meta tensor": tensor.is_meta,
+        "a lazily conjugated view": tensor.is_conj(),
+        "a lazily negated view": tensor.is_neg(),
+    }
+    return next((kind for kind, holds in kinds.items() if holds), "")
+
+
+def _commas(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+# ------------------ Trees of a call's arguments: containers as hashable nodes, and everything else
+
+MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A container; a child that is None is a leaf."""
+
+    kind: type
+    context: Hashable  # what the kind does not tell: length, keys, names of attributes
+    children: tuple[Node | None, ...]
+    # What follows the container's name to reach each child: `[0]`, `["x"]`, `.x`.
+    labels: tuple[str, ...] = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind.__name__} of {len(self.labels)} ({', '.join(self.labels)})"
+
+
+class Opened(NamedTuple):
+    """One level of a container; see :class:`Node`."""
+
+    context: Any
+    values: Sequence[Any]
+
+
+def is_registered(kind: type) -> bool:
+    """Whether only torch's pytree registry knows how to open a container of this kind."""
+    return kind in pytree.SUPPORTED_NODES and kind not in (tuple, list, *MAPPINGS)
+
+
+def flatten(
+    value: Any, name: str, leaves: list[tuple[str, Any]], closed: Container[str] = ()
+) -> Node | None:
+    """The structure of a value; its leaves are appended with their names, depth first.
+
+    Containers whose name is in ``closed`` are leaves themselves, if there is no tensor in them.
+    """
+    opened = None if isinstance(value, Tensor) else open_container(value)
+    if opened is None:
+        leaves.append((name, value))
+        return None
+    kind, start = type(value), len(leaves)
+    labels = _labels(value, opened)
+    pairs = zip(opened.values, labels, strict=True)
+    inside = () if is_registered(kind) else closed
+    children = tuple(flatten(child, name + label, leaves, inside) for child, label in pairs)
+    if name in closed and not any(isinstance(leaf, Tensor) for _, leaf in leaves[start:]):
+        leaves[start:] = [(name, value)]
+        return None
+    return Node(kind, frozen_context(kind, opened), children, tuple(labels))
+
+
+def leaves_of(value: Any, kind: type = object) -> list[Any]:
+    """The leaves of a value that are of some kind, depth first."""
+    found: list[tuple[str, Any]] = []
+    flatten(value, "", found)
+    return [leaf for _, leaf in found if isinstance(leaf, kind)]
+
+
+def substitute(
+    value: Any,
+    tensors: Iterable[Tensor],
+    name: str = "",
+    stand_ins: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
+
+    The containers are new ones of the same kinds, so that whoever changes them changes no original.
+    Other leaves, and containers without a tensor, are replaced by the stand-in of their name.
+    """
+    return _Substitution(iter(tensors), stand_ins).of(value, name)
+
+
+class _Substitution:  # no nested function: as a cycle it would keep tensors until the next gc
+    def __init__(self, supply: Iterator[Tensor], stand_ins: Mapping[str, Any]) -> None:
+        self._supply = supply
+        self._stand_ins = stand_ins
+        self._clones: dict[int, Any] = {}
+
+    def of(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return next(self._supply)
+        if isinstance(value, weakref.ref) and (clone := self._clones.get(id(value()))) is not None:
+            return weakref.ref(clone)  # a part of an object that knows the whole
+        if name in self._stand_ins:
+            return self._stand_ins[name]
+        opened = open_container(value)
+        if opened is None:
+            return value
+        kind: Any = type(value)
+        clone = None
+        if not (isinstance(value, (tuple, list)) or is_registered(kind)):
+            clone = self._clones[id(value)] = copy.copy(value)
+            if attributes_of(value) is value:  # a dict whose items are its attributes, too
+                object.__setattr__(clone, "__dict__", clone)
+        # Most have none, and need no names.
+        labels = _labels(value, opened) if self._stand_ins else repeat("", len(opened.values))
+        pairs = zip(opened.values, labels, strict=True)
+        values = [self.of(child, name + label) for child, label in pairs]
+        if kind is tuple or kind is list:
+            return kind(values)
+        if is_registered(kind):
+            return pytree.SUPPORTED_NODES[kind].unflatten_fn(values, opened.context)
+        if isinstance(value, tuple):
+            return kind(*values)
+        if has_more(kind):
+            attributes_of(clone).update(values.pop())
+        for key, child in zip(opened.context, values, strict=True):
+            if isinstance(clone, MutableMapping):
+                clone[key] = child
+            else:  # a frozen dataclass refuses plain assignment
+                object.__setattr__(clone, key, child)
+        return clone
+
+
+def first_change(path: str, before: Node | None, after: Node | None) -> str:
+    """The first place, depth first, where two trees differ, and what is there in each."""
+    if before is not None and after is not None:
+        # The context of a deque does not tell its length.
+        same = (before.kind, before.context) == (after.kind, after.context)
+        if same and len(before.children) == len(after.children):
+            triples = zip(before.labels, before.children, after.children, strict=True)
+            for label, a, b in triples:
+                if a != b:
+                    return first_change(path + label, a, b)
+        if str(before) == str(after):
+            a_text, b_text = reprlib.repr(before.context), reprlib.repr(after.context)
+            return f"{path}: {before.kind!r} {a_text} -> {after.kind!r} {b_text}"
+    return f"{path or 'args'}: {before or 'a leaf'} -> {after or 'a leaf'}"
+
+
+def open_container(value: Any) -> Opened | None:
+    """One level of a container; None for a leaf."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return Opened(len(value), value)
+    if is_registered(kind):
+        values, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+        return Opened(context, list(values))
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return Opened(kind._fields, value)
+    if isinstance(value, MutableMapping):
+        keys = tuple(value)
+        beside = [_attributes_beside(value)] if has_more(kind) else []
+        return Opened(keys, [*map(value.__getitem__, keys), *beside])
+    if is_dataclass(kind) or _moves_itself(value):
+        # Those of a dataclass may be in slots.
+        slots = slots_of(kind) if is_dataclass(kind) else ()
+        table = {**attributes_of(value), **{key: in_slot(value, key) for key in slots}}
+        return Opened(tuple(table), list(table.values()))
+    return None
+
+
+def _labels(value: Any, opened: Opened) -> list[str]:
+    """What follows the name of a container to reach what is in it."""
+    kind = type(value)
+    if is_registered(kind):
+        with_keys: Any = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+        if with_keys is not None:
+            entries = [entry for entry, _ in with_keys(value)[0]]
+            return [
+                item_label(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries
+            ]
+    elif isinstance(value, MutableMapping):
+        return [*map(item_label, opened.context), *[".__dict__"] * has_more(kind)]
+    elif type(opened.context) is tuple:
+        return [f".{key}" for key in opened.context]
+    return [f"[{i}]" for i in range(len(opened.values))]
+
+
+def _moves_itself(value: Any) -> bool:
+    kind = type(value)
+    return callable(getattr(kind, "to", None)) and is_object(value) and not slots_of(kind)
+
+
+def has_more(kind: type) -> bool:
+    if not issubclass(kind, MutableMapping) or kind in MAPPINGS or is_registered(kind):
+        return False
+    return bool(kind.__dictoffset__) and not is_of_library(kind)
+
+
+def _attributes_beside(value: Any) -> dict[str, Any]:
+    """The attributes of a mapping that are none of its items."""
+    table = attributes_of(value)
+    if table is value:  # a dict whose items are its attributes, too
+        return {}
+    return {key: held for key, held in table.items() if key != "data"}  # that of a UserDict
+
+
+def item_label(key: Any) -> str:
+    """What follows the name of a list or a mapping to reach an item."""
+    return f"[{json.dumps(key, ensure_ascii=False) if type(key) is str else reprlib.repr(key)}]"
+
+
+def frozen_context(kind: type, opened: Opened) -> Hashable:
+    return _frozen(opened.context) if is_registered(kind) else opened.context
+
+
+def _frozen(context: Any) -> Hashable:
+    """A context as something hashable: pytree contexts are lists and dicts as often as not."""
+    if isinstance(context, list | tuple):
+        return (type(context), *map(_frozen, context))
+    if isinstance(context, dict):
+        return (type(context), *((_frozen(k), _frozen(v)) for k, v in context.items()))
+    return as_hashable(context)

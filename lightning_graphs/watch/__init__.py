@@ -1,0 +1,1 @@
+"""What code does while it is captured: reads, draws, stores, refusals."""

@@ -1,0 +1,235 @@
+"""Draws of ``random`` and ``numpy.random`` in a captured step: made again by every replay.
+
+While a step is captured, functions that draw give stand-ins for their results. A replay calls them
+ahead of its graph, in the same order, from the same generators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from functools import partial, wraps
+from numbers import Real
+from typing import Any, NoReturn
+
+import numpy
+import torch
+from torch.utils._pytree import tree_map
+
+from lightning_graphs.device.generators import PythonGenerator, shared_generators
+from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
+from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.torch import out_of_sight
+from lightning_graphs.values.guards import is_plain
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.host_trace import HostTracer
+from lightning_graphs.watch.numbers import ScalarTracer, StepNumbers
+from lightning_graphs.watch.operators import FOR_A_WHILE, DrawingFunction
+from lightning_graphs.watch.reads import DRAWN
+from lightning_graphs.watch.tracers import Tracer, present
+
+SETTERS = ("setstate", "set_state", "seed")
+_GETTERS = ("getstate", "get_state")
+
+Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
+
+
+_plainly: set[int] = set()
+"""Threads in which functions that draw are themselves."""
+
+
+def draws_exchanged(
+    exchange: Exchange, further: Collection[DrawingFunction] = ()
+) -> AbstractContextManager[None]:
+    """Let something else stand in this thread for the functions of shared generators.
+
+    Args:
+        exchange: Gives it, for a function's name, itself and its generator.
+        further: Functions of plain values that are treated as those.
+    """
+    thread = threading.get_ident()
+
+    def drawing(
+        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
+    ) -> Any:
+        own = exchange(name, function, generator)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_ours = threading.get_ident() == thread and thread not in _plainly
+            # A further function may be called with tensors elsewhere.
+            follows = is_ours and (draws or _are_plain((args, kwargs)))
+            return own(*args, **kwargs) if follows else function(*args, **kwargs)
+
+        vars(call)[FOR_A_WHILE] = True
+        return call
+
+    generators, members = {}, []
+    for module, generator in shared_generators():
+        generators[generator.name] = generator
+        owner = getattr(generator.get_state, "__self__", module)
+        for name, function in vars(module).items():
+            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
+                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
+                members.append((module, name, own))
+    for module_name, name, drawn in further:
+        module = sys.modules[module_name]
+        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
+        members.append((module, name, own))
+    return exchanged(members)
+
+
+def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
+    """The functions of plain values in modules from which the step draws right now."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != "training_step":
+        code, around = frame.f_code, frame.f_back
+        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
+            count = code.co_argcount + code.co_kwonlyargcount
+            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
+                yield around.f_globals["__name__"], code.co_name, generator.name
+        frame = around
+
+
+def _are_plain(values: Any) -> bool:
+    return all(is_plain(leaf) or isinstance(leaf, ScalarTracer) for leaf in leaves_of(values))
+
+
+@contextlib.contextmanager
+def draws_recorded(
+    numbers: StepNumbers, recording: HostTracer, functions: Collection[DrawingFunction]
+) -> Iterator[None]:
+    """Record what the body, code under capture, computes on the host and what it draws there.
+
+    These functions of plain values are called by replays, whatever they do with what they draw.
+    """
+    tape, from_numpy = recording.tape, torch.from_numpy
+
+    def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            numbers.drawing.update(drawing_functions(generator))
+            _numbers_in((args, kwargs))
+            if name.endswith((*SETTERS, "shuffle")):
+                numbers.refuse_drawn(name)
+            call = partial(drawn_by, function, _own(args), _own(kwargs))
+            with out_of_sight():
+                state = torch.get_rng_state()
+                drawn = tape.draw(generator, call)
+                if not torch.equal(state, torch.get_rng_state()):
+                    torch.set_rng_state(state)
+                    numbers.refuse_drawn(f"{name}, which draws from torch's generator, too,")
+            return standing(
+                numbers, numbers.unique(name), partial(getattr, drawn, "value"), drawn.value
+            )
+
+        return draw
+
+    def converted(array: Any) -> Any:
+        return torch.as_tensor(array) if isinstance(array, ArrayTracer) else from_numpy(array)
+
+    drawn = draws_exchanged(drawing, functions)
+    # What gives the present value of data with live numbers in it; None of other data
+    recording.reader_of = lambda d: partial(present, d) if _numbers_in(d) else None
+    with recording, drawn, replaced(torch, "from_numpy", converted):
+        yield
+
+
+@contextlib.contextmanager
+def draws_refused(device: torch.device) -> Iterator[None]:
+    """Refuse the first draw on the host in the body, of Python, NumPy or torch, with its line."""
+
+    def refusing(name: str, *_: Any) -> Callable[..., Any]:
+        return partial(_refuse_draw, name)
+
+    # On a CPU torch's draws are those of the device.
+    mode = contextlib.nullcontext() if device.type == "cpu" else OperatorsSeen(_refuse_on_host)
+    with draws_exchanged(refusing), mode:
+        yield
+
+
+def _refuse_on_host(call: OperatorCall, result: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
+        tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
+    ):
+        _refuse_draw(str(call.func))
+
+
+def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise DRAWN.refused_here(f"{name} draws on the host, beside code that is compiled,")
+
+
+def _numbers_in(data: Any) -> list[ScalarTracer]:
+    """Numbers that replays have ahead of their graph; others are refused."""
+    found = leaves_of(data, ScalarTracer)
+    for number in found:
+        if number.kept_only:
+            number.refuse()
+    return found
+
+
+def _own(arguments: Any) -> Any:
+    """Arguments whose containers and arrays nobody else changes."""
+    return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
+
+
+def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a function draws of itself, in an eager step and in a replay."""
+    thread = threading.get_ident()
+    _plainly.add(thread)
+    try:
+        return function(*present(args), **present(kwargs))
+    finally:
+        _plainly.discard(thread)
+
+
+def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: Any) -> Any:
+    """What stands for something that is drawn, or that follows from it."""
+    if type(value) is numpy.ndarray:
+        return ArrayTracer(numbers, name, read, value, True, drawn=True)
+    if type(value) in (list, tuple):
+        items = enumerate(value)
+        return type(value)(standing(numbers, f"{name}[{i}]", item_of(read, i), v) for i, v in items)
+    if not isinstance(value, bool) and isinstance(value, Real):  # NumPy's are, too
+        return ScalarTracer(numbers, name, read, value, True, drawn=True)
+    if not is_plain(value):
+        numbers.refuse_drawn(name)
+    return numbers.guarded(name, read, value, drawn=True)
+
+
+def item_of(read: Callable[[], Any], index: int) -> Callable[[], Any]:
+    return lambda: read()[index]
+
+
+class ArrayTracer(ScalarTracer):
+    """Stands for an array that is drawn, or for what follows from it."""
+
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        _numbers_in(operands)
+        read, value = self.follow(function, *operands)
+        return standing(self.numbers, self.numbers.unique(name), read, value)
+
+    outcome = computed  # of a comparison it is an array of them
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.computed(self.name, operator.getitem, self, key)
+
+    def __len__(self) -> int:  # type: ignore[override]
+        found: int = self.numbers.guarded(
+            f"len({self.name})", lambda: len(self.now()), len(self.value), drawn=True
+        )
+        return found
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter([self[i] for i in range(len(self))])
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(type(self.value), name, None)
+        if not callable(method) or name.startswith("__"):
+            return super().__getattr__(name)
+        return partial(self.computed, f"{self.name}.{name}", method, self)
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = Tracer._refuse

@@ -1,0 +1,456 @@
+"""The program of the host: what captured code computes on the CPU, computed again by each replay.
+
+A graph holds what the device does. Code that is captured may also compute on the host: numbers and
+tables that it makes there and copies to the device, draws of torch's CPU generator, of Python's and
+of NumPy's, branches on them, and on values of its inputs. While it is captured these operators are
+recorded. What follows from constants alone is computed once and stays on the device. The rest runs
+before each replay, in its order: tensors that go to the device are copied into the graph's inputs,
+and what Python reads is compared with what it was: where it is something else, the code would have
+gone another way.
+
+What the host reads of the device is computed on the host, too, where that is exact (integers,
+booleans, comparisons, selections) and follows from inputs of which the host has a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_graphs.device.generators import HostGenerator
+from lightning_graphs.device.trace import OperatorCall, tensors_in
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.torch import generator_identity, memory_of, out_of_sight, storage_uses
+
+# ------------------ The host half of captured code: what it computes on the CPU, done again by eve
+
+aten = torch.ops.aten
+
+
+OF_SHAPES = frozenset({"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"})
+"""Operators that look at the shape of a tensor, and at nothing in it."""
+
+SMALL = 2**20  # elements that the host computes for each step, at most
+_TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthvalue")
+"""Operators that may choose otherwise among equal values on another device."""
+_SELECTIONS = OF_SHAPES | {
+    *("_to_copy", "clone", "copy", "fill", "zero", "zeros", "ones", "full", "scalar_tensor"),
+    *("where", "index", "index_put", "index_select", "gather", "scatter", "masked_fill"),
+    *("cat", "stack", "flip", "roll", "constant_pad_nd", "abs", "neg", "clamp"),
+    *("amax", "amin", "max", "min", "maximum", "minimum"),
+    *("add", "sub", "rsub", "mul", "div"),  # rounded once, as IEEE 754 has it
+}
+"""Operators that compute the same for floating-point numbers on every device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """The place of a tensor that every replay computes anew."""
+
+    index: int
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operator of the host half."""
+
+    func: Callable[..., Any]  # the operator
+    args: list[Any]  # its arguments, registers in place of tensors that are computed anew
+    kwargs: dict[str, Any]  # likewise
+    results: list[int]  # the registers of the tensors that it returns
+    draws: HostGenerator | None = None  # the generator that it draws from
+    read: Any = None  # what it told Python, for an operator that returns no tensor
+    # Where its registers stand: in its arguments and in lists among them, under which key
+    places: list[tuple[Any, Any, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        lists = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, list)]
+        found = [(holder, enumerate(holder)) for holder in (self.args, *lists)]
+        self.places = [
+            (holder, key, value.index)
+            for holder, held in (*found, (self.kwargs, self.kwargs.items()))
+            for key, value in held
+            if isinstance(value, Register)
+        ]
+
+
+class Draw:
+    """Operation: a call of a function that draws from Python's or NumPy's generator."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.value: Any = None  # what it has drawn last
+
+    def __call__(self) -> None:
+        self.value = self._call()
+
+
+@dataclass(eq=False)
+class HostProgram:
+    """What the host computes for a graph."""
+
+    operations: Sequence[Operation]
+    values: list[Any]  # of the registers
+    inputs: Sequence[tuple[int, int]]  # registers, and which input of the graph is copied to each
+    held: Sequence[Tensor]  # memory that the graph reads
+    _begun: dict[HostGenerator, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.generators = list({o.draws: None for o in self.operations if o.draws is not None})
+
+    @property
+    def read(self) -> tuple[Any, ...]:
+        """What Python was told of values that every replay computes anew."""
+        return tuple(o.read for o in self.operations if not o.results)
+
+    @torch.no_grad()
+    def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
+        """Compute what the coming replay needs; whether Python would be told what it was told.
+
+        If not, the generators are where they were, and the graph is not for this step.
+        """
+        values = self.values
+        self._begun = {}
+        if self.inputs:
+            given = copies()
+            for register, i in self.inputs:
+                if given[i] is None:
+                    return False
+                values[register] = given[i]
+        self._begun = {generator: generator.get_state() for generator in self.generators}
+        for operation in self.operations:
+            for holder, key, register in operation.places:
+                holder[key] = values[register]
+            result = operation.func(*operation.args, **operation.kwargs)
+            if not operation.results:
+                if not _same(result, operation.read):
+                    self.restore()
+                    return False
+            elif type(result) is Tensor:
+                values[operation.results[0]] = result
+            else:
+                for register, tensor in zip(operation.results, tensors_in(result), strict=True):
+                    values[register] = tensor
+        return True
+
+    def restore(self) -> None:
+        """Put the generators back to where they were before the last :meth:`run`."""
+        for generator, state in self._begun.items():
+            generator.set_state(state)
+
+
+def copy_in(static: Tensor, value: Tensor) -> Tensor:
+    """Operation: copy a tensor of the host into memory of the device, without waiting."""
+    static.copy_(value, non_blocking=True)
+    return value
+
+
+def shape(value: Tensor) -> torch.Size:
+    """Operation: what Python is told of the shape of a tensor."""
+    return value.shape
+
+
+def numbers(value: Tensor) -> tuple[torch.Size, tuple[Any, ...]]:
+    """Operation: what Python is told of a tensor by ``tolist`` and the like."""
+    return value.shape, tuple(value.flatten().tolist())
+
+
+READS = frozenset(
+    {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+    | {shape, numbers}
+)
+"""Operations that tell Python something."""
+
+SHAPES = (
+    *("aten::nonzero", "aten::masked_select", "aten::bincount"),
+    *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
+)
+"""Operators that tell it the shape of their result."""
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)
+
+
+def name_of(func: OpOverload) -> str:
+    """The name of an operator, the same for those that write in place."""
+    return func._schema.name.removeprefix("aten::").rstrip("_")
+
+
+def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool:
+    """Whether an operator computes so many elements at most, and the same on every device."""
+    name = name_of(func)
+    if "empty" in name or name in _TIES or func.namespace != "aten" or not outputs:
+        return False
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        return True  # a view
+    if sum(t.numel() for t in outputs) > elements:
+        return False
+    return name in _SELECTIONS or not any(t.is_floating_point() for t in outputs)
+
+
+# ------------------ Runs on the host what captured code computes there, and keeps what replays nee
+
+
+RULE = "A replay cannot repeat everything that a step computes on the host."
+REMEDY = "compute that value on the device, or pass the value in with the batch"
+_FURTHER_DRAWS = 64
+
+
+class HostTape:
+    """Runs operators on the host while code is captured, and keeps those that replays repeat.
+
+    Operators on constants are not kept. Generators are left where the capture found them; draws
+    begin where they were then.
+    """
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.values: list[Any] = []  # what they compute; a register is a place in this list
+        self.inputs: list[tuple[int, int]] = []  # their registers, and which input each of them is
+        self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
+        # Tensors of the host, and where replays compute them; None of constants
+        self._registers: dict[Tensor, Register | None] = {}
+        self._born: set[Tensor] = set()  # those among them that the captured code has made
+        self._entries: list[Tensor] = []  # copies of parts of others, where code has views
+        self._draws: list[tuple[HostGenerator, Draw]] = []
+        self._sites = CallSiteFinder()
+
+    def knows(self, tensor: Tensor) -> bool:
+        return tensor in self._registers
+
+    def made(self, tensor: Tensor | None) -> bool:
+        return tensor in self._born
+
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether replays compute a tensor anew."""
+        return self._registers.get(tensor) is not None
+
+    def input(self, tensor: Tensor, index: int) -> None:
+        """Meet what the host has of an input."""
+        register = self._registers[tensor] = self._new_register(tensor)
+        self.inputs.append((register.index, index))
+
+    def constant(self, tensor: Tensor) -> None:
+        """Meet a tensor that is the same in every step."""
+        self._registers[tensor] = None
+        self._born.add(tensor)
+
+    def copy(self, static: Tensor, value: Tensor) -> None:
+        """Let replays copy a tensor into memory of the device."""
+        register = self._registers[value]
+        assert register is not None
+        self.operations.append(Operation(copy_in, [static, register], {}, [register.index]))
+
+    def compare(self, func: Callable[..., Any], tensor: Tensor) -> None:
+        """Let replays compare what Python is told of a tensor of the host."""
+        if (register := self._registers[tensor]) is not None:
+            self.operations.append(Operation(func, [register], {}, [], read=func(tensor)))
+
+    def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Draw:
+        """Draw from a generator of Python or NumPy, and let replays draw."""
+        draw = Draw(call)
+        with self._continued(generator):
+            draw()
+        self.operations.append(Operation(draw, [], {}, [], generator))
+        self._draws.append((generator, draw))
+        return draw
+
+    def told(self, read: Callable[[], Any]) -> float:
+        """Let replays compare what Python is told of draws; how many ways that may go."""
+        self.operations.append(Operation(read, [], {}, [], read=read()))
+        values = [draw.value for _, draw in self._draws]
+        found: Counter[Any] = Counter()
+        with contextlib.ExitStack() as stack:
+            for generator in {generator: None for generator, _ in self._draws}:
+                stack.callback(generator.set_state, generator.get_state())
+            for _ in range(_FURTHER_DRAWS):
+                for _, draw in self._draws:
+                    draw()
+                found[read()] += 1
+        for (_, draw), value in zip(self._draws, values, strict=True):
+            draw.value = value
+        # The inverse of the share that the most frequent value has in so many further draws.
+        return _FURTHER_DRAWS / max(found.values())
+
+    def made_by(
+        self,
+        function: Callable[..., Tensor],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        reads: Sequence[Callable[[], Any] | None],
+    ) -> Tensor:
+        """A tensor that a function makes of arguments, some of which replays read anew."""
+
+        def make(**kwargs: Any) -> Tensor:
+            pairs = zip(args, reads, strict=True)
+            return function(*(arg if read is None else read() for arg, read in pairs), **kwargs)
+
+        with out_of_sight():
+            value = make(**kwargs)
+        if not any(reads):
+            self.constant(value)
+            return value
+        # That of Python's numbers is not always the same.
+        again = partial(make, **{**kwargs, "dtype": value.dtype})
+        self.operations.append(Operation(again, [], {}, [self._meet(value).index]))
+        self.compare(shape, value)
+        return value
+
+    def entry(self, table: Tensor, index: Any, read: Callable[[], Any]) -> Tensor:
+        """An entry of a constant table, by an index that replays read anew."""
+        if self.changes(table):
+            self.refuse("a tensor that changes has an index that changes")
+        value = self.made_by(lambda i, **_: table[i].clone(), (index,), {}, [read])
+        self._entries.append(value)
+        return value
+
+    def run(self, call: OperatorCall) -> Any:
+        """Run an operator whose tensors are all of the host, and keep it where they change."""
+        func = call.func
+        registers = [self.know(func, tensor) for tensor in call.inputs]
+        generator = self._generator(call)
+        changes = generator is not None or any(registers)
+        for tensor in call.written:
+            self._before_write(func, tensor, changes)
+        own = call.mapped(lambda tensor: self._registers[tensor] or tensor)
+        with out_of_sight(), self._continued(generator):
+            result = call.run()
+        outputs = list(tensors_in(result))
+        if not changes:
+            for tensor in outputs:
+                if not self.knows(tensor):  # else it was written in place
+                    self.constant(tensor)
+            return result
+        if not outputs and func not in READS:
+            self.refuse(f"{func} is called")
+        results = [self._meet(tensor).index for tensor in outputs]
+        read = None if outputs else result
+        self.operations.append(Operation(func, [*own.args], own.kwargs, results, generator, read))
+        return result
+
+    def know(self, func: OpOverload, tensor: Tensor) -> Register | None:
+        """Where replays compute a tensor that is given to an operator."""
+        if tensor not in self._registers:
+            # What torch makes of Python numbers by itself is a constant. What was there before may
+            # change: it is read anew by every replay.
+            constant = func is aten.lift_fresh.default
+            self._registers[tensor] = None if constant else self._new_register(tensor)
+        return self._registers[tensor]
+
+    def _meet(self, tensor: Tensor) -> Register:
+        """Know a tensor that an operator returned, and which replays compute anew."""
+        if tensor not in self._registers:  # else it was written in place
+            self.constant(tensor)
+        register = self._registers[tensor] or self._new_register(tensor)
+        self._registers[tensor] = register
+        return register
+
+    def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
+        """Let a constant that is about to be written be computed anew by replays."""
+        if tensor not in self._born:
+            self.refuse(f"{func} writes to a tensor from before the step")
+        if memory_of(tensor) in map(memory_of, self._entries):
+            self.refuse(f"{func} writes to an entry of a table")
+        if not changes or self._registers[tensor] is not None:
+            return
+        with out_of_sight():
+            count = tensor.untyped_storage().nbytes() // tensor.element_size()
+            value = tensor.as_strided((count,), (1,), 0).clone()
+        base = self._new_register(value)
+        self.operations.append(Operation(aten.clone.default, [value], {}, [base.index]))
+        for alias in self._registers:
+            if memory_of(alias) == memory_of(tensor):
+                if alias.dtype != tensor.dtype:
+                    self.refuse(f"{func} writes to a view of another type")
+                register = self._registers[alias] = self._new_register(alias)
+                view = [base, alias.shape, alias.stride(), alias.storage_offset()]
+                made = Operation(aten.as_strided.default, view, {}, [register.index])
+                self.operations.append(made)
+
+    def _new_register(self, tensor: Tensor) -> Register:
+        self.values.append(tensor)
+        return Register(len(self.values) - 1)
+
+    def _generator(self, call: OperatorCall) -> HostGenerator | None:
+        if torch.Tag.nondeterministic_seeded not in call.func.tags:
+            return None
+        given = call.kwargs.get("generator")
+        if given is None:
+            return torch.default_generator
+        known = (g for g in self.states if isinstance(g, torch.Generator))
+        same = (g for g in known if generator_identity(g) == generator_identity(given))
+        return next(same, given)
+
+    @contextlib.contextmanager
+    def _continued(self, generator: HostGenerator | None) -> Iterator[None]:
+        """Go on with a generator in the body; it is left where a capture found it."""
+        if generator is None:
+            yield
+            return
+        found = generator.get_state()
+        if generator not in self.states:
+            self.states[generator] = found
+        generator.set_state(self.states[generator])
+        try:
+            yield
+        finally:
+            self.states[generator] = generator.get_state()
+            generator.set_state(found)
+
+    def drop_what_nobody_reads(self) -> None:
+        """Keep draws, and what Python or the device is told, with all that it follows from."""
+        storages = list(map(memory_of, self.values))
+        needed: set[int] = set()
+        kept = []
+        for operation in reversed(self.operations):
+            told = not operation.results or operation.func is copy_in
+            if told or operation.draws or any(storages[r] in needed for r in operation.results):
+                given = [register for _, _, register in operation.places]
+                needed.update(storages[r] for r in (*given, *operation.results))
+                kept.append(operation)
+        self.operations = kept[::-1]
+        self.inputs = [(r, i) for r, i in self.inputs if storages[r] in needed]
+
+    def refuse_what_is_kept(self) -> None:
+        """A replay would leave another value there."""
+        changing = [tensor for tensor, register in self._registers.items() if register is not None]
+        others = {memory_of(tensor) for tensor in changing if tensor not in self._born}
+        born = [tensor for tensor in changing if memory_of(tensor) not in others]
+        del changing, self._entries[:]
+        self._registers.clear()
+        self._born.clear()
+        if _kept_of(born):
+            gc.collect()  # frames of the code that was captured; it takes 0.3 s
+        for size in _kept_of(born):
+            raise CaptureError(RULE, f"a CPU tensor of shape {size} is kept or returned", REMEDY)
+
+    def refuse(self, what: str) -> None:
+        """Raise for something that cannot be repeated, naming the user's line."""
+        raise CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY)
+
+
+def _kept_of(born: list[Tensor]) -> list[tuple[int, ...]]:
+    """The shapes of tensors that somebody else has, too."""
+    uses = Counter(map(memory_of, born))
+    kept = []
+    for tensor in born:
+        storage = tensor.untyped_storage()
+        # Each of our tensors uses it, and so does the name above. Of the tensor know `born`, the
+        # values of replays, the name in this loop and the call.
+        if storage_uses(storage) > uses[storage._cdata] + 1 or sys.getrefcount(tensor) > 4:
+            kept.append(tuple(tensor.shape))
+    return kept

@@ -1,0 +1,478 @@
+"""Records what captured code does on the host, and answers what it reads of the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lightning_graphs.device.generators import comparable
+from lightning_graphs.device.rules import has_other_tangents
+from lightning_graphs.device.trace import OperatorCall, OperatorMode, mapped, tensors_in
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.torch import memory_of, out_of_sight, run_kernel
+from lightning_graphs.values.memory import extent
+from lightning_graphs.watch.host import (
+    OF_SHAPES,
+    READS,
+    REMEDY,
+    RULE,
+    SHAPES,
+    SMALL,
+    HostProgram,
+    HostTape,
+    is_exact,
+    name_of,
+    numbers,
+    shape,
+)
+
+aten = torch.ops.aten
+
+_ALIGNMENT = 256  # bytes, as the allocator has it
+_COPYING = frozenset(
+    {aten._to_copy.default, aten.copy_.default}
+    | {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
+)
+"""Operators that copy what the host gives them, be it one number; others read that in place."""
+FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
+"""Functions that make a tensor of Python's numbers."""
+_OF_A_NUMBER = frozenset({"full", "scalar_tensor"})
+_QUOTIENTS = ("div", "divide", "true_divide")
+_DIVISIONS: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(_QUOTIENTS, torch.mul),
+    **dict.fromkeys((f"{name}_" for name in _QUOTIENTS), Tensor.mul_),
+}
+_MOVING = frozenset({"to", "type_as", "copy_"})
+_TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
+FACTORIES = frozenset(
+    {"arange", "empty", "eye", "full", "linspace", "logspace"}
+    | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
+)
+"""Functions that make a tensor on the host where they are told no device."""
+_UNKNOWN = object()
+_COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
+"""Operators that copy tables to the device, made of the numbers that they are given."""
+
+
+def is_made_ahead(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function of torch makes of numbers what replays make again on the host."""
+    on_host = kwargs.get("device") in (None, "cpu")
+    of_table = name == "__getitem__" and args[0].device.type == "cpu" and isinstance(args[1], int)
+    return name in FROM_PYTHON or (name in _OF_A_NUMBER and on_host) or of_table
+
+
+@functools.cache
+def _is_special(func: OpOverload) -> bool:
+    """Whether an operator is looked at even where the host has nothing of its tensors."""
+    draws = torch.Tag.nondeterministic_seeded in func.tags
+    return draws or func in _COPY_TABLES or name_of(func) in OF_SHAPES
+
+
+class ArenaFull(CaptureError):
+    """The memory for what goes to the device was too small."""
+
+    needed = 0  # bytes that are enough
+
+
+class HostTracer(OperatorMode):
+    """Records, while it is entered, what runs on the host.
+
+    On a CPU, where the emulated backend captures, those tensors are the host's that a factory makes
+    without ``device=``, or with ``device="cpu"`` as a string, and what is computed from them. One
+    generator serves both halves there: code that draws in both cannot be rehearsed.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        inputs: Sequence[Tensor],
+        copies: Sequence[Tensor | None],
+        capacity: int,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self._emulated = device.type == "cpu"
+        self._arena = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._needed = 0
+        self._constants: list[tuple[Tensor, Tensor]] = []
+        self._read_in_place: list[Tensor] = []
+        self._makes_on_host = False
+        self._device_draws = False
+        self.tape = HostTape()
+        # Gives what reads the present value of data with live numbers in it; None of other data
+        self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+        self.in_backward = False  # whether the backward pass copies from the host, too
+        self._copies = copies
+        self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
+            if copy is not None:
+                shadow = copy.detach()
+                self.tape.input(shadow, i)
+                self._shadows[id(tensor)] = weakref.ref(tensor), shadow
+
+    def finish(self) -> HostProgram | None:
+        """What replays need, at the end of all captures; None where that is nothing."""
+        tape = self.tape
+        if self._needed > self._arena.nbytes:
+            full = ArenaFull(RULE, f"{self._needed} bytes are copied to the device", REMEDY)
+            full.needed = self._needed
+            raise full
+        draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
+        if self._emulated and self._device_draws and draws:
+            raise CaptureError(
+                "A rehearsal on a CPU has one random generator for the host and the device.",
+                "the captured code draws for both",
+                "capture the code on a GPU, or rehearse it without dropout",
+            )
+        self._shadows.clear()
+        tape.drop_what_nobody_reads()
+        tape.refuse_what_is_kept()
+        with torch.no_grad():
+            for static, value in self._constants:
+                static.copy_(value)
+        self._constants.clear()
+        held = (self._arena, *self._read_in_place)
+        half = HostProgram(tape.operations, tape.values, tape.inputs, held)
+        goes_the_same_way = half.run(lambda: self._copies)
+        drawn = all(comparable(g.get_state()) == comparable(s) for g, s in tape.states.items())
+        half.restore()
+        if not (goes_the_same_way and drawn):
+            raise CaptureError(RULE, "the code draws or branches out of torch's sight", REMEDY)
+        return half if tape.operations or self._needed or self._read_in_place else None
+
+    # ------------------------------------------------------------------ operators
+
+    def operator(self, call: OperatorCall) -> Any:
+        func, kwargs = call.func, call.kwargs
+        # One without tensors may make one.
+        concerned = not call.inputs or any(self._shadow(t) is not None for t in call.inputs)
+        if not (concerned or _is_special(func)):
+            return call.run()
+        hosts = [t for t in call.inputs if self._is_host(t)]
+        if not hosts and (call.inputs or not self._makes(kwargs)):
+            if (found := self._read(call)) is not _UNKNOWN:
+                return found
+            with self._noting_draws(func):
+                result = self._opened(call) if func in _COPY_TABLES else call.run()
+            return self._follow(call, result)
+        if len(hosts) == len(call.inputs):
+            target = kwargs.get("device")
+            if not self._emulated and target is not None and target.type != "cpu":
+                return self._copied(call.args[0], kwargs)
+            return self._of_a_known_shape(call.func, self.tape.run(call))
+        if any(map(self._is_host, call.written)):
+            return call.run()  # a host read: refused as ever
+        move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
+        call = call.mapped(move)
+        return self._follow(call, call.run())
+
+    def _opened(self, call: OperatorCall) -> Any:
+        """Run an operator and see those that it is made of: its tables are constants here."""
+        self.in_backward = True
+        if self._emulated:
+            return call.run()
+        with self.seeing_further():
+            return run_kernel(call.func, self._device, *call.args, **call.kwargs)
+
+    @contextlib.contextmanager
+    def _noting_draws(self, func: OpOverload) -> Iterator[None]:
+        """Note whether an operator of the device draws, where both halves have one generator."""
+        if not (self._emulated and torch.Tag.nondeterministic_seeded in func.tags):
+            yield
+            return
+        before = torch.default_generator.get_state()
+        yield
+        with out_of_sight():
+            drawn = not torch.equal(torch.default_generator.get_state(), before)
+        self._device_draws |= drawn
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        if self._emulated:
+            return self.tape.knows(tensor)
+        return tensor.device.type == "cpu"
+
+    def _makes(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operator without tensors makes one on the host."""
+        if self._emulated:
+            return self._makes_on_host
+        device = kwargs.get("device")
+        return device is not None and device.type == "cpu"
+
+    # ------------------------------------------------------------------ reads of the device
+
+    def _shadow(self, tensor: Tensor) -> Tensor | None:
+        """What the host has of a tensor: itself, or what stands for one of the device."""
+        if self._is_host(tensor):
+            return tensor
+        known, shadow = self._shadows.get(id(tensor), (None, None))
+        return shadow if known is not None and known() is tensor else None
+
+    def _follow(self, call: OperatorCall, result: Any) -> Any:
+        """Compute on the host, too, what an operator of the device does, if that is exact."""
+        outputs = list(tensors_in(result))
+        if name_of(call.func) in OF_SHAPES:
+            call = call.mapped(self._of_shape)
+        changes = any(self.tape.changes(t) for t in map(self._shadow, call.inputs) if t is not None)
+        if (
+            all(self._shadow(t) is not None for t in call.inputs)
+            and is_exact(call.func, outputs, SMALL if changes else 16 * SMALL)
+            and all(self.tape.made(self._shadow(t)) for t in call.written)
+        ):
+            self._stand_in(outputs, self.tape.run(self._in_shadow(call)))
+            return result
+        for tensor in call.written:
+            if (shadow := self._shadow(tensor)) is not None:
+                lost = memory_of(shadow)
+                for key, (_, other) in list(self._shadows.items()):
+                    if memory_of(other) == lost:
+                        del self._shadows[key]
+        return result
+
+    def _of_shape(self, tensor: Tensor) -> Tensor:
+        """A constant of the host with the shape of a tensor of the device."""
+        with out_of_sight():
+            constant = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self.tape.constant(constant)
+        return constant
+
+    def _stand_in(self, tensors: Sequence[Tensor], result: Any) -> None:
+        for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
+            self._shadows[id(tensor)] = weakref.ref(tensor), shadow
+
+    def _in_shadow(self, call: OperatorCall) -> OperatorCall:
+        """The same operator on what the host has of its tensors."""
+        shadow = call.mapped(self._shadow)
+        if isinstance(shadow.kwargs.get("device"), torch.device):
+            shadow.kwargs["device"] = torch.device("cpu")
+        return shadow
+
+    def _read(self, call: OperatorCall) -> Any:
+        """The result of an operator by which the host learns a value of the device."""
+        func, target = call.func, call.kwargs.get("device")
+        to_host = func is aten._to_copy.default and target is not None and target.type == "cpu"
+        shapes = func._schema.name in SHAPES
+        if not (func in READS or shapes or (to_host and not self._emulated)):
+            return _UNKNOWN
+        if any(self._shadow(t) is None for t in call.inputs):
+            return _UNKNOWN
+        found = self.tape.run(self._in_shadow(call))
+        if not shapes:
+            return found
+        found = self._of_a_known_shape(func, found)
+        return mapped(found, lambda tensor: self._copied(tensor, {}))
+
+    def _of_a_known_shape(self, func: OpOverload, result: Any) -> Any:
+        """Let replays compare the shapes of a result, where these follow from values."""
+        if func._schema.name in SHAPES:
+            for tensor in tensors_in(result):
+                self.tape.compare(shape, tensor)
+        return result
+
+    # ------------------------------------------------------------------ to the device
+
+    def _moving(self, func: OpOverload, on_device: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+        """How an operator of the device gets what it is given of the host."""
+
+        def moved(tensor: Tensor) -> Tensor:
+            if not self._is_host(tensor):
+                return tensor
+            changes = self.tape.know(func, tensor) is not None
+            if tensor.dim() == 0 and func not in _COPYING:
+                if not changes:  # kernels take it as a constant; a rehearsal reads it
+                    if self._emulated:
+                        self._read_in_place.append(tensor)
+                    return tensor
+                if any(t.is_floating_point() and t.dtype != tensor.dtype for t in on_device):
+                    self.tape.refuse(f"{func} rounds a CPU number differently on the device")
+            return self._copied(tensor, {})
+
+        return moved
+
+    def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """A tensor of the host on the device, as a copy that the captured code may write."""
+        drop = ("device", "non_blocking", "pin_memory")
+        kwargs = {k: v for k, v in kwargs.items() if k not in drop and v is not None}
+        value: Tensor = self.tape.run(OperatorCall(aten._to_copy.default, (tensor,), kwargs))
+        with out_of_sight():
+            static = self._static(value)
+            if self._emulated:  # there the captured code runs
+                static.copy_(value)
+        if self.tape.changes(value):
+            self.tape.copy(static, value)
+        else:
+            self._constants.append((static, value))
+        result = static.clone()
+        self._stand_in([result], self.tape.run(OperatorCall(aten.clone.default, (value,), {})))
+        return result
+
+    def _static(self, value: Tensor) -> Tensor:
+        """Memory on the device for a tensor of this shape."""
+        size = extent(value) * value.element_size() if value.numel() else 0
+        begin = self._needed
+        self._needed += math.ceil(size / _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
+        if self._needed > self._arena.nbytes:  # the capture is done again with more
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=self._device
+            )
+        flat = self._arena[begin : begin + size].view(value.dtype)
+        return flat.as_strided(value.shape, value.stride(), flat.storage_offset())
+
+    # ------------------------------------------------------------------ functions of Python
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a Python function of torch, where the dispatcher would not show what it does."""
+        name = getattr(func, "__name__", "")
+        data = (*args, None, None)[name == "new_tensor"]
+        if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
+            with out_of_sight():
+                return func(value, *args[1:], **kwargs)
+        if name == "ctc_loss":
+            args = self._with_lengths(*args)
+        if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
+            return None
+        is_full = name in _OF_A_NUMBER and is_made_ahead(name, args, kwargs)
+        if is_full and any(self.reader_of(arg) is not None for arg in args):
+            return self._from_python(func, name, args, kwargs)
+        if name == "__getitem__" and self._is_host(args[0]) and (read := self.reader_of(args[1])):
+            return self.tape.entry(args[0], args[1], read)
+        func, args = self._with_scalars(func, name, args)
+        if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
+            return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
+        if name == "tensor" and isinstance(data, Tensor) and not (kwargs or data.requires_grad):
+            return data.clone()  # as torch does, out of sight
+        if name in FROM_PYTHON and any(self.tape.changes(t) for t in tensors_in(data)):
+            self.tape.refuse(f"{name} is called on a tensor that changes from step to step")
+        is_made = name in FROM_PYTHON and not isinstance(data, Tensor)
+        if is_made and all(map(self._is_host, tensors_in(data))):  # others inside of it are read
+            return self._from_python(func, name, args, kwargs)
+        if not self._emulated:
+            with out_of_sight() if has_other_tangents(func) else contextlib.nullcontext():
+                return func(*args, **kwargs)
+        if name in ("to", "cuda") and self._is_host(args[0]):
+            given = (*args[1:], *kwargs.values())
+            if any(isinstance(a, (torch.device, Tensor)) for a in given):
+                dtypes = (a.dtype if isinstance(a, Tensor) else a for a in given)
+                dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), None)
+                return self._copied(args[0], {"dtype": dtype})
+        if name in (*FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
+            self._makes_on_host = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._makes_on_host = False
+        return func(*args, **kwargs)
+
+    def _with_scalars(self, func: Any, name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+        """A call with numbers of the host that change on the device, where autograd keeps them.
+
+        CUDA divides by one of the host by multiplying with its inverse.
+        """
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        others = [t for t in tensors if not self._is_host(t)]
+        dtypes = {t.dtype for t in others if t.is_floating_point()}
+
+        def is_scalar(arg: Any) -> bool:
+            is_one = isinstance(arg, Tensor) and arg.dim() == 0 and dtypes <= {arg.dtype}
+            return is_one and self._is_host(arg) and self.tape.changes(arg)
+
+        if not others or name in _MOVING or not any(map(is_scalar, args)):
+            return func, args
+        if not self._emulated and name in _DIVISIONS and is_scalar(args[1]):
+            func, args = _DIVISIONS[name], (args[0], args[1].reciprocal())
+        return func, [self._copied(arg, {}) if is_scalar(arg) else arg for arg in args]
+
+    def _with_lengths(self, log_probs: Tensor, targets: Tensor, *given: Any) -> tuple[Any, ...]:
+        """The arguments of ``ctc_loss`` with its lengths as numbers, which it reads by itself.
+
+        For targets of 32 bits it may choose cuDNN, which takes the lengths as tensors.
+        """
+
+        def told(lengths: Any) -> Any:
+            shadow = self._shadow(lengths) if isinstance(lengths, Tensor) else None
+            if shadow is None or targets.dtype is torch.int32:
+                return lengths
+            self.tape.know(aten._ctc_loss.Tensor, shadow)
+            with out_of_sight():
+                self.tape.compare(numbers, shadow)
+                return shadow.tolist()
+
+        return (log_probs, targets, *map(told, given[:2]), *given[2:])
+
+    def _index(self, tensor: Tensor, index: Any) -> Any:
+        """An index without lists and tensors of the host: autograd would keep them as they are."""
+        if isinstance(index, tuple):
+            return tuple(part for item in index for part in self._parts(tensor, item))
+        if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
+            given = {"device": tensor.device}
+            return self._from_python(torch.tensor, "tensor", (index,), given)
+        if not isinstance(index, (Tensor, int, slice, type(None), type(...))):
+            read = self.reader_of(index)
+            if read is not None and hasattr(read(), "__len__"):  # an array
+                index = self._from_python(torch.as_tensor, "as_tensor", (index,), {})
+        if not (isinstance(index, Tensor) and index.dim()):
+            return index
+        shadow = self._shadow(index)
+        if shadow is not None and index.dtype is torch.bool:
+            return index.nonzero(as_tuple=True)  # as many of them at every replay
+        return self._copied(index, {}) if self._is_host(index) else index
+
+    def _parts(self, tensor: Tensor, index: Any) -> tuple[Any, ...]:
+        found = self._index(tensor, index)
+        return found if isinstance(index, Tensor) and isinstance(found, tuple) else (found,)
+
+    def _to_python(self, name: str, tensor: Any) -> Tensor | None:
+        """The tensor of the host of which Python is told all values; None if there is none."""
+        if not isinstance(tensor, Tensor) or (name != "tolist" and not self._is_host(tensor)):
+            return None
+        shadow: Tensor | None = self._shadow(tensor)
+        if shadow is None or not self.tape.changes(shadow):
+            return shadow
+        if name in ("data_ptr", "__dlpack__"):
+            self.tape.refuse(f"{name} is called on a tensor that changes from step to step")
+        with out_of_sight():
+            self.tape.compare(numbers, shadow)
+        return shadow
+
+    def _from_python(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A tensor of Python's numbers: a constant, unless it is made to be logged."""
+        caller: str = sys._getframe(3).f_globals.get("__name__", "")
+        if caller.partition(".")[0] in LIBRARIES.framework:
+            self.tape.refuse("a number that may change in each step is logged")
+        device = kwargs.get("device")
+        if device is None and name == "new_tensor":
+            device = args[0].device
+        host = {**kwargs, "device": "cpu"}
+        if name == "new_tensor":
+            host["dtype"] = kwargs.get("dtype") or args[0].dtype
+        grad = bool(host.pop("requires_grad", False))
+        value = self.tape.made_by(func, args, host, [self.reader_of(arg) for arg in args])
+        # On a CPU, what names the device by an object means that of the module.
+        on_host = device is None or torch.device(device).type == "cpu"
+        on_host = on_host and not (self._emulated and isinstance(device, torch.device))
+        result = value if on_host else self._copied(value, {})
+        return result.requires_grad_() if grad else result
+
+
+def _filled(tensor: Tensor, index: Any, number: float) -> bool:
+    """Fill a part of a tensor, without the tensor that torch makes of the number unseen."""
+    parts = index if type(index) is tuple else (index,)
+    if isinstance(index, Tensor) and index.dtype is torch.bool:  # so does torch's own kernel
+        further = (1,) * (tensor.dim() - index.dim())
+        tensor.masked_fill_(index.reshape(index.shape + further), number)
+    elif all(part is None or part is ... or type(part) in (int, slice) for part in parts):
+        tensor[index].fill_(number)
+    else:
+        return False
+    return True

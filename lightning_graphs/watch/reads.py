@@ -1,0 +1,530 @@
+"""Attributes, globals and closures that captured code reads."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import gc
+import io
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from lightning_graphs.autograd.graphed import Stores
+from lightning_graphs.device.generators import OF_TORCH
+from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.private.callsite import codes_in, is_library, named_at
+from lightning_graphs.private.exchange import Absence, bind, bound, replaced
+from lightning_graphs.private.torch import (
+    accumulation_hooks,
+    current_autograd_node,
+    gradient_hooks,
+    module_hooks,
+)
+from lightning_graphs.values.guards import ValueGuards, is_object, is_plain, value_of_class
+from lightning_graphs.values.snapshot import PythonSnapshot, is_still
+from lightning_graphs.watch.object_graph import OF_ALL_MODULES, held_in_value, iter_objects
+from lightning_graphs.watch.operators import stands_for_a_while
+from lightning_graphs.watch.user_code import UserCode, function_of, inside_of_compiled
+
+# ------------------ Clocks that code reads: a graph would freeze what they show
+
+CLOCK = Obstacle(
+    "A graph would freeze a clock.",
+    "only log or store what a function of `time` gives, or numbers that follow from it, in "
+    "training_step, which replays read anew; compute or decide with it in a hook",
+    kind="python-state",
+    code="def on_train_batch_start(self, batch, batch_idx):\n"
+    "    self.share.fill_(time.monotonic() - self.began)  # a buffer, for the step",
+)
+
+_NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+NUMBERS: Mapping[str, Callable[[], Any]] = {
+    name: getattr(time, name) for kind in _NAMES for name in (kind, f"{kind}_ns")
+}
+"""Functions of ``time`` that give a number, by their names."""
+
+_OTHERS = (time.ctime, time.gmtime, time.localtime, time.strftime, time.clock_gettime, os.times)
+_KNOWN: Mapping[Any, str] = {
+    **{function: f"time.{name}" for name, function in NUMBERS.items()},
+    **{function: f"{function.__module__}.{function.__name__}" for function in _OTHERS},
+}
+_OF_DATES = frozenset({"now", "utcnow", "today"})
+
+
+def clock_named(function: Any) -> str:
+    """The name of a function of C, if that reads a clock; else an empty one."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, datetime.date):
+        name = function.__name__
+        return f"{owner.__name__}.{name}" if name in _OF_DATES else ""
+    return _KNOWN.get(function, "") if type(function) is _OF_C else ""
+
+
+_OF_C = type(time.time)
+
+
+# ------------------ Watches which attributes a step reads and sets: a replay runs no Python
+
+_LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.")
+_LIVE_IN_LIBRARIES = frozenset(
+    {"p", "momentum", "dropout", "label_smoothing", "margin", "negative_slope", "alpha", "beta"}
+    | {"delta", "lambd", "threshold", "reduction", "ignore_index", "track_running_stats"}
+    | {"min_val", "max_val", "value", "dim", "approximate", "log_target", "log_input", "full"}
+    | {"blank", "zero_infinity", "max_norm", "norm_type"}
+)
+
+_METHODS = (FunctionType, staticmethod, classmethod)
+
+STORED = Obstacle(
+    "A replay runs no Python code, and cannot set the attribute.",
+    "set the attribute in on_train_batch_end, from the values that training_step returns; change "
+    "buffers in place",
+    kind="python-state",
+    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
+)
+DRAWN = Obstacle(
+    "A graph would freeze a random number, or another value, that the step draws on the host.",
+    "only add, multiply, compare or log what is drawn, or make a tensor of it, in training_step, "
+    "which replays follow; else draw on the device (torch.rand(..., device=...)), or in the data "
+    "loader",
+    kind="python-state",
+    code="share = torch.rand((), device=self.device)  # in place of random.random()",
+)
+
+
+class AttributeGuards(ValueGuards):
+    """Attributes of modules that captured steps have read, and those that they have set.
+
+    A capture bakes them in. Their values are part of what a captured step depends on, so that a
+    hook which anneals a weight or changes a dropout rate gets a graph for the new value. So is the
+    absence of an attribute that was looked for in vain. A plain value that the code has set itself
+    before it reads it is no such value: every replay sets it again (:meth:`stored`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes: dict[CodeType, None] = {}  # of the author's functions that ran
+        self._kept: dict[int, Any] = {}
+        self._unseen: list[tuple[str, nn.Module]] = []
+        self._stored: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._paths: dict[int, str] = {}
+
+    def read(self, words: Iterable[str]) -> None:
+        """Look at what has these names in classes of objects, and in modules that are unseen."""
+        super().read(words)
+        for name, owner in self._unseen:
+            for key in (vars(owner).keys() & words) - OF_ALL_MODULES:
+                self.add(f"{name}.{key}", vars(owner).get, key, owner)
+
+    def may_have_read(self, owner: object, key: Any) -> bool:
+        """Whether code may have read an attribute, or an entry, before it has set it."""
+        return id(owner) not in self._paths or self.has(owner, key)
+
+    def keep(self, values: Iterable[Any]) -> None:
+        """Keep alive what captured code may have found in caches of others."""
+        self._kept.update((id(value), value) for value in values)
+
+    def changed_outside(self, owners: Container[int]) -> list[str]:
+        """Undo what code has changed in modules other than these, given by their ``id``."""
+        names = []
+        for (place, key), (owner, before) in self._stored.items():
+            if place not in owners and not is_still(vars(owner).get(key, Absence.ABSENT), before):
+                names.append(f"{key} of a {type(owner).__name__}")
+                bind(vars(owner), key, before)
+        return names
+
+    def stored(self) -> Stores:
+        """The attributes that code was watched to set since this was asked, if they are plain."""
+        places = [(owner, key) for (_, key), (owner, _) in self._stored.items()]
+        self._stored.clear()
+        found = [(owner, key, vars(owner).get(key, self)) for owner, key in places]
+        return tuple(store for store in found if is_plain(store[2]))
+
+    @contextlib.contextmanager
+    def watching(self, module: LightningModule) -> Iterator[None]:
+        """Note what the body reads from the module and from submodules of its author's own.
+
+        Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
+        checks their class; of theirs, the numbers that training is known to move are noted. What
+        the body sets is noted of all of them.
+        """
+        self._thread = threading.get_ident()
+        self._modules = {id(owner): owner for owner in module.modules()}
+        closed, self._unseen = inside_of_compiled(module), []
+        exchanged = []
+        for name, owner in iter_objects(module):
+            if not isinstance(owner, nn.Module) or _is_metric(type(owner)):
+                continue
+            if _author_of(type(owner)).startswith(_LIBRARIES):
+                table = vars(owner)
+                for key in _LIVE_IN_LIBRARIES & table.keys():
+                    if isinstance(table[key], (bool, int, float, str)):
+                        self.add(f"{name}.{key}", table.get, key, owner)
+            elif owner in closed:
+                self._unseen.append((name, owner))
+            else:
+                exchanged.append((owner, type(owner), name))
+        self._paths = paths = {id(owner): name for owner, _, name in exchanged}
+        watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
+        try:
+            for owner, kind, _ in exchanged:
+                object.__setattr__(owner, "__class__", watched[kind])
+            with self._stores_noted(module):
+                yield
+        finally:
+            for owner, kind, _ in exchanged:
+                object.__setattr__(owner, "__class__", kind)
+
+    def _is_mine(self) -> bool:
+        """Whether the step's own code is running: a backward pass on a GPU has another thread."""
+        return threading.get_ident() == self._thread or current_autograd_node() is not None
+
+    @contextlib.contextmanager
+    def _stores_noted(self, root: nn.Module) -> Iterator[None]:
+        """Note what is set in modules that there are already; metrics look after themselves."""
+        modules = {id(module) for module in root.modules() if not _is_metric(type(module))}
+        original: Any = nn.Module.__setattr__  # the only one that sees all of them
+
+        def store(owner: nn.Module, key: str, value: Any) -> None:
+            before = vars(owner).get(key, Absence.ABSENT)
+            original(owner, key, value)
+            if id(owner) in modules and key not in OF_ALL_MODULES and self._is_mine():
+                self._stored.setdefault((id(owner), key), (owner, before))
+
+        self._stored.clear()  # of code that was refused in the middle
+        with replaced(nn.Module, "__setattr__", store):
+            yield
+
+    def _watched(self, kind: type, paths: Mapping[int, str]) -> type:
+        own: Any = kind
+        inherited = own.__getattribute__
+        inherited_missing = own.__getattr__
+        noted: set[tuple[int, str]] = set()
+
+        def read(owner: Any, key: str) -> Any:
+            value = inherited(owner, key)
+            place = id(owner), key
+            if key in OF_ALL_MODULES or place in noted:
+                return value
+            own = place in self._stored and is_plain(value)
+            # A copy that the body makes has the watched class, too, and no path.
+            if not own and place[0] in paths and self._is_mine():
+                self._note(owner, kind, key, value, paths[place[0]])
+                noted.add(place)
+            return value
+
+        def missing(owner: Any, key: str) -> Any:
+            try:
+                return inherited_missing(owner, key)  # finds parameters, buffers and submodules
+            except AttributeError:
+                asked_by_library = is_library(sys._getframe(1).f_code.co_filename)
+                is_special = key.startswith("__") or key in OF_ALL_MODULES
+                if id(owner) in paths and not (asked_by_library or is_special):
+                    get = partial(_looked_up, vars(owner), vars(kind))
+                    self.add(f"{paths[id(owner)]}.{key}", get, key, owner)
+                raise
+
+        watched: dict[str, Any] = {"__getattribute__": read, "__getattr__": missing}
+        watched["__module__"] = kind.__module__
+        return type(kind)(kind.__name__, (kind,), watched)
+
+    def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:
+        table = object.__getattribute__(owner, "__dict__")
+        of_class = value_of_class(kind, key)
+        is_method = isinstance(of_class, _METHODS)
+        is_everywhere = of_class is value_of_class(LightningModule, key)
+        if key not in table and (is_everywhere or not (is_plain(of_class) or is_method)):
+            return
+        name = f"{path}.{'hparams' if key == '_hparams' else key}"
+        # A method brings its module along, of which nothing else is read here.
+        seen = dict(self._modules)
+        inside = () if isinstance(value, nn.Module) else held_in_value(name, value, seen)
+        for label in iterators_in(inside):  # before anything is taken from one
+            raise DRAWN.refused_here(f"{label}, an iterator, is read")
+        if key not in table and not is_method:
+            self.add(name, partial(getattr, owner), key, owner)
+        elif key in table and value is None:  # which a table without it gives as well
+            self.add(name, partial(_looked_up, table, vars(kind)), key, owner)
+        else:  # of a method, whether the instance has something else in its place
+            self.add(name, table.get, key, owner)
+
+
+def _is_metric(kind: type) -> bool:
+    return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
+
+
+def _author_of(kind: type) -> str:
+    """Where the class is written: torch makes classes of parametrized modules itself."""
+    written = (base for base in kind.__mro__ if base.__module__ != "torch.nn.utils.parametrize")
+    return next(written).__module__
+
+
+def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
+    """The names of those among named values that are iterators, but for open files."""
+    kinds = ((name, isinstance(v, Iterator) and not isinstance(v, io.IOBase)) for name, v in held)
+    return [name for name, is_iterator in kinds if is_iterator]
+
+
+def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
+    """What is set in a module or its class: an exception for what is in neither costs too much."""
+    return own.get(key, of_class.get(key, Absence.ABSENT))
+
+
+# ------------------ Finds values outside of modules that code which ran names: globals, closures,
+
+_DEFAULTS = attrgetter("__defaults__")
+_ENTRIES = ("training_step", "forward")  # which no code of the author's names
+_OF_SUPER = "__class__"  # the enclosing variable that super() reads
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+
+
+class GlobalReads:
+    """What the author's functions that run name outside of modules, and what is inside of that.
+
+    Each function is looked at when it is called for the first time, before it can change anything.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        own: UserCode,
+        # Called with the name and value of everything that is found, and of what is inside of it
+        *listeners: Callable[[str, Any], object],
+        held: Iterable[tuple[str, Any]] | None = None,
+    ) -> None:
+        self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
+        self._module = module
+        self._own = own
+        # Called with the name of a clock that code reads for which nothing stands
+        self.on_clock: Callable[[str], object] = lambda name: CLOCK.refused_here(f"{name} is read")
+        self._kinds: dict[type, None] = {}
+        self._functions: defaultdict[CodeType, dict[FunctionType, None]] = defaultdict(dict)
+        self._caches: dict[Any, int] = {}
+        self._known: set[CodeType] = set()
+        self.codes: list[CodeType] = []  # of the author's functions that ran
+        self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
+        self.contents = PythonSnapshot()  # of all that is found
+        self._classes = self.contents.classes
+        self._listeners = (self.contents.add, *listeners)
+        for child in module.modules():
+            self._look_into_class(type(child))
+            self._look_inside(vars(child).get("forward"))
+            for hook in module_hooks(child):
+                self._assume(hook)
+        for _, value in iter_objects(module) if held is None else held:
+            self._look_inside(value)
+        for parameter in module.parameters():  # their hooks run in a thread of autograd's
+            for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
+                for hook in table.values() if isinstance(table, dict) else ():
+                    self._assume(hook)
+
+    # ------------------------------------------------------------------ following
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow the functions that the body calls, in this thread.
+
+        Compiled code does not run as Python, and a profiler that somebody has set is left alone:
+        the functions of the modules concerned count as if they had run.
+        """
+        for kind in set(map(type, self._module.modules())):  # those that watch reads are others
+            if self._own.has_module(kind.__module__):
+                self.contents.add_class(kind)
+        profiled = sys.getprofile() is not None
+        hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
+        for kind in {base for child in hidden for base in type(child).__mro__}:
+            for name in _ENTRIES:
+                self._assume(vars(kind).get(name))
+        if profiled:
+            yield
+            return
+        sys.setprofile(self._called)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code not in self._known:
+            self._read(frame.f_code, frame.f_globals)
+        elif event == "c_call" and (name := clock_named(argument)) and self._own.runs_in(frame):
+            self.on_clock(name)
+
+    def _read(self, code: CodeType, table: dict[str, Any]) -> None:
+        """Look at what is behind the names in a function, and in those that are inside of it."""
+        self._known.add(code)
+        if not self._own.has(code.co_filename, table.get("__name__", "")):
+            return
+        codes = list(codes_in(code))
+        self._known.update(codes)
+        self.codes += codes
+        names = dict.fromkeys(name for part in codes for name in part.co_names)
+        self.words.update(names)
+        for name in names:  # attributes among them may have the name of a global variable
+            self._add(name, table, name, names)
+        for function in list(self._functions[code]):
+            self._look_into_cells(function)
+
+    def _look_into_cells(self, function: FunctionType) -> None:
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            if name != _OF_SUPER:
+                self._add(name, cell, "cell_contents", code.co_names)
+
+    def _is_own(self, function: FunctionType) -> bool:
+        return self._own.has(function.__code__.co_filename, function.__module__ or "")
+
+    def _assume(self, value: Any) -> None:
+        """Read a function that runs where nobody follows it, and those of the author it names."""
+        function = function_of(value)
+        if not isinstance(function, FunctionType) or function.__code__ in self._known:
+            return
+        if not self._is_own(function):
+            return
+        code, known = function.__code__, len(self.contents.bindings)
+        self._functions[code][function] = None
+        self._read(code, function.__globals__)
+        for found in list(self.contents.bindings.values())[known:]:
+            self._assume(found.before)
+        for kind, before in list(self._classes.items()):
+            for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
+                self._assume(before[name])
+
+    def words_of(self, kinds: Iterable[type]) -> set[str]:
+        """Names, those of keywords too, in what the author has given these classes.
+
+        In their methods, and in the author's functions that these name.
+        """
+        for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+            if self._own.has_module(base.__module__):
+                for value in list(vars(base).values()):
+                    self._assume(value)
+        given = [part for code in self.codes for part in code.co_consts if type(part) is tuple]
+        return self.words | {word for names in given for word in names if isinstance(word, str)}
+
+    def _add(
+        self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
+    ) -> None:
+        value = bound(owner, key)
+        if stands_for_a_while(value):
+            self._look(name, getattr(value, "__wrapped__", None))
+            return
+        if isinstance(value, ModuleType):
+            if self._own.has_module(value.__name__):
+                for inner in set(names) & vars(value).keys():
+                    self._add(f"{name}.{inner}", vars(value), inner, ())
+        elif (id(owner), key) not in self.contents.bindings:
+            self.contents.add_place(name, owner, key)
+            self._look(name, value)
+
+    def _look(self, name: str, value: Any) -> None:
+        """Look into a value: what it was is known from now on."""
+        if isinstance(value, type):
+            self._look_into_class(value)
+        elif isinstance(value, _LRU_CACHE):
+            self._caches.setdefault(value, value.cache_info().misses)
+            self._look_inside(value.__wrapped__)
+        elif isinstance(function_of(value), FunctionType):
+            self._look_inside(value)
+        else:
+            if isinstance(value, Tensor):
+                self._tell(name, value)
+            for label, inside in held_in_value(name, value, self._seen):
+                self._tell(label, inside)
+                self._look_inside(inside)
+
+    def _tell(self, name: str, value: Any) -> None:
+        for tell in self._listeners:
+            tell(name, value)
+
+    def _look_inside(self, value: Any) -> None:
+        """Look at the class of an object, and at what a function brings with it."""
+        function = function_of(value)
+        if is_object(value):
+            self._look_into_class(type(value))
+        elif not isinstance(function, FunctionType):
+            return
+        elif not self._is_own(function):
+            self._assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
+        elif function not in self._functions[function.__code__]:
+            self._functions[function.__code__][function] = None
+            self._tell(function.__name__, function)
+            for key in vars(function):
+                self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
+            if function.__code__ in self._known:
+                self._look_into_cells(function)
+
+    def _look_into_class(self, kind: type) -> None:
+        if kind in self._kinds:
+            return
+        self._kinds[kind] = None
+        for base in kind.__mro__:
+            if base not in self._classes and self._own.has_module(base.__module__):
+                self.contents.add_class(base)
+                for key, value in self._classes[base].items():
+                    if not key.startswith("__") or isinstance(value, FunctionType):
+                        self._look(f"{base.__name__}.{key}", value)
+                    if issubclass(base, Function):  # its backward runs in a thread of autograd
+                        self._assume(value)
+
+    # ------------------------------------------------------------------ what they have changed
+
+    def listed(self, names: Sequence[str]) -> str:
+        """Some names for a message, with the author's line of the first one."""
+        line = "" if names[0] == OF_TORCH else named_at(names[0], self.codes)
+        return ", ".join(names[:3]) + line
+
+    def empty_caches(self) -> None:
+        """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
+
+        Nothing has computed it yet.
+        """
+        for cache, misses in self._caches.items():
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+                self._caches[cache] = cache.cache_info().misses
+
+    # ------------------------------------------------------------------ what a graph depends on
+
+    def read_into(self, reads: AttributeGuards) -> None:
+        """Let a capture that was followed depend on all of this."""
+        reads.codes.update(dict.fromkeys(self.codes))
+        for value in self._values():
+            reads.add(*value)
+        reads.read(self.words)
+        # A graph may read tensors in a cache after they have gone. The collector's view is the only
+        # one that shows what is in it.
+        found = [held for cache in self._caches for held in gc.get_referents(cache)]
+        tables = [held for held in found if isinstance(held, dict)]
+        reads.keep(found + [entry for table in tables for entry in table.values()])
+
+    def _values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
+        """The name of each value, what to call with which key for it, and what it is bound in."""
+        for kind in self._kinds:
+            own = [base for base in kind.__mro__ if base in self._classes]
+            for key in dict.fromkeys(key for base in own for key in self._classes[base]):
+                if key in self.words and not (key.startswith("__") and key.endswith("__")):
+                    held = value_of_class(kind, key)
+                    is_itself = getattr(kind, key, None) is getattr(held, "__func__", held)
+                    look: Callable[..., Any] = getattr if is_itself else value_of_class
+                    yield f"{kind.__name__}.{key}", partial(look, kind), key, kind
+        for function in (f for code in self._known for f in self._functions.get(code, ())):
+            if function.__defaults__:
+                yield f"{function.__qualname__}'s defaults", _DEFAULTS, function, function
+        for name, owner, key, before in self.contents.bindings.values():
+            if before is not Absence.ABSENT and isinstance(owner, (dict, CellType)):
+                get = owner.get if isinstance(owner, dict) else partial(getattr, owner)
+                yield name, get, key, owner

@@ -1,0 +1,122 @@
+"""Tells the code of a step's author from that of the libraries it uses."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from itertools import repeat
+from pathlib import PurePath
+from types import FrameType, MethodType
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_graphs.private.callsite import is_library
+from lightning_graphs.private.torch import is_compiled
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_NUMERIC = ("numpy", "scipy", "pandas")  # which take `float` for a type of numbers of their own
+_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
+
+
+def is_lightnings(definition: object, *files: str) -> bool:
+    """Whether a class or function is defined in one of these files of Lightning.
+
+    ``pytorch_lightning`` is the same code as ``lightning.pytorch`` under another name, with classes
+    of its own.
+    """
+    module = getattr(definition, "__module__", None)
+    return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
+
+
+class CodeOfModules:
+    """Which code runs where modules of a tree are called: classes, and instances' own forwards."""
+
+    def __init__(self, roots: Iterable[nn.Module], *, graphed: bool = False) -> None:
+        roots = list(roots)
+        named = [item for root in roots for item in root.named_modules(prefix=type(root).__name__)]
+        inside = [item for item in named if not (graphed and item[1] in roots)]
+        self._names = [f"class of `{name}`" for name, _ in named]
+        self._names += [f"forward of `{name}`" for name, _ in inside]
+        self._modules = [module for _, module in named]
+        self._tables = [vars(module) for _, module in inside]
+        self._known = self._now()
+
+    def _now(self) -> list[Any]:
+        return [*map(type, self._modules), *map(dict.get, self._tables, repeat("forward"))]
+
+    def exchanged(self) -> str:
+        """What was exchanged since, for a person to read; empty if nothing was."""
+        if (now := self._now()) == self._known:
+            return ""
+        found = zip(self._names, now, self._known, strict=True)
+        return next(f"the {name} was exchanged" for name, a, b in found if a != b)
+
+
+def function_of(value: Any) -> Any:
+    """The function behind a method, a property or a partial; other values as they are."""
+    if isinstance(value, property):
+        value = value.fget
+    while isinstance(value, partial):
+        value = value.func
+    return getattr(value, "__func__", value) if isinstance(value, _BOUND) else value
+
+
+_BOUND = (MethodType, staticmethod, classmethod)
+
+
+class UserCode:
+    """Tells the code of a step's author from that of the libraries it uses.
+
+    Installed packages are libraries, but for the one that the root module's class is from.
+    """
+
+    def __init__(self, root: LightningModule) -> None:
+        kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
+        self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
+        self._standard = sysconfig.get_paths()["stdlib"]
+        # Whether code of this file, in the module of this name, is the author's
+        self.has: Callable[[str, str], bool] = cache(self._judge)
+        # Whether a module is one of an installed package, but those that every step goes through
+        self.has_installed: Callable[[str], bool] = cache(self._judge_installed)
+
+    def _judge(self, file: str, name: str) -> bool:
+        if file.startswith("<"):  # a notebook, or made by a dataclass or the like for a module
+            if name not in sys.modules:
+                return False
+            file = getattr(sys.modules[name], "__file__", None) or file
+        if is_library(file):
+            return False
+        if name.partition(".")[0] == self._package:
+            return True
+        path = os.path.normpath(file)
+        return not (
+            path.startswith(self._standard) or _INSTALLED.intersection(PurePath(path).parts)
+        )
+
+    def has_module(self, name: str) -> bool:
+        """Whether a module that has been imported under this name is the author's."""
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None:  # a notebook, unlike modules of C
+            return name == "__main__"
+        return self.has(file, name)
+
+    def runs_in(self, frame: FrameType) -> bool:
+        """Whether a frame runs the author's code."""
+        return self.has(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
+
+    def _judge_installed(self, name: str) -> bool:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is None or is_library(file) or name.partition(".")[0] in _NUMERIC:
+            return False
+        return bool(_INSTALLED.intersection(PurePath(os.path.normpath(file)).parts))
+
+
+def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
+    """The modules whose class compiled code checks; of the root, its compiled step is seen."""
+    compiled = filter(is_compiled, root.modules())
+    return {module for owner in compiled for module in owner.modules()} - {root}
