@@ -47,7 +47,6 @@ LAYERS = (
 )
 # Imports that still run upward: none may be added.
 UPWARD = {
-    ("device.trace", "autograd.formulas"),
     ("doctor.doctor", "lightning.context"),
     ("doctor.doctor", "lightning.logs"),
     ("doctor.doctor", "lightning.options"),
@@ -195,7 +194,7 @@ def test_a_package_that_is_found_through_an_unusual_path(backend: str, tmp_path:
     assert done.returncode == 0, done.stderr
 
 
-ENGINE = ("core",)
+ENGINE = ("private", "values", "device", "autograd", "core")
 OF_LIGHTNING = re.compile(r"self\.log\b|training_step|Trainer\(|GraphCapture|scope=['\"]")
 
 
@@ -215,6 +214,16 @@ def test_public_names() -> None:
         assert getattr(lightning_graphs, name) is not None
     assert lightning_graphs.CaptureError is errors.CaptureError
     assert dir(lightning_graphs) == sorted(lightning_graphs.__all__)
+
+
+def test_modules_of_the_core_have_their_dotted_names() -> None:
+    code = (
+        "from lightning_graphs.core.graph import graph\n"
+        "from lightning_graphs.core.inspect import diff, inspect\n"
+        "from lightning_graphs import core\n"
+        "print(core.graph is graph, core.inspect.inspect is inspect)"
+    )
+    assert run_python(code) == "True True"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_graphs.autograd.backward import empty_gradient, write_all
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
-from lightning_graphs.private.engine import after_backward, backward_passes_told
+from lightning_graphs.private.engine import after_backward, backward_passes_told, nodes_from
 from lightning_graphs.private.torch import (
     is_compiled_node,
     outputs_of,
@@ -48,18 +48,6 @@ def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
 def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
     """Every node behind these outputs, once."""
     return nodes_from([output.grad_fn for output in outputs])
-
-
-def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
-    """These nodes and every one behind them, once; the list is used up."""
-    seen: set[Node] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        pending.extend(parent for parent, _ in node.next_functions)
 
 
 def leaf_of(node: Node) -> Tensor | None:

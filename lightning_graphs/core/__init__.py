@@ -1,6 +1,9 @@
 """torch's API for CUDA graphs over two backends, with checks; it does not import Lightning."""
 
+import sys
+
 from lightning_graphs.autograd.callables import make_graphed_callables
+from lightning_graphs.device import inspect as inspect
 from lightning_graphs.device.backend import BackendName
 from lightning_graphs.device.graph import (
     CUDAGraph,
@@ -17,3 +20,7 @@ __all__ = [
     "is_current_stream_capturing",
     "make_graphed_callables",
 ]
+
+# Programs import these by their dotted names, too.
+for _name in ("graph", "inspect"):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[f"lightning_graphs.device.{_name}"]

@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-from lightning_graphs.autograd.formulas import eager_formulas
 from lightning_graphs.device.rules import (
     COMPILED,
     CONTROL_FLOW,
@@ -34,6 +33,7 @@ from lightning_graphs.device.rules import (
     REHEARSED,
     SET_GENERATOR,
     UNSUPPORTED_LAYOUT,
+    WITH_TWO_FORMULAS,
     Obstacle,
     has_other_tangents,
     name_of_node,
@@ -44,6 +44,7 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.private.distributed import asks_for_shapes, unwraps_itself
+from lightning_graphs.private.engine import nodes_out_of_sight
 from lightning_graphs.private.torch import (
     current_autograd_node,
     eager_attention,
@@ -56,8 +57,6 @@ from lightning_graphs.private.torch import (
     storage_reference,
 )
 from lightning_graphs.values.tree import leaves_of
-
-# ------------------ Sees functions of torch that the dispatcher never shows, or shows too late
 
 
 class FunctionMode(TorchFunctionMode):
@@ -99,7 +98,7 @@ def _cond(call: Callable[..., Any], choice: Any, *rest: Any) -> Any:
     return result[0] if is_single else result
 
 
-# ------------------ Collectives of ``torch.distributed`` in a recording: recorded without any comm
+# ------------------ collectives: recorded without any communication
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _GATHERED = "fsdp::all_gather_copy_in"
@@ -114,7 +113,7 @@ def is_collective(func: OpOverload) -> bool:
 def written_position(func: OpOverload) -> tuple[int, ...]:
     """Where in its arguments a collective has what it writes; its schema does not say it.
 
-    The same of the copy with which FSDP2 prepares one.
+    Nor does that of the copy with which FSDP2 prepares one.
     """
     if func._schema.name == _GATHERED:
         return (1,)
@@ -122,7 +121,7 @@ def written_position(func: OpOverload) -> tuple[int, ...]:
 
 
 def returned_alone(func: OpOverload, args: Sequence[Any]) -> Any:
-    """What a collective returns, with the tensors as they are: nobody else is asked.
+    """What a collective returns, with the tensors as they are: no other rank is asked.
 
     During the capture of a CUDA graph nothing is exchanged either. So a rank may record, and fail
     to, by itself.
@@ -152,7 +151,7 @@ def wait_for(result: Any) -> None:
     torch.distributed.Work.unbox(work).wait()
 
 
-# ------------------ Names for what is launched: the module path and the ``record_function`` ranges
+# ------------------ names for what is launched
 
 _LABEL = "lightning_graphs.scope"
 
@@ -235,7 +234,7 @@ class ScopeStack:
             self._stack.pop()
 
 
-# ------------------ One recorder: every operator, what it reads, writes and allocates, and the use
+# ------------------ operators, what they read, write and allocate, and the user's line
 
 aten = torch.ops.aten
 
@@ -414,7 +413,7 @@ class OperatorMode(TorchDispatchMode):
             # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
             self._around.enter_context(torch.compiler.set_stance("force_eager"))
         if self.is_real:
-            self._around.enter_context(eager_formulas(self._look_at))
+            self._around.enter_context(nodes_out_of_sight(WITH_TWO_FORMULAS, self._look_at))
         let_higher_order_operators_in(type(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.sees_functions:

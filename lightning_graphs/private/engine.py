@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.private.torch import has_gradient_hooks
+from lightning_graphs.private.torch import has_gradient_hooks, hide_modes
 
 _PLAIN = (Tensor, nn.Parameter)
 _backward = torch.autograd.backward  # not what may watch in its place
@@ -104,14 +105,44 @@ def backward_passes_told(
         yield
 
 
-def backward_passes_within(
-    around: Callable[[Sequence[Any]], AbstractContextManager[None]],
+def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
+    """These nodes of autograd and every one behind them, once; the list is used up."""
+    seen: set[Node] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        pending.extend(parent for parent, _ in node.next_functions)
+
+
+def nodes_out_of_sight(
+    names: Collection[str], ahead: Callable[[Node], object]
 ) -> AbstractContextManager[None]:
-    """Run every backward pass, of user code, too, in what is made for its outputs."""
+    """Run nodes of these names where no mode sees it, in all backward passes of user code, too.
+
+    ``ahead`` is called with each node before it runs.
+    """
 
     def run(engine: Callable[..., Any], outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        with around(outputs):
+        shown: list[Callable[[], None]] = []
+
+        def hide(node: Node, _: Any) -> None:
+            ahead(node)
+            shown.append(hide_modes())
+
+        found = [getattr(output, "node", None) or output.grad_fn for output in outputs]
+        nodes = [node for node in nodes_from(found) if type(node).__name__ in names]
+        handles = [node.register_prehook(partial(hide, node)) for node in nodes]
+        handles += [node.register_hook(lambda *_: shown.pop()()) for node in nodes]
+        try:
             return engine(outputs, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            while shown:  # a node has raised
+                shown.pop()()
 
     return _exchanged_engine(run)
 
