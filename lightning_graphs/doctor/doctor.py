@@ -48,6 +48,7 @@ from lightning_graphs.lightning.logs import (
 from lightning_graphs.lightning.options import Options
 from lightning_graphs.lightning.private import takes_no_closure
 from lightning_graphs.lightning.strategy import StrategyCalls, intercepted, loss_of
+from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.lightning.transfer import copies_on_host
 from lightning_graphs.private.callsite import (
     CallSite,
@@ -87,8 +88,7 @@ from lightning_graphs.watch.operators import DrawingFunction, calls_followed
 from lightning_graphs.watch.reads import CLOCK, DRAWN, STORED, iterators_in
 from lightning_graphs.watch.refusals import STORED_OUTSIDE, bound_by_hooks
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
-from lightning_graphs.watch.tracers import COUNTER, OLD_GRADIENTS, old_gradients_watched
-from lightning_graphs.watch.user_code import UserCode
+from lightning_graphs.watch.tracers import COUNTER, OLD_GRADIENTS
 
 _BETWEEN: Effect = "stays eager between them"
 
@@ -134,7 +134,7 @@ class Doctor:
         self._sites = sites = CallSiteFinder()
         self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
         self._metrics = metrics_of(module)
-        self._own = UserCode(module)
+        self._watch = TrainerWatch(trainer, module)
         self._step = definition_of(module.training_step)
         self._returned = returned_by(module.training_step)
         self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
@@ -191,7 +191,7 @@ class Doctor:
         watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
         self._has_moved |= any(any(held.changes()) for held in self._before)
-        around = Environment(self._module, self._own, on_use=self._met, seen=())
+        around = self._watch.environment(on_use=self._met, seen=())
         around.outside.on_clock = functools.partial(self._used, CLOCK)
         attributes = PythonSnapshot(around.held)
         self._before = attributes, around.outside.contents
@@ -253,12 +253,11 @@ class Doctor:
             stack.enter_context(self._logs.watching(self._module))
             stack.enter_context(metrics_exchanged(self._module, self._unobserved))
             stack.enter_context(around.reading(number=self._numbers.counter))
-            watched = old_gradients_watched(self._trainer, self._met, around.in_attributes)
-            stack.enter_context(watched)
+            stack.enter_context(around.old_gradients())
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
             if not self._compiled.runs:
                 stack.enter_context(calls_followed())
-                stack.enter_context(clocks_exchanged(self._own, self._numbers.clock))
+                stack.enter_context(clocks_exchanged(self._watch.own, self._numbers.clock))
             if self._called is not None:
                 stack.enter_context(self._called.watching())
             stack.enter_context(self._observing())

@@ -29,6 +29,7 @@ from lightning_graphs.lightning.ranks import (
 from lightning_graphs.lightning.runner import StepRunner
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
+from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.lightning.transfer import BatchTransfer
 from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.worth import CapturePolicy, steps_left
@@ -227,7 +228,8 @@ class GraphCapture(Callback):
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             raises = options.on_failure == "raise"
             recovery = OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises)
-            parts = (statistics, progress, investment, calls, budget, recovery, ranks)
+            watch = TrainerWatch(trainer, pl_module)
+            parts = (statistics, progress, investment, calls, budget, recovery, ranks, watch)
             fit = TrainingContext(trainer, pl_module, options, pool, *parts)
 
             def switch_off() -> None:

@@ -15,6 +15,7 @@ from lightning_graphs.lightning.options import Options
 from lightning_graphs.lightning.progress import ProgressValues
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.strategy import StrategyCalls
+from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.worth import CapturePolicy
 from lightning_graphs.private.torch import compiled_code_noticed
@@ -56,6 +57,7 @@ class TrainingContext:
     budget: MemoryBudget  # what memory may be taken
     recovery: OomRecovery  # repeats a step that finds no memory
     ranks: Ranks  # does whole steps the same way on all ranks
+    watch: TrainerWatch  # makes the environments of captures
     compiled: CompiledCode = field(default_factory=CompiledCode)
 
 

@@ -76,7 +76,7 @@ class StepRunner:
         self._learned = CaptureFacts(fit.module, self._forget_plans)
         self._kept = self._learned.kept
         self._values = BatchValues()
-        self._seeds = NewSeeds.of(fit.module)
+        self._seeds = NewSeeds.of(fit.module, fit.module.device)
         self._active: StepPlan | None = None
         self._stepping = False
         # After a refusal no graph of a step is left; or attributes move on too often

@@ -12,7 +12,6 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -22,9 +21,6 @@ from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.lightning.context import CompiledCode
-from lightning_graphs.lightning.logs import refuse_log
-from lightning_graphs.lightning.private import kept_log_caught
-from lightning_graphs.lightning.strategy import log_exchanged
 from lightning_graphs.policy.budget import NoRoomError
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.torch import (
@@ -61,8 +57,7 @@ from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.refusals import code_captured
-from lightning_graphs.watch.tracers import old_gradients_watched, rates_exchanged
-from lightning_graphs.watch.user_code import CodeOfModules, UserCode
+from lightning_graphs.watch.user_code import CodeOfModules
 
 # ------------------ The graphs of the calls of one step, what they contain beside tensors, and dep
 
@@ -84,25 +79,16 @@ class CallGuards:
     Those are attributes of modules and of the trainer, and global and enclosing variables.
     """
 
-    def __init__(self, root: LightningModule, own: UserCode, modules: Sequence[nn.Module]) -> None:
-        self._root = root
+    def __init__(self, environment: Environment, modules: Sequence[nn.Module]) -> None:
+        self.environment = environment
         self.reads = AttributeGuards()
         self.values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
         self._code = CodeOfModules(modules, graphed=True)
-        self.environment = Environment(root, own, modules=modules)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Note what the body, a capture of these modules, reads."""
-        trainer = self._root.trainer
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.environment.reading(self.reads))
-            others = self.environment.in_attributes
-            stack.enter_context(old_gradients_watched(trainer, others=others))
-            for optimizer in trainer.optimizers:
-                stack.enter_context(rates_exchanged(trainer, optimizer))
-            stack.enter_context(log_exchanged(self._root, refuse_log))
-            stack.enter_context(kept_log_caught(trainer, refuse_log))
+        with self.environment.calling(self.reads):
             yield
         self.environment.outside.read_into(self.reads)
         self.values = self.reads.now()
@@ -331,8 +317,8 @@ def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | Non
 class CaptureConfig:
     """What captures are made with."""
 
-    root: LightningModule  # the user's module
-    own: UserCode  # tells its author's code from others'
+    # Makes the environment of code of these modules
+    environment: Callable[[Sequence[nn.Module]], Environment]
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradients: GradientMemory  # where those of parameters go
     check: Callable[
@@ -390,7 +376,8 @@ def _captured(
     warm: bool,  # the calls have just run, as they are captured
 ) -> tuple[list[GraphedCall], CallGuards]:
     """Capture passes in their order, each group of them over the memory of a pool."""
-    baked = CallGuards(means.root, means.own, list(dict.fromkeys(call.module for call in calls)))
+    modules = list(dict.fromkeys(call.module for call in calls))
+    baked = CallGuards(means.environment(modules), modules)
     captures: list[_Capture] = []
     pools: list[GraphPool] = []
     try:

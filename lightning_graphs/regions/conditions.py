@@ -130,20 +130,20 @@ class NewSeeds:
     recurrent layer with dropout runs: no replay draws it there.
     """
 
-    def __init__(self, module: LightningModule, layers: Sequence[nn.RNNBase]) -> None:
-        self._module = module
+    def __init__(self, device: torch.device, layers: Sequence[nn.RNNBase]) -> None:
+        self._device = device
         self._layers = layers
         self._in_a_row = 0
 
     @classmethod
-    def of(cls, module: LightningModule) -> NewSeeds | None:
+    def of(cls, module: nn.Module, device: torch.device) -> NewSeeds | None:
         """None for a module without recurrent layers."""
         layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
-        return cls(module, layers) if layers else None
+        return cls(device, layers) if layers else None
 
     def are_used_by_next_step(self) -> bool:
         """Whether the coming step is no example of those after it, and is not to be captured."""
-        state = dropout_state_of(self._module.device, self._layers)
+        state = dropout_state_of(self._device, self._layers)
         if state is None or state.now() is not None:
             self._in_a_row = 0
             return False

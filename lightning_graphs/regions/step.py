@@ -62,10 +62,8 @@ from lightning_graphs.watch.tracers import (
     NumberPlaces,
     number_places,
     numbers_exchanged,
-    old_gradients_watched,
     rates_exchanged,
 )
-from lightning_graphs.watch.user_code import UserCode
 
 # ------------------ The graphs that the capture of one step makes
 
@@ -126,7 +124,6 @@ class StepCapture(StepBody):
         super().__init__(fit, optimizer, capturable, observers)
         self._learned = learned
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
-        self._own = UserCode(self.module)
         self._copies = partial(copies_on_host, self.trainer)
         self._units = fit.ranks.units
         self._registers_hooks = False
@@ -140,8 +137,7 @@ class StepCapture(StepBody):
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
-        # In attributes of modules, and what the step finds where it stores
-        self._others: Sequence[Tensor] = ()
+        self._old_gradients: AbstractContextManager[None] = nullcontext()
         self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
 
     @calls_observed
@@ -258,7 +254,7 @@ class StepCapture(StepBody):
             yield
 
     def _could_follow(self, asked: Conversion) -> bool:
-        own = self._own
+        own = self.fit.watch.own
         is_new = asked not in self._conversions and not self.fit.compiled.runs
         return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
 
@@ -329,7 +325,7 @@ class StepCapture(StepBody):
             state = (*self.module.parameters(), *self.module.buffers())
             changes = BatchChanges(own, state)
             arguments = (own, *map(self._numbers.argument, rest))
-            environment = Environment(self.module, self._own)
+            environment = self.fit.watch.environment()
             targets = self._targets(phase, environment)
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
@@ -406,10 +402,10 @@ class StepCapture(StepBody):
     def _surrounded(
         self, environment: Environment, recorder: LogRecorder, places: SideEffects | None
     ) -> Iterator[None]:
-        self._others = environment.in_attributes + ([] if places is None else places.own)
+        self._old_gradients = environment.old_gradients(() if places is None else places.own)
         number, listed = self._numbers.number, environment.outside.listed
         rates = None if self.capturable is None else self.capturable.live_rates()
-        parts = self.trainer, self.optimizer, rates
+        parts = self.fit.watch.schedulers, self.optimizer, rates
         self._in_optimizer = number_places(*parts, number)
         with (
             nullcontext() if places is None else places.exchanged(number),
@@ -420,7 +416,6 @@ class StepCapture(StepBody):
             environment.refusing("training_step"),
         ):
             yield
-        self._others = ()
 
     def forward(
         self, arguments: tuple[Any, ...], recorder: LogRecorder
@@ -431,14 +426,15 @@ class StepCapture(StepBody):
         clocks: AbstractContextManager[None] = nullcontext()
         if not self.fit.compiled.runs:
             followed = calls_followed(self._conversions)
-            clocks = clocks_exchanged(self._own, partial(self._clocks.reading, self._numbers))
+            clocks = clocks_exchanged(
+                self.fit.watch.own, partial(self._clocks.reading, self._numbers)
+            )
         if self._finds_draws:
             host = draws_refused(self.module.device)
         elif self._recording is not None:
             host = draws_recorded(self._numbers, self._recording, self._functions)
         reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
-        watched = old_gradients_watched(self.trainer, others=self._others)
-        with watched, numbers, self._unseen(), followed, clocks, host, reduced:
+        with self._old_gradients, numbers, self._unseen(), followed, clocks, host, reduced:
             result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result

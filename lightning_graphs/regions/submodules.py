@@ -39,7 +39,6 @@ from lightning_graphs.regions.observe import Observation, ObservedCall, StepObse
 from lightning_graphs.regions.verify import CallChecks, CallDiffers, Verifier
 from lightning_graphs.watch.reads import GlobalReads
 from lightning_graphs.watch.refusals import why_no_whole_step
-from lightning_graphs.watch.user_code import UserCode
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
@@ -93,9 +92,8 @@ class ModuleGraphs:
         apart = pool.beside()
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
-        own = UserCode(module)
         kinds = map(type, [*module.modules(), *module.trainer.callbacks])  # type: ignore[attr-defined]
-        outside = GlobalReads(module, own)
+        outside = GlobalReads(module, fit.watch.own)
         words = outside.words_of(kinds)
         asks = not module.automatic_optimization or bool(words & _ASKING)
         # Graphs write gradients of which autograd knows nothing.
@@ -106,7 +104,7 @@ class ModuleGraphs:
         left = PATIENCE if self._again.line else 0
         self._patience, self.insured = (0, left) if fit.recovery.repeats else (left, 0)
         self._agreement, self._checks = agreement, CallChecks(agreement)
-        made_with = module, own, pool, gradients, self._checks.check, fit.compiled
+        made_with = fit.watch.environment, pool, gradients, self._checks.check, fit.compiled
         self._means = CaptureConfig(*made_with, direct=direct, adds=_adds_gradients(module))
         # What decides over the calls while a step runs.
         self.stage = DispatchState(fit, replace(self._means, pool=apart))

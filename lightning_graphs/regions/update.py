@@ -150,7 +150,7 @@ class CapturedUpdate:
         gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
         with gradients_set_aside(self._parameters), state_as_known(self.optimizer), torch.no_grad():
             rates = capturable.live_rates()
-            with rates_exchanged(self._fit.trainer, self.optimizer, rates):
+            with rates_exchanged(self._fit.watch.schedulers, self.optimizer, rates):
                 gradients.attach()
                 with self._pool.capture() as captured:
                     self._body.update()

@@ -52,7 +52,6 @@ from lightning_graphs.watch.batch import new_results
 from lightning_graphs.watch.object_graph import UnregisteredTensors, iter_objects
 from lightning_graphs.watch.side_effects import Places
 from lightning_graphs.watch.tracers import rates_exchanged
-from lightning_graphs.watch.user_code import UserCode
 
 # ------------------ Runs a part of a step eagerly and as graphs, from one state, and compares the
 
@@ -243,7 +242,7 @@ class Verification(StepBody):
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """With rates on the device: kernels round others otherwise."""
         rates = None if self.capturable is None else self.capturable.live_rates()
-        with rates_exchanged(self.trainer, self.optimizer, rates):
+        with rates_exchanged(self.fit.watch.schedulers, self.optimizer, rates):
             super().update(cut)
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
@@ -290,7 +289,7 @@ class Verification(StepBody):
         generators = Generators(iter_objects(self.module), self.module.device, seen=seen)
         clocks: AbstractContextManager[None] = nullcontext()
         if plan.clocks is not None:
-            clocks = plan.clocks.repeated(UserCode(self.module))
+            clocks = plan.clocks.repeated(self.fit.watch.own)
         with (
             # But for the stand-ins of a capture: here every value is real
             self.surrounded(recorder, self._places, generators),

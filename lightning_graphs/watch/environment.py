@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_graphs.device.generators import Generators
 from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.object_graph import UnregisteredTensors, iter_objects
 from lightning_graphs.watch.reads import DRAWN, STORED, AttributeGuards, GlobalReads
-from lightning_graphs.watch.refusals import STORED_OUTSIDE, effects_watched
-from lightning_graphs.watch.tracers import counters_watched
+from lightning_graphs.watch.refusals import STORED_OUTSIDE, Effect, effects_watched
+from lightning_graphs.watch.tracers import old_gradients_watched
 from lightning_graphs.watch.user_code import UserCode
+
+AsRead = Callable[[str, Callable[[], Any]], Any]
+"""What a counter is read as, of its name and what gives the value."""
+
+
+class Client(Protocol):
+    """Watches the program that runs a region: its counters, loggers and learning rates."""
+
+    own: UserCode
+    """Tells user code from that of libraries."""
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier steps are added to."""
+
+    @property
+    def effects(self) -> Iterable[Effect]:
+        """What prints and logs for user code."""
+
+    def reading(
+        self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
+    ) -> AbstractContextManager[None]:
+        """Watch what the body reads of the program."""
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Refuse what the body, a capture of calls of modules, has to leave to code around it."""
 
 
 class Environment:
@@ -26,8 +52,8 @@ class Environment:
     replay can do, and undoes it; the doctor notes it, and the code goes on: that is ``on_use``.
 
     Args:
-        root: The module of the fit.
-        own: Tells user code from that of libraries.
+        root: The module that is trained.
+        client: Watches the program around the region.
         modules: Those whose code runs; all of ``root`` by default.
         on_use: Refuses or notes what code under watch does; see :data:`OnUse`.
         seen: Random generators whose draws are seen elsewhere; see :class:`Generators`.
@@ -35,15 +61,15 @@ class Environment:
 
     def __init__(
         self,
-        root: LightningModule,
-        own: UserCode,
+        root: Any,
+        client: Client,
         *,
         modules: Sequence[nn.Module] | None = None,
         on_use: OnUse = refuse,
         seen: Iterable[Any] | None = None,
     ) -> None:
         self._root = root
-        self._own = own
+        self._client = client
         self._on_use = on_use
         self.held = list(iter_objects(root))
         self.generators = Generators(self.held, root.device, seen=seen)
@@ -51,7 +77,7 @@ class Environment:
         self.in_attributes = self.loose.tensors  # those that modules hold
         code = root if modules is None else nn.ModuleList(modules)
         held = self.held if modules is None else None
-        self.outside = GlobalReads(code, own, self.generators.add, self.loose.add, held=held)
+        self.outside = GlobalReads(code, client.own, self.generators.add, self.loose.add, held=held)
 
     @property
     def leaves(self) -> list[Any]:
@@ -60,22 +86,29 @@ class Environment:
 
     @contextlib.contextmanager
     def reading(
-        self,
-        reads: AttributeGuards | None = None,
-        # What a counter of the trainer is read as, of its name and what gives the value
-        number: Callable[[str, Callable[[], Any]], Any] | None = None,
+        self, reads: AttributeGuards | None = None, number: AsRead | None = None
     ) -> Iterator[None]:
-        """Let ``reads`` learn what the body reads of modules and of the trainer."""
+        """Let ``reads`` learn what the body reads of modules and of the program around it."""
         attributes = contextlib.nullcontext() if reads is None else reads.watching(self._root)
-        trainer = self._root.trainer
-        with attributes, counters_watched(trainer, self._on_use, reads=reads, counter=number):
+        with attributes, self._client.reading(self._on_use, reads, number):
+            yield
+
+    def old_gradients(self, others: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
+        """Meet uses of ``.grad`` of parameters, of tensors in attributes, and of others."""
+        watched = [*self.in_attributes, *others]
+        return old_gradients_watched(self._on_use, watched, accumulates=self._client.accumulates)
+
+    @contextlib.contextmanager
+    def calling(self, reads: AttributeGuards) -> Iterator[None]:
+        """Let ``reads`` learn what the body reads, a capture of calls of modules."""
+        with self.reading(reads), self.old_gradients(), self._client.calling():
             yield
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
         """Follow the functions that the body calls, and watch what they do outside of Python."""
-        trainer = self._root.trainer
-        with self.outside.followed(), effects_watched(trainer, self._own, self._on_use):
+        client = self._client
+        with self.outside.followed(), effects_watched(client.own, self._on_use, client.effects):
             yield
 
     @contextlib.contextmanager

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.private.torch import (
@@ -22,12 +21,20 @@ from lightning_graphs.values.snapshot import Snapshot
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
-# `log` and `forward` are exchanged in instances while a step or a module is captured; the state
-# is that of toggle_optimizer().
-OF_ALL_MODULES = frozenset(
-    {*vars(LightningModule()), "__dict__", "log", "forward", "_param_requires_grad_state"}
-)
+OF_ALL_MODULES = {*vars(nn.Module()), "__dict__", "forward"}
 """Attributes of modules that are no values of their author's."""
+
+BASES: list[type[nn.Module]] = [nn.Module]
+"""Classes of libraries from which those of authors derive."""
+
+HELD_ELSEWHERE: list[Callable[[nn.Module], Iterable[Any]]] = []
+"""Functions that give objects into which :func:`iter_objects` does not look, of the root module."""
+
+
+def know_base(kind: type[nn.Module], *names: str) -> None:
+    """Let a client's class be a base of modules, and these its attributes beside its own."""
+    BASES.append(kind)
+    OF_ALL_MODULES.update(vars(kind()), names)
 
 
 def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -35,8 +42,7 @@ def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
     """
-    fit = getattr(root, "_trainer", None)  # what steps its parameters is looked after elsewhere
-    seen: dict[int, Any] = {id(one): one for one in getattr(fit, "optimizers", ())}
+    seen: dict[int, Any] = {id(one): one for find in HELD_ELSEWHERE for one in find(root)}
     return _of_tree("self", root, seen, DEPTH + 1)
 
 

@@ -18,7 +18,6 @@ from operator import attrgetter
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -35,7 +34,12 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.guards import ValueGuards, is_object, is_plain, value_of_class
 from lightning_graphs.values.snapshot import PythonSnapshot, is_still
-from lightning_graphs.watch.object_graph import OF_ALL_MODULES, held_in_value, iter_objects
+from lightning_graphs.watch.object_graph import (
+    BASES,
+    OF_ALL_MODULES,
+    held_in_value,
+    iter_objects,
+)
 from lightning_graphs.watch.operators import stands_for_a_while
 from lightning_graphs.watch.user_code import UserCode, function_of, inside_of_compiled
 
@@ -154,7 +158,7 @@ class AttributeGuards(ValueGuards):
         return tuple(store for store in found if is_plain(store[2]))
 
     @contextlib.contextmanager
-    def watching(self, module: LightningModule) -> Iterator[None]:
+    def watching(self, module: nn.Module) -> Iterator[None]:
         """Note what the body reads from the module and from submodules of its author's own.
 
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
@@ -245,7 +249,7 @@ class AttributeGuards(ValueGuards):
         table = object.__getattribute__(owner, "__dict__")
         of_class = value_of_class(kind, key)
         is_method = isinstance(of_class, _METHODS)
-        is_everywhere = of_class is value_of_class(LightningModule, key)
+        is_everywhere = any(of_class is value_of_class(base, key) for base in BASES)
         if key not in table and (is_everywhere or not (is_plain(of_class) or is_method)):
             return
         name = f"{path}.{'hparams' if key == '_hparams' else key}"

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
@@ -104,18 +104,25 @@ _CALLS = (
 )
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"
-_LOGGERS = ("logger", "loggers")
+_LOGGERS = ("logger", "loggers")  # properties that read others of the same name
 _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 """Packages that print, write and log for whoever calls them."""
 
 _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
-_GUARDS = "lightning_graphs.training.guards."  # what reads attributes for others, to watch them
+# What reads attributes for others, to watch them
+_WATCHERS = ("lightning_graphs.watch.", "lightning_graphs.lightning.trainer")
 
 
-def effects_watched(trainer: Trainer, own: UserCode, on_use: OnUse) -> AbstractContextManager[None]:
-    """Watch for prints, opened files, Python's loggers and Lightning's, in this thread.
+Effect = tuple[Any, str, str]
+"""What user code is seen to use: an object or class, a name in it, and a name for messages."""
 
-    Only lines of the step's author count: libraries warn and log on their own account.
+
+def effects_watched(
+    own: UserCode, on_use: OnUse, further: Iterable[Effect]
+) -> AbstractContextManager[None]:
+    """Watch for prints, opened files, Python's loggers and further effects, in this thread.
+
+    Only lines of user code count: libraries warn and log on their own account.
     """
     thread = threading.get_ident()
 
@@ -124,15 +131,12 @@ def effects_watched(trainer: Trainer, own: UserCode, on_use: OnUse) -> AbstractC
             site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
             on_use(SIDE_EFFECT, what, f"{what} is used", site)
 
-    present = list(_present(trainer))
+    present = [*further, *_present()]
     return exchanged((o, name, _watched(getattr(o, name), what, used)) for o, name, what in present)
 
 
-def _present(trainer: Trainer) -> Iterator[tuple[Any, str, str]]:
-    """Owner, name and name in messages of what there is at present of all these."""
-    yield LightningModule, "print", "self.print"
-    for name in _LOGGERS:  # the module's own ones read the trainer's
-        yield type(trainer), name, f"trainer.{name}"
+def _present() -> Iterator[Effect]:
+    """Those of Python and of known packages that have been imported."""
     for path in _CALLS:
         module, *outer, name = path.split(".")
         owner = functools.reduce(lambda o, n: getattr(o, n, None), outer, sys.modules.get(module))
@@ -159,7 +163,7 @@ def _passes_on(frame: FrameType) -> bool:
     """Whether a frame acts for the one that has called it."""
     module: str = frame.f_globals.get("__name__", "")
     is_library = module.partition(".")[0] in _PASSING_ON or module.endswith(_RANK_ZERO)
-    watches = module.startswith(_GUARDS) and module != __name__
+    watches = module.startswith(_WATCHERS) and module != __name__
     return is_library or watches or frame.f_code.co_name in _LOGGERS
 
 

@@ -7,11 +7,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from types import MethodType
 from typing import Any, NoReturn
 
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -20,32 +17,12 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.device.rules import Obstacle, OnUse, refuse
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
-from lightning_graphs.private.exchange import Absence, replaced, subclassed
+from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import version_of
-from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.reads import STORED, AttributeGuards
-
-_COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
-_MOVING = _COUNTERS | {
-    *("callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"),
-    *("checkpoint_callbacks", "early_stopping_callbacks"),
-}
-"""What the trainer gives anew in every step."""
-
-_LASTING = frozenset(
-    {"max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches"}
-    | {"world_size", "global_rank", "local_rank", "is_global_zero", "num_devices", "device_ids"}
-    | {"precision", "default_root_dir", "lightning_module", "model", "optimizers"}
-    | {"training", "validating", "testing", "predicting", "sanity_checking", "state"}
-    | {"strategy", "accelerator", "precision_plugin", "profiler", "logger", "loggers"}
-)
-"""What stays as it is for a whole fit, or is looked at elsewhere."""
 
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
-_CONTAINERS = (dict, list, set, tuple, Tensor)
-_LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
 
@@ -150,22 +127,25 @@ def present(value: Any) -> Any:
     return tree_map_only(Tracer, lambda stand_in: stand_in.now(), value)
 
 
+Schedulers = Sequence[object]
+"""Learning rate schedulers of torch, or others like them."""
+
 NumberPlaces = Sequence[tuple[dict[str, Any], str, Any]]
 """Tables, a key of each, and what is to be there for a while."""
 
 
 def rates_exchanged(
-    trainer: Trainer, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
+    schedulers: Schedulers, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
 ) -> AbstractContextManager[None]:
     """While capturing, schedulers and parameter groups give these learning rates, a group each.
 
     What schedulers count by is nobody's to use, and no rate where there are none of these.
     """
-    return numbers_exchanged(optimizer, number_places(trainer, optimizer, rates))
+    return numbers_exchanged(optimizer, number_places(schedulers, optimizer, rates))
 
 
 def number_places(
-    trainer: Trainer,
+    schedulers: Schedulers,
     optimizer: Optimizer,
     rates: Sequence[Tensor] | None = None,  # stand for learning rates, a group each
     # Makes the stand-in for a number, of its name and what gives it; ``rates`` then stand for
@@ -183,8 +163,8 @@ def number_places(
             return rates[group].detach()
         return make(_of_group(name, group), read)
 
-    for n, config in enumerate(trainer.lr_scheduler_configs):
-        table = vars(config.scheduler)
+    for n, scheduler in enumerate(schedulers):
+        table = vars(scheduler)
         owner = f"scheduler {n}" if n else "a scheduler"
         for key in ("last_epoch", "_step_count"):
             if key in table:
@@ -240,61 +220,11 @@ def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def counters_watched(
-    trainer: Trainer,
-    on_use: OnUse = refuse,
-    *,
-    reads: AttributeGuards | None = None,  # learns what can be compared
-    # What a counter is read as, of its name and what gives the value
-    counter: Callable[[str, Callable[[], Any]], Any] | None = None,
-) -> Iterator[None]:
-    """While capturing, reading a counter or another moving value of the trainer is refused.
-
-    The trainer's class is exchanged for a subclass. Counters are nobody's to read: the module's own
-    read the trainer's. What else changes, as its metrics do, only libraries may look at; values
-    that an author's code finds there and that can be compared are noted. It may set none.
-    """
-    original: Any = type(trainer)
-
-    def read(owner: Trainer, key: str) -> Any:
-        if key in _COUNTERS and counter is not None:
-            return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
-        lasts = key in _LASTING or key.startswith("__")
-        if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
-            _note(owner, key, on_use, reads)
-        return original.__getattribute__(owner, key)
-
-    def store(owner: Trainer, key: str, value: Any) -> None:
-        if not is_library(sys._getframe(1).f_code.co_filename):
-            on_use(STORED, f"trainer.{key}", f"trainer.{key} is set", CallSiteFinder().here())
-        object.__setattr__(owner, key, value)
-
-    with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
-        yield
-
-
-def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | None) -> None:
-    """Note what the author's code reads from the trainer, or tell that it moves."""
-    # Whether it moves is known ahead of a look at metrics, which computes them
-    value: Any = Absence.ABSENT if key in _MOVING else _found_in(trainer, key)
-    if isinstance(value, MethodType):
-        return
-    is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
-    if key in _MOVING or not (key in _LOADERS or is_comparable):
-        on_use(COUNTER, f"trainer.{key}", f"trainer.{key} is read", CallSiteFinder().here())
-    elif reads is not None:
-        reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
-
-
-def _found_in(trainer: Trainer, key: str) -> Any:
-    return getattr(trainer, key, Absence.ABSENT)
-
-
-@contextlib.contextmanager
 def old_gradients_watched(
-    trainer: Trainer,
     on_use: OnUse = refuse,
     others: Iterable[Tensor] = (),  # those in attributes, and what stands for some of them
+    *,
+    accumulates: bool = False,  # gradients of earlier steps are added to
 ) -> Iterator[None]:
     """While capturing a forward pass, refuse to use ``.grad`` of parameters and attributes.
 
@@ -302,9 +232,9 @@ def old_gradients_watched(
     one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
     """
     gradient: Any = Tensor.grad
-    # A loss may move its network at each call: it is there already. Lightning zeroes by itself
-    # after the forward pass, which takes nothing away unless gradients are accumulated.
-    harmless = {"_apply"} if trainer.accumulate_grad_batches > 1 else {"_apply", "zero_grad"}
+    # A loss may move its network at each call: it is there already. Every step zeroes after its
+    # forward pass, which takes nothing away unless gradients are accumulated.
+    harmless = {"_apply"} if accumulates else {"_apply", "zero_grad"}
 
     def used(name: str) -> None:
         frame = sys._getframe(2)

@@ -12,7 +12,6 @@ from pathlib import PurePath
 from types import FrameType, MethodType
 from typing import Any
 
-from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_graphs.private.callsite import is_library
@@ -75,7 +74,7 @@ class UserCode:
     Installed packages are libraries, but for the one that the root module's class is from.
     """
 
-    def __init__(self, root: LightningModule) -> None:
+    def __init__(self, root: nn.Module) -> None:
         kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
         self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
         self._standard = sysconfig.get_paths()["stdlib"]

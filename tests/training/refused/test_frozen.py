@@ -11,7 +11,6 @@ import numpy
 import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
@@ -159,7 +158,7 @@ def test_zeroing_that_drops_accumulated_gradients_is_refused(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # while torch imports its compiler
 def test_the_compiler_may_ask_whether_there_is_a_gradient() -> None:
     layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-    with old_gradients_watched(Trainer(accelerator="cpu", logger=False)):
+    with old_gradients_watched():
         compiled = torch.compile(layer, backend="eager")(x)
     assert torch.equal(compiled, layer(x))
 

@@ -20,8 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_graphs.watch.environment import Environment
-from lightning_graphs.watch.user_code import UserCode
+from lightning_graphs.lightning.trainer import TrainerWatch
 from tests.training import side_effects
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.side_effects import (
@@ -228,8 +227,7 @@ def test_everything_is_put_back_after_an_exception(backend: str, tmp_path: Path)
     )  # fmt: skip
     STEPS[:], side_effects.counter, side_effects.LAST = [1], 7, known
     batch = batches()[0]
-    fit.module.trainer = fit.trainer
-    environment = Environment(fit.module, UserCode(fit.module))
+    environment = TrainerWatch(fit.trainer, fit.module).environment()
     with contextlib.suppress(ZeroDivisionError), environment.refusing("training_step"):
         for step in (Counting.training_step, Keeping.training_step, Appending.training_step):
             step(fit.module, batch, 0)

@@ -1,0 +1,160 @@
+"""The trainer, as code under watch meets it: its counters, values, learning rates and loggers."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+
+from lightning_graphs.device.rules import OnUse, refuse
+from lightning_graphs.lightning.logs import refuse_log
+from lightning_graphs.lightning.private import kept_log_caught
+from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.private.callsite import CallSiteFinder, is_library
+from lightning_graphs.private.exchange import Absence, subclassed
+from lightning_graphs.values.guards import is_object, is_plain
+from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.object_graph import HELD_ELSEWHERE, know_base
+from lightning_graphs.watch.reads import STORED, AttributeGuards
+from lightning_graphs.watch.refusals import Effect
+from lightning_graphs.watch.tracers import COUNTER, rates_exchanged
+from lightning_graphs.watch.user_code import UserCode
+
+# `log` and `forward` are exchanged in instances while a step or a module is captured; the state
+# is that of toggle_optimizer().
+know_base(LightningModule, "log", "forward", "_param_requires_grad_state")
+# What steps the parameters is looked after by the optimizer step
+HELD_ELSEWHERE.append(lambda root: getattr(getattr(root, "_trainer", None), "optimizers", ()))
+
+_COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
+_MOVING = _COUNTERS | {
+    *("callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"),
+    *("checkpoint_callbacks", "early_stopping_callbacks"),
+}
+"""What the trainer gives anew in every step."""
+
+_LASTING = frozenset(
+    {"max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches"}
+    | {"world_size", "global_rank", "local_rank", "is_global_zero", "num_devices", "device_ids"}
+    | {"precision", "default_root_dir", "lightning_module", "model", "optimizers"}
+    | {"training", "validating", "testing", "predicting", "sanity_checking", "state"}
+    | {"strategy", "accelerator", "precision_plugin", "profiler", "logger", "loggers"}
+)
+"""What stays as it is for a whole fit, or is looked at elsewhere."""
+
+_CONTAINERS = (dict, list, set, tuple, Tensor)
+_LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
+_LOGGERS = ("logger", "loggers")
+
+
+class TrainerWatch:
+    """Makes the environments of a fit, and watches its trainer in them."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
+        self._module = module
+        self.own = UserCode(module)
+
+    def environment(
+        self,
+        modules: Sequence[nn.Module] | None = None,
+        *,
+        on_use: OnUse = refuse,
+        seen: Iterable[Any] | None = None,
+    ) -> Environment:
+        """An environment for code of the whole step, or of these modules; made before it runs."""
+        return Environment(self._module, self, modules=modules, on_use=on_use, seen=seen)
+
+    @property
+    def schedulers(self) -> list[object]:
+        """What moves learning rates."""
+        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of earlier steps are added to."""
+        return self._trainer.accumulate_grad_batches > 1
+
+    @property
+    def effects(self) -> list[Effect]:
+        """What prints and logs for user code."""
+        kind = type(self._trainer)  # the module's own loggers read the trainer's
+        loggers = [(kind, name, f"trainer.{name}") for name in _LOGGERS]
+        return [(LightningModule, "print", "self.print"), *loggers]
+
+    def reading(
+        self,
+        on_use: OnUse,
+        reads: AttributeGuards | None,
+        number: Callable[[str, Callable[[], Any]], Any] | None,
+    ) -> AbstractContextManager[None]:
+        """See :func:`counters_watched`."""
+        return counters_watched(self._trainer, on_use, reads=reads, counter=number)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Refuse logs and learning rates in the body, a capture of calls of modules."""
+        with contextlib.ExitStack() as stack:
+            for optimizer in self._trainer.optimizers:
+                stack.enter_context(rates_exchanged(self.schedulers, optimizer))
+            stack.enter_context(log_exchanged(self._module, refuse_log))
+            stack.enter_context(kept_log_caught(self._trainer, refuse_log))
+            yield
+
+
+@contextlib.contextmanager
+def counters_watched(
+    trainer: Trainer,
+    on_use: OnUse = refuse,
+    *,
+    reads: AttributeGuards | None = None,  # learns what can be compared
+    # What a counter is read as, of its name and what gives the value
+    counter: Callable[[str, Callable[[], Any]], Any] | None = None,
+) -> Iterator[None]:
+    """While capturing, reading a counter or another moving value of the trainer is refused.
+
+    The trainer's class is exchanged for a subclass. Counters are nobody's to read: the module's own
+    read the trainer's. What else changes, as its metrics do, only libraries may look at; values
+    that an author's code finds there and that can be compared are noted. It may set none.
+    """
+    original: Any = type(trainer)
+
+    def read(owner: Trainer, key: str) -> Any:
+        if key in _COUNTERS and counter is not None:
+            return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
+        lasts = key in _LASTING or key.startswith("__")
+        if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
+            _note(owner, key, on_use, reads)
+        return original.__getattribute__(owner, key)
+
+    def store(owner: Trainer, key: str, value: Any) -> None:
+        if not is_library(sys._getframe(1).f_code.co_filename):
+            on_use(STORED, f"trainer.{key}", f"trainer.{key} is set", CallSiteFinder().here())
+        object.__setattr__(owner, key, value)
+
+    with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
+        yield
+
+
+def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | None) -> None:
+    """Note what the author's code reads from the trainer, or tell that it moves."""
+    # Whether it moves is known ahead of a look at metrics, which computes them
+    value: Any = Absence.ABSENT if key in _MOVING else _found_in(trainer, key)
+    if isinstance(value, MethodType):
+        return
+    is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
+    if key in _MOVING or not (key in _LOADERS or is_comparable):
+        on_use(COUNTER, f"trainer.{key}", f"trainer.{key} is read", CallSiteFinder().here())
+    elif reads is not None:
+        reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
+
+
+def _found_in(trainer: Trainer, key: str) -> Any:
+    return getattr(trainer, key, Absence.ABSENT)
