@@ -47,7 +47,7 @@ class PlanCache(Generic[Key, Plan]):
         self._release = release
         self._capacity = float("inf") if capacity is None else capacity
         self._shape = shape
-        self.by_key: OrderedDict[Key, Plan] = OrderedDict()
+        self.by_key: dict[Key, Plan] = {}  # the one that was used last comes last
         self._counted: dict[Key, int] = {}
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._shapes: OrderedDict[Hashable, float] = OrderedDict()
@@ -68,14 +68,14 @@ class PlanCache(Generic[Key, Plan]):
         """The first plan that fits, from the most recently used one on; see :meth:`get`."""
         for key, plan in reversed(self.by_key.items()):
             if fits(plan):
-                self.by_key.move_to_end(key)
+                self.by_key[key] = self.by_key.pop(key)
                 return plan
         return None
 
     def get(self, key: Key) -> Plan | None:
         """The plan of ``key``, which becomes the most recently used one; None if there is none."""
         if key in self.by_key:
-            self.by_key.move_to_end(key)
+            self.by_key[key] = self.by_key.pop(key)
         return self.by_key.get(key)
 
     # ------------------------------------------------------------------ what is worth a plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from lightning_graphs.private.torch import (
     is_compiled_in_place,
 )
 from lightning_graphs.regions.conditions import moved_values
+from lightning_graphs.regions.lifecycle import Check, Plan
 from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.regions.written import WrittenMemory
 from lightning_graphs.report import GraphRecord
@@ -44,7 +45,6 @@ from lightning_graphs.report.statistics import (
     tensors_in_words,
 )
 from lightning_graphs.values.aliases import ReplayOrder, Source
-from lightning_graphs.values.guards import ValueGuards
 from lightning_graphs.values.signature import (
     EVERYTHING,
     BackendFlags,
@@ -94,56 +94,58 @@ class CallGuards:
         self.values = self.reads.now()
 
     @property
-    def is_current(self) -> bool:
-        """Whether all of this is as it was at capture, the code of the modules, too."""
-        return self.reads.now() == self.values and not self._code.exchanged()
+    def checks(self) -> tuple[Check, ...]:
+        """All of this at the capture, the code of the modules, too."""
+        return (self.reads.now, self.values), (self._code.exchanged, "")
 
     def left(self) -> tuple[dict[str, Tensor], Stores]:
         """Tensors that the body has written, and attributes that it has set, since last asked."""
         return self.environment.loose.written(), self.reads.stored()
 
-    def share(self, sites: Sequence[GraphedCall]) -> None:
-        """Let each of these calls look at its part: the code between them may change any value."""
-        # Attributes of a module inside of other calls are no matter of a call.
-        inside = {id(module) for site in sites for module in site.call.module.modules()}
-        for site in sites:
-            own = {id(module) for module in site.call.module.modules()}
-            site.read = self.reads.without(inside - own)
-            site.values = site.read.now()
+    def checks_of(
+        self, call: ObservedCall, calls: Iterable[ObservedCall] | None
+    ) -> tuple[Check, ...]:
+        """What one call has read, of those that a step makes; None: a call by itself."""
+        if calls is None:
+            return self.checks
+        # The code between calls may change any value. Attributes of modules inside of other calls
+        # are no matter of a call.
+        inside = {id(module) for other in calls for module in other.module.modules()}
+        read = self.reads.without(inside - set(map(id, call.module.modules())))
+        return ((read.now, read.now()),)
 
 
-@dataclass(slots=True)
-class GraphedCall:
-    """The graphs of one call in a step."""
+@dataclass(slots=True, eq=False)
+class GraphedCall(Plan):
+    """The graphs of one call of a module."""
 
-    call: ObservedCall
-    graphed: GraphedCallable
-    baked: CallGuards  # of its capture
-    cost: CaptureCost  # what their capture took
-    parameters: list[Parameter]  # of the module
-    requires_grad: list[bool]  # which of them required a gradient
-    # What the call writes beside parameters and buffers, by name.
-    written: dict[str, Tensor] = field(default_factory=dict)
+    call: ObservedCall = field(kw_only=True)
+    graphed: GraphedCallable = field(kw_only=True)
+    baked: CallGuards = field(kw_only=True)  # of its capture
+    cost: CaptureCost = field(kw_only=True)  # what its capture took
+    parameters: list[Parameter] = field(kw_only=True)  # of the module
+    # What the call writes beside parameters and buffers, by name
+    written: dict[str, Tensor] = field(kw_only=True)
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
-    read: ValueGuards = field(default_factory=ValueGuards)  # values of Python's in the graphs
-    values: tuple[tuple[str, Any], ...] = ()  # their names and values at capture
 
     @property
     def is_as_captured(self) -> bool:
-        return list(map(REQUIRES_GRAD, self.parameters)) == self.requires_grad
-
-    @property
-    def is_current(self) -> bool:
-        """Whether every value that is in the graphs is the one of then."""
-        now = self.read.now()
-        return now is self.values or now == self.values
+        """Whether the parameters require gradients that did, and no others."""
+        frozen = self.call.frozen
+        return not any(p.requires_grad is (p in frozen) for p in self.parameters)
 
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        same = self.is_as_captured and self.call.kernels == BackendFlags.now()
-        return same and self.graphed.accepts(args, kwargs)
+        return self.is_as_captured and self.holds() and self.graphed.accepts(args, kwargs)
+
+    def why_not(self) -> str:
+        """Why it does not hold, for a person to read."""
+        changes = self.call.kernels.changes(BackendFlags.now())
+        if changes:
+            return f"the step has set switches of torch otherwise: {', '.join(changes)}"
+        return "a value that its code reads has changed within the step"
 
 
-class CapturedStep:
+class CapturedStep(Plan):
     """The graphs for steps of one kind that make the same calls."""
 
     def __init__(
@@ -154,11 +156,14 @@ class CapturedStep:
         captured: Sequence[GraphedCall],  # the graphs of every call that has some
         baked: CallGuards,
     ) -> None:
+        self._orders = list(dict.fromkeys(site.graphed.order for site in captured))
+        begins = tuple(order.begin for order in self._orders)  # pending backward passes are void
+        key = kind, observation.pattern(calls), baked.values
+        super().__init__(key, baked.checks, before=begins)
         self.kind = kind
-        self.key = (kind, observation.pattern(calls), baked.values)
+        self.calls = calls
         self.baked = baked
         self.captured = captured
-        self.uses = 0
         # For each observed module the graphs of its calls under autograd, in their order; None for
         # a call that stays eager.
         self.sites: dict[nn.Module, list[GraphedCall | None]] = {}
@@ -178,10 +183,8 @@ class CapturedStep:
             for table in hook_tables(inner)
             if not table
         ]
-        self._orders = list(dict.fromkeys(site.graphed.order for site in captured))
         signature = kind.signature
         self._call = CallPlan(signature, check_modes=True) if signature is not None else None
-        baked.share(captured)
 
     @property
     def is_kept(self) -> bool:
@@ -198,10 +201,10 @@ class CapturedStep:
         lines += moved_values(self.baked.values, to.baked.values)
         return listed(lines) or "a step calls its modules differently"
 
-    def fits(self, args: tuple[Any, ...], flags: Flags) -> bool:
-        if flags != self.kind.flags or not self.baked.is_current:
+    def fits(self, call: StepCall) -> bool:
+        if call.flags != self.kind.flags or not self.holds():
             return False
-        return self._call is None or self._call.match(args, {}) is not None
+        return self._call is None or self._call.match(call.batch, {}) is not None
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
         """Refuse a backward pass for some gradients only, where graphs write them themselves."""
@@ -213,11 +216,6 @@ class CapturedStep:
                     f"`{site.call.name}`",
                     f'write GraphCapture(exclude=["{site.call.name}"])',
                 )
-
-    def begin(self) -> None:
-        """Begin a step: every backward pass that is still pending is void."""
-        for order in self._orders:
-            order.begin()
 
     def enter(self, statistics: Statistics) -> None:
         for found in self.sites.values():
@@ -300,6 +298,15 @@ class StepKind(NamedTuple):
         return lines + [f"{name} changed" for name in changed]
 
 
+class StepCall(NamedTuple):
+    """A step, ahead of its own code."""
+
+    batch: tuple[Any, ...]
+    flags: Flags
+    calls: Sequence[ObservedCall] = ()  # what to capture of it, where it was observed
+    observation: Observation | None = None
+
+
 def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:
     """The signature of a batch; None where it has none, and the modules' own arguments decide."""
     try:
@@ -355,12 +362,12 @@ def capture_step(
     groups += [(means.pool.beside(), _both(call)) for call in alone]
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
-    return _captured(calls, groups, means, warm=not means.compiled.runs)
+    return _captured(calls, groups, means, recorded, warm=not means.compiled.runs)
 
 
 def capture_alone(call: ObservedCall, means: CaptureConfig) -> GraphedCall:
     """Capture a call without autograd, which any other may follow."""
-    sites, _ = _captured([call], [(means.pool, _both(call))], means, warm=False)
+    sites, _ = _captured([call], [(means.pool, _both(call))], means, None, warm=False)
     return sites[0]
 
 
@@ -372,6 +379,7 @@ def _captured(
     calls: Sequence[ObservedCall],
     groups: Sequence[tuple[GraphPool, Sequence[Pass]]],
     means: CaptureConfig,
+    together: Sequence[ObservedCall] | None,  # the captured calls of a step; None of one by itself
     *,
     warm: bool,  # the calls have just run, as they are captured
 ) -> tuple[list[GraphedCall], CallGuards]:
@@ -394,7 +402,7 @@ def _captured(
                     capture.begin()
                 for call, way in passes:
                     here[call].run(way, here if means.lends else {})
-            sites = [capture.site() for capture in captures]
+        sites = [capture.site(baked.checks_of(capture.observed, together)) for capture in captures]
         for site in sites:
             site.graphed.outputs.settle()
         means.check(sites)
@@ -432,7 +440,7 @@ class _Capture(CallableCapture):
         order: ReplayOrder,
         baked: CallGuards,
     ) -> None:
-        self._observed = call
+        self.observed = call
         self._baked = baked
         self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
@@ -463,7 +471,7 @@ class _Capture(CallableCapture):
     ) -> dict[int, tuple[Tensor, Source]]:
         """Arguments that are outputs of other graphs, or arguments of them, too."""
         found: dict[int, tuple[Tensor, Source]] = {}
-        for leaf, sources in self._observed.sources.items():
+        for leaf, sources in self.observed.sources.items():
             for seen in sources:
                 if seen.call not in others or (leaf in found and not seen.returned):
                     continue
@@ -478,8 +486,8 @@ class _Capture(CallableCapture):
         # A tensor that is returned twice has two gradients, and no memory of one is for both.
         given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
         for other in others.values():
-            for leaf, makers in other._observed.sources.items():
-                mine = [m.index for m in makers if m.returned and m.call is self._observed]
+            for leaf, makers in other.observed.sources.items():
+                mine = [m.index for m in makers if m.returned and m.call is self.observed]
                 for output in mine:
                     lent = other.lent_gradient(leaf) if len(mine) == 1 else None
                     given.setdefault(output, []).append(lent)
@@ -498,25 +506,31 @@ class _Capture(CallableCapture):
         written, self._stores[way] = self._baked.left()
         self._written |= written
 
-    def site(self) -> GraphedCall:
-        """The graphs, at the end of all captures."""
-        with as_observed(self._observed):
+    def site(self, checks: tuple[Check, ...]) -> GraphedCall:
+        """The graphs, at the end of all captures, that are right as long as these hold."""
+        with as_observed(self.observed):
             stores = self._stores["forward"], self._stores["backward"]
-            graphed = self.finish(stores, partial(_of_module, self._observed.name))
-            parameters = list(self._observed.module.parameters())
-            required = list(map(REQUIRES_GRAD, parameters))
-        made = self._observed, graphed, self._baked, self._cost
-        return GraphedCall(*made, parameters, required, self._written)
+            graphed = self.finish(stores, partial(_of_module, self.observed.name))
+        return GraphedCall(
+            (self.observed.key(), self.observed.kernels, self._baked.values),
+            ((BackendFlags.now, self.observed.kernels), *checks),
+            call=self.observed,
+            graphed=graphed,
+            baked=self._baked,
+            cost=self._cost,
+            parameters=list(self.observed.module.parameters()),
+            written=self._written,
+        )
 
     def _refusing(self) -> AbstractContextManager[None]:
         """Refuse what the module's code does that no replay can do."""
         environment, reads = self._baked.environment, self._baked.reads
-        return environment.refusing_in(self._observed.module, self._attributes, reads)
+        return environment.refusing_in(self.observed.module, self._attributes, reads)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
         """Run the body as the call was run; a failure names the call, and leaves nothing behind."""
-        call, started = self._observed, perf_counter()
+        call, started = self.observed, perf_counter()
         try:
             # Leaving inference mode turns autograd on, whatever it was.
             with (

@@ -30,12 +30,9 @@ from lightning_graphs.regions.calls import (
 )
 from lightning_graphs.regions.observe import ObservedCall, StepObserver
 from lightning_graphs.regions.verify import CallDiffers
-from lightning_graphs.values.signature import BackendFlags
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
-_CHANGED = "a value that its code reads has changed within the step"
-_SWITCHED = "the step has set switches of torch otherwise: "
 _UNKNOWN = "no step that was captured calls it so often, or in this order"
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -167,11 +164,8 @@ class ForwardDispatcher:
             site = self.sites[index]
             if site is None:  # a call that was seen, and stays eager
                 return _NONE
-            kernels = BackendFlags.now()
-            if kernels != site.call.kernels:
-                self._missing = _SWITCHED + ", ".join(site.call.kernels.changes(kernels))
-            elif not site.is_current:
-                self._missing = _CHANGED
+            if not site.holds():
+                self._missing = site.why_not()
             # Out of order it would overwrite what a pending backward pass needs.
             elif site.graphed.is_next:
                 answer = self._replayed(site, args, kwargs)
@@ -213,7 +207,7 @@ class ForwardDispatcher:
         if in_transform():
             return _NONE
         stage, cache = self._stage, self._without_autograd
-        site = cache.find(lambda s: s.accepts(args, kwargs) and s.baked.is_current)
+        site = cache.find(lambda s: s.accepts(args, kwargs))
         if site is not None:
             return self._replayed(site, args, kwargs)
         device_type = stage.means.pool.backend.device_type
@@ -239,7 +233,7 @@ class ForwardDispatcher:
         finally:
             stage.stepping, stage.evaluating = before
         enter([site], stage.fit.statistics, "; without autograd")
-        cache.add((*key[:2], site.baked.values), site)
+        cache.add(site.key, site)
         return self._replayed(site, args, kwargs)
 
     def forget(self) -> None:

@@ -182,7 +182,7 @@ class Lifecycle(Generic[Call, P]):
         if choice == CAPTURE:
             if plan is not None:  # another rank has lost it
                 self.cache.drop(plan.key)
-            return self._captured(call, region.key(call) if key is None else key)
+            return self.capture(call, region.key(call) if key is None else key)
         if choice <= EAGER or plan is None:
             return None
         again = self._again is not None and self._again()
@@ -191,9 +191,10 @@ class Lifecycle(Generic[Call, P]):
     def _find(self, call: Call) -> P | None:
         """The first plan that fits, from the one that was used last on."""
         plans = self.cache.by_key
-        for key, plan in reversed(plans.items()):
+        for place, (key, plan) in enumerate(reversed(plans.items())):
             if plan.fits(call):
-                plans.move_to_end(key)
+                if place:
+                    plans[key] = plans.pop(key)
                 return plan
         return None
 
@@ -212,7 +213,8 @@ class Lifecycle(Generic[Call, P]):
             return None
         return key if self._region.is_ready(call, key) else None
 
-    def _captured(self, call: Call, key: Hashable) -> P | None:
+    def capture(self, call: Call, key: Hashable) -> P | None:
+        """Capture and verify a call whose key was due; None where that fails."""
         region = self._region
         try:
             plan = self._ranks.together(partial(region.capture, call, key), region.discard)

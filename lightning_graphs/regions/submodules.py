@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -12,11 +13,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from lightning_graphs.device.rules import may_follow_values
-from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError
 from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.ranks import wrapper_of
 from lightning_graphs.lightning.strategy import requests_watched
-from lightning_graphs.policy.budget import SETTLED, NoRoomError
+from lightning_graphs.policy.budget import SETTLED
 from lightning_graphs.policy.worth import FEW, PATIENCE, EagerStreak
 from lightning_graphs.private.callsite import add_line, named_at, reached_by_name, with_keyword
 from lightning_graphs.regions.cache import PlanCache
@@ -26,6 +27,7 @@ from lightning_graphs.regions.calls import (
     CapturedStep,
     FlagsReader,
     GraphedCall,
+    StepCall,
     StepKind,
     batch_signature,
     capture_step,
@@ -35,7 +37,8 @@ from lightning_graphs.regions.choose import ModuleSelection
 from lightning_graphs.regions.conditions import moved_values
 from lightning_graphs.regions.dispatch import MOVED, Arguments, DispatchState, ForwardDispatcher
 from lightning_graphs.regions.gradients import PersistentGradients
-from lightning_graphs.regions.observe import Observation, ObservedCall, StepObserver
+from lightning_graphs.regions.lifecycle import Lifecycle
+from lightning_graphs.regions.observe import Observation, StepObserver
 from lightning_graphs.regions.verify import CallChecks, CallDiffers, Verifier
 from lightning_graphs.watch.reads import GlobalReads
 from lightning_graphs.watch.refusals import why_no_whole_step
@@ -58,6 +61,23 @@ class Observed:
     observer: StepObserver  # sees its calls, and keeps their arguments
     forwards: list[ForwardDispatcher]  # stand in place of what it sees calls of
     left: int = FEW  # how many steps with other values may come before
+
+
+class _NothingGraphed(CaptureError):
+    """No call of an observed step could be captured."""
+
+    def __init__(self, observation: Observation, whole: str) -> None:
+        super().__init__(
+            "GraphCapture(scope='modules') needs a submodule that can be captured.",
+            "no submodule could be captured",
+            "write on_failure='eager' to train without graphs, and to read why for each",
+        )
+        self.note = f"steps run eagerly: they call no submodule that has parameters{whole}"
+        if observation.calls:
+            self.note = (
+                "steps run eagerly: no submodule of them could be captured. modules=[...] names "
+                f"some, diagnose=True lists what is in the way{whole}"
+            )
 
 
 @dataclass(slots=True)
@@ -117,13 +137,19 @@ class ModuleGraphs:
             nn.Module, ForwardDispatcher
         ] = {}  # of modules that were ever observed
         self._graphed: dict[nn.Module, ForwardDispatcher] = {}  # of those that have graphs
-        self._cache: PlanCache[Hashable, CapturedStep] = PlanCache(
+        self._plans: PlanCache[Any, CapturedStep] = PlanCache(
+            fit.investment, self.discard, capacity=options.max_graphs, shape=itemgetter(0)
+        )
+        self._life: Lifecycle[StepCall, CapturedStep] = Lifecycle(
+            self,
+            self._plans,
             fit.investment,
-            self._release,
-            capacity=options.max_graphs,
-            shape=lambda key: key[0],  # type: ignore[index]
+            fit.ranks,
+            verifies=agreement.is_on,
+            again=(lambda: agreement.is_due) if agreement.every else None,
         )
         self._last: CapturedStep | None = None
+        self._forgotten = 0  # how often all graphs were
         self._observed: Observed | None = None
         self._searches: dict[StepKind, Search] = {}
         self._waiting = EagerStreak(options, fit.statistics, self._difference)
@@ -138,27 +164,22 @@ class ModuleGraphs:
         for forward in self._graphed.values():
             forward.remove()
         self._graphed.clear()
-        self._cache.clear()
+        self._plans.clear()
         self._last = None
         self.stage.means.pool.close()
-
-    def _release(self, step: CapturedStep) -> None:
-        release(step.captured, self._fit.statistics)
-        if not self._plans_of(step.kind):
-            self._searches.pop(step.kind, None)
 
     # ------------------------------------------------------------------ each step
 
     def begin(self, args: tuple[Any, ...]) -> None:
         """Begin a step with this batch: with graphs, or eagerly and perhaps observed."""
-        stage, new = self.stage, None
+        stage = self.stage
         if stage.astray:
             self._lend_no_longer("a graphed module is given other tensors, which are copied now")
         elif self._last is not None and self._last.is_kept:
             # Any replay over the same memory may overwrite it.
             self._lend_no_longer("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
-            new = self._look_back(self._observed)
+            self._look_back(self._observed)
         elif stage.elsewhere is not None and self._last is not None:
             if stage.missed:  # look for a step that makes such calls
                 self._searches.setdefault(self._last.kind, Search(stage.missed))
@@ -167,15 +188,10 @@ class ModuleGraphs:
                 self._searches.setdefault(self._last.kind, Search(reason, FEW))
         if stage.stale:
             self._forget(stage.stale)
-        step = self._step_of(args)
-        if step is not None and any(step.hook_tables):
-            self._forget("a hook was registered inside of a graphed module")
-            step = self._step_of(args)
-        if self._agreement.is_due and step not in (None, new) and self._is_wrong(step):
-            step = self._step_of(args)
+        step = self._step_for(StepCall(args[:1], self._flags.now()))
         stage.missed, stage.seeded, stage.has_replayed = "", False, False
         if step is None:
-            self.held = "graphs" if len(self._cache) else ""
+            self.held = "graphs" if len(self._plans) else ""
             if self._observed is not None:
                 self.held = "arguments"
             stage.elsewhere = None
@@ -184,9 +200,8 @@ class ModuleGraphs:
             self.held = "" if is_settled else "replays"
             if step.uses < SETTLED or self._agreement.budget.is_tight:
                 self._agreement.budget.settle()
-            step.uses += 1
             stage.elsewhere = self._elsewhere
-            step.begin()
+            step.replay()
         for module, forward in self._graphed.items():
             forward.begin(() if step is None else step.sites.get(module, ()))
 
@@ -243,29 +258,19 @@ class ModuleGraphs:
         self._means = replace(self._means, lends=False)
         self._forget(reason)
 
-    def _step_of(self, args: tuple[Any, ...]) -> CapturedStep | None:
+    def _step_for(self, call: StepCall) -> CapturedStep | None:
         """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
-        batch = args[:1]
-        flags = self._flags.now()
-        step = self._last
-        if step is None or not step.fits(batch, flags):
-            step = self._cache.find(lambda s: s.fits(batch, flags))
-        if step is not None:
-            if self._searched(step.kind) is not None:
-                self._observe(step.kind)
-                return None
-            self._last = step
-            return step
-        kind = StepKind(batch_signature(batch, self._device_type), flags)
-        key = (kind, self._read(kind))
-        if self._cache.is_due(key):
-            self._waiting.end()
-            if self._observed is None:  # else one waits for its values to come back
-                self._observe(kind)
-        elif self._cache.why_not:
-            is_new, is_full = self._cache.is_new(key), self._cache.is_full
-            self._waiting.add(kind, self._cache.why_not, is_new=is_new, at_once=is_full)
-        return None
+        before = self._forgotten
+        step = self._life.plan_for(call)
+        if step is not None and self._searched(step.kind) is not None:
+            self._observe(step.kind)
+            return None
+        if step is not None and any(step.hook_tables):
+            self._forget("a hook was registered inside of a graphed module")
+        if before != self._forgotten:
+            return self._step_for(call)
+        self._last = step or self._last
+        return step
 
     def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
         steps = (step.baked for step in self._plans_of(kind))
@@ -281,7 +286,7 @@ class ModuleGraphs:
         return frozenset(item for step in self._plans_of(kind) for item in step.baked.reads.now())
 
     def _plans_of(self, kind: StepKind) -> list[CapturedStep]:
-        return [step for step in self._cache.plans() if step.kind == kind]
+        return [step for step in self._plans.plans() if step.kind == kind]
 
     def _elsewhere(self, module: nn.Module, index: int, call: Arguments) -> GraphedCall | None:
         """Go on with another captured step of this kind that makes this call, if one does."""
@@ -290,15 +295,15 @@ class ModuleGraphs:
         # Every graph is whole in itself as long as no backward pass needs another's memory.
         is_free = not (last.is_waiting or last.is_kept)
         self.stage.foreseen = False
-        for step in self._cache.plans():
+        for step in self._plans.plans():
             sites = step.sites.get(module, ())
-            if index >= len(sites) or step.kind != last.kind or not step.baked.is_current:
+            if index >= len(sites) or step.kind != last.kind or not step.holds():
                 continue
             site = sites[index]
             fits = site is None or site.accepts(*call)
             if site is not None and fits and is_free and not any(step.hook_tables):
-                self._last = self._cache.get(step.key)
-                step.begin()
+                self._last = self._plans.get(step.key)
+                step.replay()
                 for other, forward in self._graphed.items():
                     forward.sites = step.sites.get(other, ())
                 return site
@@ -311,7 +316,7 @@ class ModuleGraphs:
         self._means = replace(self._means, direct=False)
         if self.stage.elsewhere is not None and self._last is not None:
             self._last.refuse_requests(inputs)
-        elif self._cache.plans():
+        elif self._plans.plans():
             self._forget("a step asks for some gradients only")
 
     # ------------------------------------------------------------------ observation and capture
@@ -330,7 +335,7 @@ class ModuleGraphs:
             self._observed.observer.discard()
             self._observed = None
 
-    def _look_back(self, observed: Observed) -> CapturedStep | None:
+    def _look_back(self, observed: Observed) -> None:
         """Capture what the last step has shown, if it is worth it and can be."""
         kind, observation = observed.kind, observed.observer.observation
         observed.observer.remove()
@@ -340,11 +345,11 @@ class ModuleGraphs:
         if search is None and not (is_fit and self._read(kind) == observed.values):
             if observed.left > 0:
                 observed.left -= 1  # values may take turns
-                return None
-            is_fit &= not any(step.baked.is_current for step in self._plans_of(kind))
+                return
+            is_fit &= not any(step.holds() for step in self._plans_of(kind))
         self._observed = None
         if not is_fit:
-            return None
+            return
         if self._choice.learn(observation):
             self._patience = 0
         elif self._patience > 0:
@@ -353,108 +358,123 @@ class ModuleGraphs:
                 "steps run eagerly until one shows which module create_graph=True or "
                 f"retain_graph=True is about, {PATIENCE} steps at most: {self._again.describe()}"
             )
-            return None
+            return
         unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.statistics.note)
         removed = [self._graphed.pop(module) for module in unsteady if module in self._graphed]
         for forward in removed:
             forward.remove()
         if self._choice.wants_another(kind, observation):
             part = self._choice.steady_part(observation)
-            if len(self._cache) or self._fit.investment.goes_on_with_part(part):
+            if len(self._plans) or self._fit.investment.goes_on_with_part(part):
                 self._observe(kind)
-            return None
+            return
         if search is not None and removed:
             del self._searches[kind]
-            return None
+            return
         calls = self._choice.first(observation, self._fit.statistics.note)
         if search is not None and not calls:
             search.left = 0
             self._fit.statistics.note(search.reason)
-            return None
+            return
         if search is not None:
             key = (kind, observation.pattern(calls))
             called = {call.module for call in calls}
             plans = (s for s in self._plans_of(kind) if called <= s.sites.keys())
-            known = any(s.key[:2] == key and s.baked.is_current for s in plans)
-            if known or not self._cache.is_due(key):
+            known = any(s.key[:2] == key and s.holds() for s in plans)  # type: ignore[index]
+            if known or not self._plans.is_due(key):
                 search.left -= 1
                 if search.left == 0:
                     self._fit.statistics.note(search.reason)
-                return None
+                return
             del self._searches[kind]
-        with self._fit.investment.paying():
-            return self._capture(kind, calls, observation)
+        self._life.capture(StepCall((), now, calls, observation), (kind, self._read(kind)))
 
     def _searched(self, kind: StepKind) -> Search | None:
         search = self._searches.get(kind)
         return search if search is not None and search.left > 0 else None
 
-    def _capture(
-        self, kind: StepKind, calls: list[ObservedCall], observation: Observation
-    ) -> CapturedStep | None:
-        step: CapturedStep | None = None
-        options = self._fit.options
-        while calls and step is None:
-            try:
-                self._agreement.budget.require_room("A captured module")
-                with self._gradients.capturing():
-                    sites, baked = capture_step(calls, observation, self._means)
-                step = CapturedStep(kind, calls, observation, sites, baked)
-            except NoRoomError as error:
-                if options.on_failure == "raise":
-                    raise
-                self._fit.statistics.note("a step runs eagerly", error)
-                self._cache.refuse((kind, self._read(kind)))
-                return None
-            except CallRefused as error:
-                differs = isinstance(error, CallDiffers)
-                if options.on_failure == "raise" and (options.modules or differs):
-                    raise
-                follows = not differs and may_follow_values(error.__cause__)
-                if follows and not (self._looks_at_shapes or self._fit.compiled.runs):
-                    self._looks_at_shapes = True  # another step shows all that it is about
-                    self._observe(kind)
-                    return None
-                self._choice.refuse(error.call.module)
-                calls = self._choice.calls(observation)
-                self._fit.statistics.refused(error.call.name, error)
-        if step is None:
-            self._cache.refuse((kind, self._read(kind)))
-            if options.on_failure == "raise":
-                raise CaptureError(
-                    "GraphCapture(scope='modules') needs a submodule that can be captured.",
-                    "no submodule could be captured",
-                    "write on_failure='eager' to train without graphs, and to read why for each",
-                )
-            whole = ', scope="step" tries the whole step' if self._may_be_whole else ""
-            if observation.calls:
-                self._fit.statistics.note(
-                    "steps run eagerly: no submodule of them could be captured. modules=[...] "
-                    f"names some, diagnose=True lists what is in the way{whole}"
-                )
-            else:
-                self._fit.statistics.note(
-                    f"steps run eagerly: they call no submodule that has parameters{whole}"
-                )
-            return None
-        step.enter(self._fit.statistics)
-        for call in calls:
+    # ------------------------------------------------------------------ the region
+
+    def key(self, call: StepCall) -> Hashable:
+        kind = StepKind(batch_signature(call.batch, self._device_type), call.flags)
+        return kind, self._read(kind)
+
+    def wait(self, call: StepCall, key: Any) -> None:
+        plans = self._plans
+        is_new, is_full = plans.is_new(key), plans.is_full
+        self._waiting.add(key[0], plans.why_not, is_new=is_new, at_once=is_full)
+
+    def is_ready(self, call: StepCall, key: Any) -> bool:
+        self._waiting.end()
+        if self._observed is None:  # else one waits for its values to come back
+            self._observe(key[0])
+        return False
+
+    def capture(self, call: StepCall, key: Any) -> CapturedStep | None:
+        """Capture the calls that were observed, or what those call that are refused."""
+        kind, calls, observation = key[0], call.calls, call.observation
+        assert observation is not None
+        options, statistics = self._fit.options, self._fit.statistics
+        with self._fit.investment.paying():
+            while calls:
+                try:
+                    self._agreement.budget.require_room("A captured module")
+                    with self._gradients.capturing():
+                        sites, baked = capture_step(calls, observation, self._means)
+                    return CapturedStep(kind, calls, observation, sites, baked)
+                except CallRefused as error:
+                    differs = isinstance(error, CallDiffers)
+                    if options.on_failure == "raise" and (options.modules or differs):
+                        raise
+                    follows = not differs and may_follow_values(error.__cause__)
+                    if follows and not (self._looks_at_shapes or self._fit.compiled.runs):
+                        self._looks_at_shapes = True  # another step shows all that it is about
+                        self._observe(kind)
+                        return None
+                    self._choice.refuse(error.call.module)
+                    calls = self._choice.calls(observation)
+                    statistics.refused(error.call.name, error)
+        raise _NothingGraphed(
+            observation, ', scope="step" tries the whole step' * self._may_be_whole
+        )
+
+    def may_succeed(self, key: Hashable, error: GraphError) -> bool:
+        return False
+
+    def refuse(self, error: GraphError) -> None:
+        if self._fit.options.on_failure == "raise":
+            raise error
+        if isinstance(error, _NothingGraphed):
+            self._fit.statistics.note(error.note)
+        else:
+            self._fit.statistics.note("a step runs eagerly", error)
+
+    def discard(self, plan: CapturedStep | None) -> None:
+        if plan is not None:
+            release(plan.captured, self._fit.statistics)
+            if not self._plans_of(plan.kind):
+                self._searches.pop(plan.kind, None)
+
+    def enter(self, plan: CapturedStep) -> None:
+        statistics = self._fit.statistics
+        plan.enter(statistics)
+        for call in plan.calls:
             forward = self._graphed[call.module] = self._forwards[call.module]
             forward.is_graphed = True
-        self._fit.statistics.captures += 1
-        self._fit.statistics.chosen(list(dict.fromkeys(call.name for call in calls)))
+        statistics.captures += 1
+        statistics.chosen(list(dict.fromkeys(call.name for call in plan.calls)))
         if self._last is not None:
-            change = self._last.change(step)
-            self._fit.statistics.recaptured(f"captured other graphs, because {change}", change)
-        self._cache.add(step.key, step)
-        self._last = step
-        return step
+            change = self._last.change(plan)
+            statistics.recaptured(f"captured other graphs, because {change}", change)
+        self._last = plan
 
-    def _is_wrong(self, step: CapturedStep) -> bool:
-        """Whether graphs that were right compute something else by now: then they are dropped."""
+    def compare(self, plan: CapturedStep, call: StepCall) -> bool:
+        """Verify graphs that were right: where they compute something else, they are dropped."""
+        if plan.uses == 0:
+            return True  # each of its calls was verified within the capture
         self._gradients.look()
         try:
-            self._checks.check(step.captured, again=True)
+            self._checks.check(plan.captured, again=True)
         except CallDiffers as error:
             if self._fit.options.on_failure == "raise":
                 raise
@@ -463,17 +483,18 @@ class ModuleGraphs:
             self._fit.statistics.refused(error.call.name, error)
             # Each module can be wrong once only, so that this ends by itself.
             self._forget(f"`{error.call.name}` is no longer graphed")
-            return True
+            return False
         except ReplayError:
             self._forget(MOVED)
-            return True
-        return False
+            return False
+        return True
 
     def _forget(self, reason: str) -> None:
         self.stage.stale = ""
+        self._forgotten += 1
         self._fit.statistics.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()
-        self._cache.clear()
+        self._plans.clear()
         self._last = None
         for forward in self._graphed.values():
             forward.forget()

@@ -201,15 +201,16 @@ def test_a_step_is_captured_under_its_own_precision(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured_under: list[tuple[str, str]] = []
-    original = ModuleGraphs._capture
+    original = ModuleGraphs.capture
 
-    def noted(self: Any, kind: Any, *args: Any) -> Any:
+    def noted(self: Any, call: Any, key: Any) -> Any:
+        kernels = key[0].flags.kernels
         captured_under.append(
-            (kind.flags.kernels.precision_of_float32_products, torch.get_float32_matmul_precision())
+            (kernels.precision_of_float32_products, torch.get_float32_matmul_precision())
         )
-        return original(self, kind, *args)
+        return original(self, call, key)
 
-    monkeypatch.setattr(ModuleGraphs, "_capture", noted)
+    monkeypatch.setattr(ModuleGraphs, "capture", noted)
     eager, captured = fit_twice(
         backend,
         tmp_path,
