@@ -8,11 +8,14 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import takewhile
+from operator import attrgetter
 from typing import Any
 
+import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.generators import PythonGenerator
 from lightning_graphs.device.rules import (
@@ -28,10 +31,10 @@ from lightning_graphs.doctor.findings import CallsOfSubmodules, judge_fit
 from lightning_graphs.doctor.watched import (
     BatchReads,
     Call,
+    Noted,
+    NotedNumbers,
     Observer,
     Told,
-    Watched,
-    WatchedNumbers,
     are_live,
     changes,
     parts_of,
@@ -82,7 +85,6 @@ from lightning_graphs.watch.draws import (
     draws_exchanged,
 )
 from lightning_graphs.watch.environment import Environment
-from lightning_graphs.watch.host import HostTape
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.operators import DrawingFunction, calls_followed
 from lightning_graphs.watch.reads import CLOCK, DRAWN, STORED, iterators_in
@@ -137,7 +139,7 @@ class Doctor:
         self._watch = TrainerWatch(trainer, module)
         self._step = definition_of(module.training_step)
         self._returned = returned_by(module.training_step)
-        self._numbers = WatchedNumbers(self._used, follow=not self._only_submodules)
+        self._numbers = NotedNumbers(self._used, follow=not self._only_submodules)
         self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._drawing_functions: set[DrawingFunction] = set()  # have drawn
@@ -188,7 +190,9 @@ class Doctor:
             return self._calls.training_step(*args, **kwargs)
         self.diagnosis.steps += 1
         batch, *rest = args
-        watched = [self._numbers.number("batch_idx", v) if type(v) is int else v for v in rest]
+        self._numbers.begin()
+        number = functools.partial(self._numbers.number, "batch_idx")
+        watched = [number(functools.partial(int, v)) if type(v) is int else v for v in rest]
         # The observer sees what torch draws.
         self._has_moved |= any(any(held.changes()) for held in self._before)
         around = self._watch.environment(on_use=self._met, seen=())
@@ -196,7 +200,6 @@ class Doctor:
         attributes = PythonSnapshot(around.held)
         self._before = attributes, around.outside.contents
         self._observer.begin(self._judge_batch(batch))
-        self._numbers.ways, self._numbers.told = 1.0, []
         compiled, watching = CompiledCode(), contextlib.ExitStack()
         with compiled.watching(), self._watching(around), watching:
             told = watching.enter_context(self._reads.of_step(batch))
@@ -252,12 +255,13 @@ class Doctor:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._logs.watching(self._module))
             stack.enter_context(metrics_exchanged(self._module, self._unobserved))
-            stack.enter_context(around.reading(number=self._numbers.counter))
+            stack.enter_context(around.reading(number=self._numbers.number))
             stack.enter_context(around.old_gradients())
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
             if not self._compiled.runs:
                 stack.enter_context(calls_followed())
-                stack.enter_context(clocks_exchanged(self._watch.own, self._numbers.clock))
+                clock = functools.partial(self._numbers.number, obstacle=CLOCK)
+                stack.enter_context(clocks_exchanged(self._watch.own, clock))
             if self._called is not None:
                 stack.enter_context(self._called.watching())
             stack.enter_context(self._observing())
@@ -312,13 +316,13 @@ class Doctor:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
         for told in parts_of((args, kwargs), Told):
             told.read()
-        numbers = parts_of((args, kwargs), Watched)
+        numbers = parts_of((args, kwargs), Noted)
         call, device = (function, args, kwargs), self._module.device
         live = numbers and are_live(call, device, ahead=self._has_host_half)
         if live and not self._only_submodules:
             return [number.value for number in numbers]
         for number in numbers:
-            number.escapes()
+            number.bare()
         if self._only_submodules and not self._is_inside:
             self._between.add(self._sites.here())
         return []
@@ -346,17 +350,17 @@ class Doctor:
         """What stands for a function that draws: a captured step follows what it gives."""
 
         def draw(*args: Any, **kwargs: Any) -> Any:
-            once = functools.partial(drawn_by, function, args, kwargs)
+            given = tree_map_only(Noted, attrgetter("value"), (args, kwargs))
+            once = functools.partial(drawn_by, function, *given)
             value = once()
+            value = value.item() if isinstance(value, numpy.generic) else value
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawing_functions.update(drawing_functions(generator))
                 self._drawn.add(generator.name)
                 if not self._has_host_half or value is None:  # which is drawn in place
                     self._used(DRAWN, name)
                 else:
-                    tape = HostTape()
-                    again = tape.draw(generator, once)
-                    return self._numbers.drawn(name, value, tape, lambda: again.value)
+                    return self._numbers.drawn(name, generator, once, value)
             return value
 
         return draw
@@ -379,13 +383,13 @@ class Doctor:
     def _judge_returned(self, returned: Any) -> None:
         add, effect = self.diagnosis.add, self._effect
         self._reads.kept(returned, self._step)
-        for number in leaves_of(returned, Watched):
+        for number in leaves_of(returned, Noted):
             add(COUNTER, number.name, self._returned, observed="it is returned", effect=effect)
         if not self._module.automatic_optimization:
             return
         try:
             loss_of(returned)
-            if not (self._only_submodules or leaves_of(returned, Watched)):
+            if not (self._only_submodules or leaves_of(returned, Noted)):
                 tensors_returned(returned)
         except CaptureError as error:
             self._refused("training_step", error, self._returned)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from numbers import Integral, Number
+from functools import partial
 from types import MethodDescriptorType, WrapperDescriptorType
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_graphs.device.generators import PythonGenerator
 from lightning_graphs.device.rules import (
     COLLECTIVE,
     COMPILED,
@@ -36,16 +37,13 @@ from lightning_graphs.lightning.logs import METRIC_VALUE
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
-from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of
 from lightning_graphs.watch.batch import BATCH_CHANGED, BATCH_VALUE, BatchChanges, objects_of
-from lightning_graphs.watch.draws import item_of
 from lightning_graphs.watch.host import OF_SHAPES, READS, SHAPES, SMALL, HostTape, is_exact, name_of
 from lightning_graphs.watch.host_trace import FACTORIES, FROM_PYTHON, is_made_ahead
-from lightning_graphs.watch.numbers import ARITHMETIC, COMPARISONS, LASTING, WAYS
-from lightning_graphs.watch.operators import Followed, form_of
+from lightning_graphs.watch.numbers import WAYS, Numbers, TracedNumber
+from lightning_graphs.watch.operators import form_of
 from lightning_graphs.watch.reads import CLOCK, DRAWN
-from lightning_graphs.watch.tracers import COUNTER
 
 # ------------------ A real step under the rules of a capture: what that would refuse is noted, and
 
@@ -251,14 +249,8 @@ class Observer(Recorder):
         super()._check(call)
 
 
-_ARITHMETIC = [f"{side}{name}" for name in ARITHMETIC.values() for side in ("", "r")]
-_ARITHMETIC += ["neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil"]
-_COMPARISONS = [*COMPARISONS.values(), "bool"]
-_ESCAPES = ["hash", "str", "repr", "format", "divmod", "rdivmod"]
-
-
-class WatchedNumbers:
-    """Makes numbers that tell when they are used.
+class NotedNumbers(Numbers):
+    """Makes numbers that tell when they are used, and let the use go on.
 
     Args:
         met: Called with an obstacle and the name of the number that is in the way.
@@ -266,58 +258,56 @@ class WatchedNumbers:
             is in the way.
     """
 
+    tape: HostTape
+
     def __init__(self, met: Callable[[Obstacle, str], object], *, follow: bool) -> None:
-        self.met = met
+        self._met = met
         self.follow = follow
-        self.told: list[Any] = []  # what Python was told of them, as captured code may be
-        self.ways = 1.0  # which draws may lead the step; so many graphs there are
+        self.bounds: list[float] = []
         self._made: list[float] = []
+        self.begin()
 
-    def number(
-        self, name: str, value: Any, obstacle: Obstacle = COUNTER, *, lasts: bool = False
-    ) -> Any:
-        """Stand for a number; other values stay what they are."""
-        if isinstance(value, numpy.number):
-            value = value.item()
-        kind = _KINDS.get(type(value))
-        if kind is None:
-            return value
-        number = kind(value)
-        number.numbers, number.name, number.value = self, name, value
-        number.obstacle, number.lasts = obstacle, lasts
-        return number
+    def begin(self) -> None:
+        """Begin another step."""
+        self.tape = HostTape()
+        self.told: list[Any] = []  # what Python was told of them, as captured code may be
+        self._ways = 1.0  # which draws may lead the step; so many graphs there are
 
-    def counter(self, name: str, read: Callable[[], Any]) -> Any:
-        """Stand for a counter that is read."""
-        value = read()
-        if type(value) is bool:
+    def refuse(self, obstacle: Obstacle, name: str) -> None:
+        self._met(obstacle, name)
+
+    def kind_of_result(self, value: Any) -> Callable[..., Any] | None:
+        return _KINDS.get(type(value))
+
+    def kind_of(self, value: Any, obstacle: Obstacle) -> Callable[..., Any] | None:
+        if isinstance(value, numpy.ndarray):
+            return lambda _, __, ___, value, *____: value
+        return self.kind_of_result(value)
+
+    def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
+        if obstacle is DRAWN:
+            self._ways *= self.ways_of(read)
+        too_many = obstacle is DRAWN and self._ways > WAYS
+        if type(value) is bool or not too_many:  # else no two steps went the same way
             self.told.append(value)
-            if not self.follow:
-                self.met(COUNTER, name)
-        return self.number(name, value, lasts=name == LASTING)
+        if too_many or not self.follow:
+            self.refuse(obstacle, name)
+        return value
 
-    def clock(self, name: str, read: Callable[[], Any]) -> Any:
-        """Stand for what a clock shows."""
-        return self.number(name, read(), CLOCK)
-
-    def drawn(self, name: str, value: Any, tape: HostTape | None, read: Callable[[], Any]) -> Any:
-        """Stand for a value that is drawn; ``read`` gives further ones, on a tape."""
-        if type(value) in (list, tuple):
-            tape = tape if len(value) <= WAYS else None  # that would take long
-            items = enumerate(value)
-            return type(value)([self.drawn(name, v, tape, item_of(read, i)) for i, v in items])
-        is_whole, few = isinstance(value, Integral), False
-        if tape and is_plain(value) and (is_whole or not isinstance(value, Number)):
-            ways = self.ways * tape.told(read)
-            if few := ways <= WAYS:  # the code may have the bare value: there is a graph for each
-                self.ways = ways
-                self.told.append(value)
-        if not (few or isinstance(value, Number) or hasattr(value, "__array_interface__")):
-            self.met(DRAWN, name)
-        number = self.number(name, value, DRAWN, lasts=few)
-        if tape and isinstance(number, Watched):
-            number.spread = lambda told: tape.told(lambda: told(read()))
-        return number
+    def drawn(
+        self, name: str, generator: PythonGenerator, draw: Callable[[], Any], value: Any
+    ) -> Any:
+        """Stand for a value that was drawn; ``draw`` gives further ones."""
+        again = self.tape.draw(generator, draw)
+        again.value = value
+        found = self.number(name, partial(getattr, again, "value"), DRAWN)
+        whole = leaves_of(found, _KINDS[int])
+        for number in whole if len(whole) <= WAYS else ():  # C code may read them unseen
+            ways = self._ways * self.ways_of(number.now)
+            if ways <= WAYS:
+                number.is_told, self._ways = True, ways
+                self.told.append(number.value)
+        return found
 
     def bare(self, value: float) -> float:
         """A plain float, an object of its own that is known again."""
@@ -326,88 +316,56 @@ class WatchedNumbers:
 
     def is_live(self, value: Any) -> bool:
         """Whether it is a number that a captured step would follow."""
-        return isinstance(value, Watched) or any(value is made for made in self._made)
+        return isinstance(value, Noted) or any(value is made for made in self._made)
 
 
-class Watched(Followed):
-    """A number that it stands for, in all respects; says so when Python does something with it.
+class Noted(TracedNumber):
+    """A number that it stands for, in all respects; a use that no replay can follow is noted.
 
     C code reads it unseen: of torch's functions the observer sees the arguments, and of
     ``range`` and indexing it sees that the operators of two steps differ.
     """
 
-    numbers: WatchedNumbers
-    name: str
-    obstacle: Obstacle
-    lasts: bool
-    spread: Callable[[Callable[[Any], Any]], float] | None = None
-    """How many ways there are for what is told of one that is drawn."""
+    numbers: NotedNumbers
 
-    def escapes(self) -> None:
-        """Tell that the bare value is taken."""
-        if self.lasts:
-            self.numbers.told.append(self.value)
-        self.used(bare=not self.lasts)
+    is_told = False
+    """There is a graph for each of its values."""
 
-    def used(self, *, bare: bool = False) -> None:
-        """Tell that something is done with it."""
-        if bare or not self.numbers.follow:
-            self.numbers.met(self.obstacle, self.name)
+    def named(self, expression: str) -> str:
+        return self.name
 
-    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function makes of arguments, of which this is one."""
-        self.used()
-        found = function(*(a.value if isinstance(a, Watched) else a for a in args))
-        numbers = [a for a in args if isinstance(a, Watched)]
-        lasts = all(number.lasts for number in numbers)
-        is_clock = any(number.obstacle is CLOCK for number in numbers)
-        obstacle = CLOCK if is_clock else self.obstacle
-        return self.numbers.number(self.name, found, obstacle, lasts=lasts)
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        if not self.numbers.follow:
+            self.refuse()
+        return super().computed(name, function, *operands)
 
-    def __float__(self) -> float:
-        self.used()
-        return self.numbers.bare(self.value)
+    def _guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
+        return value if self.is_told else super()._guarded(name, read, value, obstacle)
+
+    def converted(self, kind: type, module: str) -> Any:
+        """A capture follows it where user code asks."""
+        if not self.numbers.follow:
+            self.refuse()
+        return self.numbers.bare(self.value) if kind is float else kind(self.value)
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
         return type(self.value), (self.value,)
 
 
-_KINDS: dict[type, Any] = {
-    kind: type(f"Watched{kind.__name__}", (Watched, kind), {}) for kind in (int, float)
-}
+def _kind(kind: Any) -> Any:
+    def new(cls: type, numbers: NotedNumbers, name: str, read: object, value: Any, *_: Any) -> Any:
+        return kind.__new__(cls, value)
+
+    return type(f"Noted{kind.__name__}", (Noted, kind), {"__new__": new})
 
 
-def _operation(plain: Callable[..., Any], *, follows: bool, escapes: bool) -> Callable[..., Any]:
-    def operation(self: Any, *args: Any) -> Any:
-        if follows:
-            return self.applied(plain, (self, *args))
-        result = plain(self, *args)
-        if escapes:
-            self.escapes()
-        else:
-            self.numbers.told.append(result)
-            if is_drawn := self.spread is not None:
-                self.numbers.ways *= self.spread(
-                    lambda drawn: plain(type(self.value)(drawn), *args)
-                )
-            too_many = is_drawn and self.numbers.ways > WAYS
-            self.used(bare=too_many or self.obstacle is CLOCK)
-        return result
-
-    return operation
-
-
-for _kind, _watched in _KINDS.items():
-    for _name in (*_ARITHMETIC, *_COMPARISONS, *_ESCAPES):
-        if (_plain := getattr(_kind, f"__{_name}__", None)) is not None:
-            _made = _operation(_plain, follows=_name in _ARITHMETIC, escapes=_name in _ESCAPES)
-            setattr(_watched, f"__{_name}__", _made)
+_KINDS: dict[type, Any] = {kind: _kind(kind) for kind in (int, float)}
 
 
 def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -> bool:
     """Whether every replay has the numbers in a call of torch anew, or makes it ahead."""
     function, args, kwargs = call
-    if any(number.obstacle is CLOCK for number in parts_of((args, kwargs), Watched)):
+    if any(number.obstacle is CLOCK for number in parts_of((args, kwargs), Noted)):
         return False
     if ahead and is_made_ahead(getattr(function, "__name__", ""), args, kwargs):
         return True

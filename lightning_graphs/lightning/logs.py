@@ -46,13 +46,6 @@ METRIC_EARLY = Obstacle(
 )
 
 
-class Deferred(OpaqueTracer):
-    """What a metric returns while a step is captured: it has no value before the replay."""
-
-    def refuse(self) -> NoReturn:
-        raise METRIC_VALUE.refused_here(f"the value of {self.name} is used")
-
-
 class MetricCall:
     """A call of a metric that every replay makes again, on copies of its tensors."""
 
@@ -64,12 +57,14 @@ class MetricCall:
         self._template = substitute(given, tensors)
         self._values: dict[Any, Any] = {}  # what it has returned last, or the items of that
         read = functools.partial(functools.partial, self._values.get)
-        # What it returns while a step is captured
-        self.result: Any = Deferred(name, read(None))
+        # What it returns while a step is captured: it has no value before the replay
+        name = f"the value of {name}"
+        self.result: Any = OpaqueTracer(name, read(None), METRIC_VALUE)
         owner = getattr(function, "__self__", None)
         if isinstance(owner, MetricCollection):  # a dict
             keys = owner.keys(keep_base=False)
-            self.result = {key: Deferred(f"{name}[{key!r}]", read(key)) for key in keys}
+            named = [(key, f"{name}[{key!r}]") for key in keys]
+            self.result = {key: OpaqueTracer(n, read(key), METRIC_VALUE) for key, n in named}
 
     def reissue(self, _: object) -> None:
         args, kwargs = substitute(self._template, clone_all(self._tensors))

@@ -28,7 +28,7 @@ from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, exchanged, in_slot
 from lightning_graphs.values.guards import attributes_of, slots_of
 from lightning_graphs.watch.host import Draw
-from lightning_graphs.watch.numbers import ScalarTracer, StepNumbers
+from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.operators import FOR_A_WHILE
 from lightning_graphs.watch.reads import CLOCK, NUMBERS
 from lightning_graphs.watch.tracers import Disguised, Tracer
@@ -42,18 +42,6 @@ Read = Callable[[str, Callable[..., Any]], Any]
 _APART = 0.001  # seconds, at least, between the times that captured code sees
 
 
-class ClockNumber(ScalarTracer):
-    """Stands for what a clock shows, or what follows: nothing ahead of the graph may need it."""
-
-    kept_only = True
-
-    def refuse(self) -> NoReturn:
-        raise CLOCK.refused_here(f"{self.name} is used")
-
-    def guarded(self) -> NoReturn:
-        self.refuse()
-
-
 class Readings:
     """The readings of clocks in one step."""
 
@@ -63,13 +51,12 @@ class Readings:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def reading(self, numbers: StepNumbers, name: str, function: Callable[..., Any]) -> ClockNumber:
+    def reading(self, numbers: StepNumbers, name: str, function: Callable[..., Any]) -> Any:
         """A further one, while code is captured: the author's function is not called."""
         reading = Draw(function)
         reading.value = self._apart(name)
         self._taken.append(reading)
-        value = partial(getattr, reading, "value")
-        return ClockNumber(numbers, numbers.unique(name), value, reading.value, lasts=False)
+        return numbers.number(numbers.unique(name), partial(getattr, reading, "value"), CLOCK)
 
     def _apart(self, name: str) -> Any:
         now, apart = NUMBERS[name.removeprefix("time.")](), len(self) * _APART

@@ -7,16 +7,13 @@ ahead of its graph, in the same order, from the same generators.
 from __future__ import annotations
 
 import contextlib
-import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from numbers import Real
 from typing import Any, NoReturn
 
-import numpy
 import torch
 from torch.utils._pytree import tree_map
 
@@ -27,10 +24,15 @@ from lightning_graphs.private.torch import out_of_sight
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host_trace import HostTracer
-from lightning_graphs.watch.numbers import ScalarTracer, StepNumbers
+from lightning_graphs.watch.numbers import (
+    ArrayTracer,
+    StepNumbers,
+    TracedNumber,
+    numbers_ahead,
+)
 from lightning_graphs.watch.operators import FOR_A_WHILE, DrawingFunction
 from lightning_graphs.watch.reads import DRAWN
-from lightning_graphs.watch.tracers import Tracer, present
+from lightning_graphs.watch.tracers import present
 
 SETTERS = ("setstate", "set_state", "seed")
 _GETTERS = ("getstate", "get_state")
@@ -96,7 +98,7 @@ def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
 
 
 def _are_plain(values: Any) -> bool:
-    return all(is_plain(leaf) or isinstance(leaf, ScalarTracer) for leaf in leaves_of(values))
+    return all(is_plain(leaf) or isinstance(leaf, TracedNumber) for leaf in leaves_of(values))
 
 
 @contextlib.contextmanager
@@ -112,19 +114,17 @@ def draws_recorded(
     def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
         def draw(*args: Any, **kwargs: Any) -> Any:
             numbers.drawing.update(drawing_functions(generator))
-            _numbers_in((args, kwargs))
+            numbers_ahead((args, kwargs))
             if name.endswith((*SETTERS, "shuffle")):
-                numbers.refuse_drawn(name)
+                numbers.refuse(DRAWN, name)
             call = partial(drawn_by, function, _own(args), _own(kwargs))
             with out_of_sight():
                 state = torch.get_rng_state()
                 drawn = tape.draw(generator, call)
                 if not torch.equal(state, torch.get_rng_state()):
                     torch.set_rng_state(state)
-                    numbers.refuse_drawn(f"{name}, which draws from torch's generator, too,")
-            return standing(
-                numbers, numbers.unique(name), partial(getattr, drawn, "value"), drawn.value
-            )
+                    numbers.refuse(DRAWN, f"{name}, which draws from torch's generator, too,")
+            return numbers.number(numbers.unique(name), partial(getattr, drawn, "value"), DRAWN)
 
         return draw
 
@@ -133,7 +133,7 @@ def draws_recorded(
 
     drawn = draws_exchanged(drawing, functions)
     # What gives the present value of data with live numbers in it; None of other data
-    recording.reader_of = lambda d: partial(present, d) if _numbers_in(d) else None
+    recording.reader_of = lambda d: partial(present, d) if numbers_ahead(d) else None
     with recording, drawn, replaced(torch, "from_numpy", converted):
         yield
 
@@ -162,15 +162,6 @@ def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
     raise DRAWN.refused_here(f"{name} draws on the host, beside code that is compiled,")
 
 
-def _numbers_in(data: Any) -> list[ScalarTracer]:
-    """Numbers that replays have ahead of their graph; others are refused."""
-    found = leaves_of(data, ScalarTracer)
-    for number in found:
-        if number.kept_only:
-            number.refuse()
-    return found
-
-
 def _own(arguments: Any) -> Any:
     """Arguments whose containers and arrays nobody else changes."""
     return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
@@ -184,52 +175,3 @@ def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*present(args), **present(kwargs))
     finally:
         _plainly.discard(thread)
-
-
-def standing(numbers: StepNumbers, name: str, read: Callable[[], Any], value: Any) -> Any:
-    """What stands for something that is drawn, or that follows from it."""
-    if type(value) is numpy.ndarray:
-        return ArrayTracer(numbers, name, read, value, True, drawn=True)
-    if type(value) in (list, tuple):
-        items = enumerate(value)
-        return type(value)(standing(numbers, f"{name}[{i}]", item_of(read, i), v) for i, v in items)
-    if not isinstance(value, bool) and isinstance(value, Real):  # NumPy's are, too
-        return ScalarTracer(numbers, name, read, value, True, drawn=True)
-    if not is_plain(value):
-        numbers.refuse_drawn(name)
-    return numbers.guarded(name, read, value, drawn=True)
-
-
-def item_of(read: Callable[[], Any], index: int) -> Callable[[], Any]:
-    return lambda: read()[index]
-
-
-class ArrayTracer(ScalarTracer):
-    """Stands for an array that is drawn, or for what follows from it."""
-
-    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        _numbers_in(operands)
-        read, value = self.follow(function, *operands)
-        return standing(self.numbers, self.numbers.unique(name), read, value)
-
-    outcome = computed  # of a comparison it is an array of them
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.computed(self.name, operator.getitem, self, key)
-
-    def __len__(self) -> int:  # type: ignore[override]
-        found: int = self.numbers.guarded(
-            f"len({self.name})", lambda: len(self.now()), len(self.value), drawn=True
-        )
-        return found
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return iter([self[i] for i in range(len(self))])
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(type(self.value), name, None)
-        if not callable(method) or name.startswith("__"):
-            return super().__getattr__(name)
-        return partial(self.computed, f"{self.name}.{name}", method, self)
-
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = Tracer._refuse

@@ -11,23 +11,28 @@ cannot be followed further.
 
 from __future__ import annotations
 
-import functools
+import abc
 import math
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any, NoReturn
 
+import numpy
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import Absence
 from lightning_graphs.private.torch import out_of_sight, version_of
+from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import HostTape
 from lightning_graphs.watch.operators import (
@@ -37,8 +42,14 @@ from lightning_graphs.watch.operators import (
     constants_around,
     form_of,
 )
-from lightning_graphs.watch.reads import DRAWN, AttributeGuards
-from lightning_graphs.watch.tracers import COUNTER, OpaqueTracer, Tracer, refuse_stand_ins
+from lightning_graphs.watch.reads import CLOCK, DRAWN, AttributeGuards
+from lightning_graphs.watch.tracers import (
+    COUNTER,
+    OpaqueTracer,
+    Tracer,
+    refuse_stand_ins,
+    used,
+)
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones
@@ -64,15 +75,68 @@ class NumberOnDevice:
             self.memory.fill_(value)
 
 
-class StepNumbers:
-    """The numbers of the trainer in the capture of one step."""
+class Numbers(abc.ABC):
+    """The numbers of one step under watch: makes their tracers, and says what a use comes to."""
+
+    tape: HostTape | None  # has what the step draws
+
+    @abc.abstractmethod
+    def kind_of(self, value: Any, obstacle: Obstacle) -> Callable[..., Any] | None:
+        """The class of tracers for such a value; None: user code gets the value itself."""
+
+    @abc.abstractmethod
+    def kind_of_result(self, value: Any) -> Callable[..., Any] | None:
+        """The class of tracers for what user code computes; None: it gets the value itself."""
+
+    @abc.abstractmethod
+    def refuse(self, obstacle: Obstacle, name: str) -> object:
+        """Refuse a use that no replay can follow; where this returns, the use goes on."""
+
+    @abc.abstractmethod
+    def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
+        """A value that user code sees: a captured step is for steps that would see it, too."""
+
+    def number(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> Any:
+        """What stands for a value that is another one in other steps, and for each in a list.
+
+        Args:
+            name: What messages call it.
+            read: Gives the present value.
+            obstacle: ``COUNTER`` of what the trainer changes, ``DRAWN`` of what is drawn on the
+                host, which replays have ahead of their graph, ``CLOCK`` of what they have after it.
+        """
+        value, drawn = read(), obstacle is DRAWN
+        if drawn and type(value) in (list, tuple):
+            items = range(len(value))
+            return type(value)(
+                [self.number(f"{name}[{i}]", item_of(read, i), DRAWN) for i in items]
+            )
+        kind = self.kind_of(value, obstacle)
+        if kind is not None:
+            return kind(self, name, read, value, drawn or name == LASTING, obstacle)
+        if drawn and not is_plain(value):
+            self.refuse(DRAWN, name)
+        return self.guarded(name, read, value, obstacle) if is_plain(value) else value
+
+    def ways_of(self, read: Callable[[], Any]) -> float:
+        """How many ways a step may go that Python tells what is read of its draws."""
+        assert self.tape is not None
+        return self.tape.told(partial(_present, read, None))
+
+
+def item_of(read: Callable[[], Any], index: int) -> Callable[[], Any]:
+    return lambda: read()[index]
+
+
+class StepNumbers(Numbers):
+    """The numbers of the trainer, and those that are drawn, in the capture of one step."""
 
     def __init__(
         self,
         trainer: Trainer,
         reads: AttributeGuards,
         device: torch.device,
-        tape: HostTape | None = None,  # has what the step draws
+        tape: HostTape | None = None,
         # Whether the next capture could follow this where it is refused in this one
         could_follow: Callable[[Conversion], bool] = lambda _: False,
     ) -> None:
@@ -80,7 +144,7 @@ class StepNumbers:
         self._told: set[str] = set()  # what was drawn and has led the step on its way
         self.has_guards = False  # the step has gone a way that these numbers decide
         self._guards: list[tuple[str, Callable[[Any], Any]]] = []
-        self._tape = tape
+        self.tape = tape
         self._ways = 1.0
         self._names: Counter[str] = Counter()
         self._trainer = trainer
@@ -99,13 +163,18 @@ class StepNumbers:
 
     # ------------------------------------------------------------------ what code gets
 
-    def number(self, name: str, read: Callable[[], Any]) -> Any:
-        value = read()
+    def kind_of(self, value: Any, obstacle: Obstacle) -> Callable[..., Any] | None:
         if type(value) is bool:
-            return self.guarded(name, read, value)
-        if type(value) not in _PLAIN:
-            return OpaqueTracer(name, read)
-        return ScalarTracer(self, name, read, value, lasts=name == LASTING)
+            return None
+        if obstacle is DRAWN and type(value) is numpy.ndarray:
+            return ArrayTracer
+        known = isinstance(value, Real) if obstacle is DRAWN else type(value) in _PLAIN
+        if known:
+            return ScalarTracer
+        return None if obstacle is DRAWN else lambda _, name, read, *__: OpaqueTracer(name, read)
+
+    def kind_of_result(self, value: Any) -> Callable[..., Any] | None:
+        return ArrayTracer if type(value) is numpy.ndarray else ScalarTracer
 
     def argument(self, value: Any) -> Any:
         """What ``training_step`` gets for an argument beside the batch."""
@@ -121,26 +190,22 @@ class StepNumbers:
         self._names[name] += 1
         return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
 
-    def guarded(
-        self, name: str, read: Callable[[], Any], value: Any, *, drawn: bool = False
-    ) -> Any:
-        """A value that the captured code sees: it is for steps that would see the same."""
+    def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
         self.has_guards = True
-        if not drawn:
-            self._guards.append((name, functools.partial(_present, read)))
+        if obstacle is not DRAWN:
+            self._guards.append((name, partial(_present, read)))
             return value
         if name not in self._told:
-            assert self._tape is not None
-            self._ways *= self._tape.told(functools.partial(_present, read, None))
+            self._ways *= self.ways_of(read)
             self._told.add(name)
         if self._ways > WAYS:
-            self.refuse_drawn(f"{name}, on which the way of the step depends,")
+            self.refuse(DRAWN, f"{name}, on which the way of the step depends,")
         return value
 
-    def refuse_drawn(self, name: str) -> NoReturn:
-        """Raise for something that is drawn on the host, and used as no replay can follow."""
-        self.refused |= self.drawing
-        raise DRAWN.refused_here(f"{name} is used")
+    def refuse(self, obstacle: Obstacle, name: str) -> NoReturn:
+        if obstacle is DRAWN:
+            self.refused |= self.drawing
+        raise used(obstacle, name)
 
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """What gives the present value of a plain number that is logged; None if it is not ours.
@@ -155,13 +220,11 @@ class StepNumbers:
 
     def tensor_of(self, number: ScalarTracer, dtype: torch.dtype) -> Tensor:
         """A number of this step in a tensor; see :class:`Given`."""
-        if number.kept_only:
-            number.refuse()
         known = self.on_device.get((number.name, dtype))
         if known is not None:
             return known.memory
         place = len(self.on_device)
-        if place == _ROOM:
+        if place == _ROOM or number.obstacle is CLOCK:
             number.refuse()
         with out_of_sight():
             memory = self._room[place : place + 1].view(dtype)[0].data  # autograd counts its writes
@@ -190,6 +253,15 @@ class StepNumbers:
         self.note_guards()
 
 
+def numbers_ahead(data: Any) -> list[ScalarTracer]:
+    """The numbers in data, which replays have ahead of their graph; others are refused."""
+    found = leaves_of(data, ScalarTracer)
+    for number in found:
+        if number.obstacle is CLOCK:
+            number.refuse()
+    return found
+
+
 class _HasNoLength(CaptureError):
     """Told to torch, which asks whether an index is a sequence and goes on, and makes no data."""
 
@@ -197,89 +269,80 @@ class _HasNoLength(CaptureError):
         GraphError.__init__(self, *given)  # what goes on is not refused
 
 
-class ScalarTracer(Followed, Tracer):
-    """Stands for a number of the trainer while a whole step is captured, or for what follows."""
-
-    kept_only: ClassVar[bool] = False
-    """It is known behind a replay: it may be logged and stored."""
+class TracedNumber(Followed):
+    """Stands for a number of a step under watch, or for what follows from such numbers."""
 
     def __init__(
         self,
-        numbers: StepNumbers,
+        numbers: Any,  # the :class:`Numbers` of the step, which say what a use comes to
         name: str,  # what messages call it: an expression
         read: Callable[[], Any],  # gives the present value
-        value: Any,  # what it is in the step that is captured
-        lasts: bool,  # it is the same for many steps: code that needs the bare value may have it
-        drawn: bool = False,  # from a generator of the host: it is known ahead of each replay
+        value: Any,  # what it is in the step that is watched
+        lasts: bool,  # code that needs the bare value may have it, as a guard
+        obstacle: Obstacle,  # what stands in the way of other uses; see :meth:`Numbers.number`
     ) -> None:
-        self.name = name
-        self.drawn = drawn
-        self.numbers = numbers
-        self.value = value
-        self.lasts = lasts
+        self.numbers, self.name, self.value = numbers, name, value
+        self.lasts, self.obstacle = lasts, obstacle
         self._read = read
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """What Python code finds that asks for its kind, as ``F.interpolate`` does of sizes."""
-        return type(self.value)
-
-    def __len__(self) -> int:  # type: ignore[override]
-        if self.drawn:
-            raise TypeError("a number has no len()")
-        observed = f"{self.name} is read at {CallSiteFinder().here().describe()}"
-        raise _HasNoLength(COUNTER.rule, observed, COUNTER.remedy)
-
-    def refuse(self) -> NoReturn:
-        if self.drawn:
-            self.numbers.refuse_drawn(self.name)
-        raise COUNTER.refused_here(f"{self.name} is read")
 
     def now(self) -> Any:
         return self._read()
+
+    def refuse(self) -> object:
+        """Refuse a use of it, or note that and return."""
+        return self.numbers.refuse(self.obstacle, self.name)
+
+    def named(self, expression: str) -> str:
+        """What messages call something that follows from it."""
+        if len(expression) > _LONGEST:
+            self.refuse()
+        return expression
 
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function makes of the bare value, for code that cannot be followed."""
         if not self.lasts:
             self.refuse()
-        value = function(self.value, *args)
-        if self.drawn:
-            read, _ = self.follow(function, self, *args)
+            return function(self.value, *args)
+        if self.obstacle is DRAWN:
             name = f"{function.__name__}({self.name})"
-            return self.numbers.guarded(name, read, value, drawn=True)
+            return self._guarded(name, *self.follow(function, self, *args), DRAWN)
         self.guarded()
-        return value
+        return function(self.value, *args)
 
     def bare(self) -> Any:
         return self.seen(operator.index if type(self.value) is int else float)
 
     def follow(self, function: Callable[..., Any], *operands: Any) -> tuple[Callable[[], Any], Any]:
         """What gives a function of it and of other operands, and what that is in this step."""
-        value = function(*(n.value if isinstance(n, ScalarTracer) else n for n in operands))
+        value = function(*(n.value if isinstance(n, TracedNumber) else n for n in operands))
         if value is None:  # it has written one of them
             self.refuse()
         # Guards outlive the capture, and hold nothing of it.
-        reads = [n._read if isinstance(n, ScalarTracer) else _constant(n) for n in operands]
-        return functools.partial(_computed, function, reads), value
+        reads = [n._read if isinstance(n, TracedNumber) else _constant(n) for n in operands]
+        return partial(_computed, function, reads), value
 
     def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        if len(name) > _LONGEST:
-            self.refuse()
-        numbers = [n for n in operands if isinstance(n, ScalarTracer)]
-        lasts, drawn = all(n.lasts for n in numbers), any(n.drawn for n in numbers)
-        kind = next((type(n) for n in numbers if n.kept_only), ScalarTracer)
-        return kind(self.numbers, name, *self.follow(function, *operands), lasts, drawn)
-
-    def __bool__(self) -> Any:
-        return self.outcome(f"bool({self.name})", bool, self)
+        """What stands for a function of it and of other operands."""
+        name, numbers = self.named(name), _numbers_among(operands)
+        read, value = self.follow(function, *operands)
+        lasts, obstacle = all(n.lasts for n in numbers), _obstacle_of(numbers)
+        kind = self.numbers.kind_of_result(value)
+        return kind(self.numbers, name, read, value, lasts, obstacle) if kind else value
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        """What Python is told, which is a guard."""
-        return self.computed(name, function, *operands).guarded()
+        """What Python is told of a function of it, which is a guard."""
+        obstacle = _obstacle_of(_numbers_among(operands))
+        return self._guarded(name, *self.follow(function, *operands), obstacle)
 
     def guarded(self) -> Any:
         """The bare value, for steps in which it is the same."""
-        return self.numbers.guarded(self.name, self.now, self.value, drawn=self.drawn)
+        return self._guarded(self.name, self.now, self.value, self.obstacle)
+
+    def _guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
+        name = self.named(name)
+        if obstacle is CLOCK:
+            self.numbers.refuse(obstacle, name)
+        return self.numbers.guarded(name, read, value, obstacle)
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         if function in _PLAIN and type(self.value) is function:
@@ -288,6 +351,47 @@ class ScalarTracer(Followed, Tracer):
             self.refuse()
         given = ", ".join(map(_operand, args))
         return self.computed(f"{function.__name__}({given})", function, *args)
+
+    def converted(self, kind: type, module: str) -> Any:
+        """What ``float`` or ``int`` makes of it in a module."""
+        asked = module, kind
+        self.numbers.asked.add(asked)
+        if self.obstacle is not DRAWN and self.numbers.could_follow(asked):
+            self.refuse()
+        return self.seen(kind)
+
+    def __bool__(self) -> Any:
+        return self.outcome(f"bool({self.name})", bool, self)
+
+
+def _numbers_among(operands: Sequence[Any]) -> list[TracedNumber]:
+    return [operand for operand in operands if isinstance(operand, TracedNumber)]
+
+
+def _obstacle_of(numbers: Sequence[TracedNumber]) -> Obstacle:
+    """Of what follows from several numbers: a clock is known last."""
+    found = [number.obstacle for number in numbers]
+    return next((obstacle for obstacle in (CLOCK, DRAWN) if obstacle in found), COUNTER)
+
+
+class ScalarTracer(TracedNumber, Tracer):
+    """Stands for a number while a whole step is captured; other uses than these are refused."""
+
+    numbers: StepNumbers
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What Python code finds that asks for its kind, as ``F.interpolate`` does of sizes."""
+        return type(self.value)
+
+    def __len__(self) -> int:  # type: ignore[override]
+        if self.obstacle is DRAWN:
+            raise TypeError("a number has no len()")
+        observed = f"{self.name} is read at {CallSiteFinder().here().describe()}"
+        raise _HasNoLength(COUNTER.rule, observed, COUNTER.remedy)
+
+    def refuse(self) -> NoReturn:
+        self.numbers.refuse(self.obstacle, self.name)
 
     @classmethod
     def __torch_function__(
@@ -307,7 +411,7 @@ class ScalarTracer(Followed, Tracer):
 
 
 def _operand(value: Any) -> str:
-    name = value.name if isinstance(value, ScalarTracer) else repr(value)
+    name = value.name if isinstance(value, TracedNumber) else repr(value)
     return f"({name})" if " " in name else name
 
 
@@ -331,29 +435,29 @@ def _present(read: Callable[[], Any], _: object) -> Any:
         return Absence.ABSENT
 
 
-def _of_numbers(method: Callable[[ScalarTracer, Any], Any]) -> Callable[[ScalarTracer, Any], Any]:
+def _of_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
     """A binary operation that leaves tensors, and all else, to the other operand."""
 
-    def operation(self: ScalarTracer, other: Any) -> Any:
-        if type(other) in _PLAIN or isinstance(other, ScalarTracer):
-            return method(self, other)
+    def operation(self: TracedNumber, other: Any, *rest: Any) -> Any:
+        if type(other) in _PLAIN or isinstance(other, TracedNumber):
+            return method(self, other, *rest)
         return NotImplemented
 
     return operation
 
 
 def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
-    def forth(self: ScalarTracer, other: Any) -> Any:
-        return self.computed(_infix(self, symbol, other), function, self, other)
+    def forth(self: TracedNumber, other: Any, *rest: Any) -> Any:
+        return self.computed(_infix(self, symbol, other), function, self, other, *rest)
 
-    def back(self: ScalarTracer, other: Any) -> Any:
-        return self.computed(_infix(other, symbol, self), function, other, self)
+    def back(self: TracedNumber, other: Any, *rest: Any) -> Any:
+        return self.computed(_infix(other, symbol, self), function, other, self, *rest)
 
     return _of_numbers(forth), _of_numbers(back)
 
 
 def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
-    def compare(self: ScalarTracer, other: Any) -> Any:
+    def compare(self: TracedNumber, other: Any) -> Any:
         if type(other) is float:
             self.numbers.bounds.append(other)
         return self.outcome(_infix(self, symbol, other), function, self, other)
@@ -362,14 +466,7 @@ def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
 
 
 def _converted(kind: type) -> Any:
-    def convert(number: ScalarTracer) -> Any:
-        asked = sys._getframe(1).f_globals.get("__name__", ""), kind
-        number.numbers.asked.add(asked)
-        if not number.drawn and number.numbers.could_follow(asked):
-            number.refuse()
-        return number.seen(kind)
-
-    return convert
+    return lambda self: self.converted(kind, sys._getframe(1).f_globals.get("__name__", ""))
 
 
 def _applied(function: Callable[..., Any]) -> Any:
@@ -380,18 +477,57 @@ def _seen(function: Callable[..., Any]) -> Any:
     return lambda self, *args: self.seen(function, *args)
 
 
-ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
-ARITHMETIC |= {"**": "pow", "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
-COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
-for _symbol, _name in ARITHMETIC.items():
-    _forth, _back = _both_ways(_symbol, getattr(operator, f"__{_name}__"))
-    setattr(ScalarTracer, f"__{_name}__", _forth)
-    setattr(ScalarTracer, f"__r{_name}__", _back)
-for _symbol, _name in COMPARISONS.items():
-    setattr(ScalarTracer, f"__{_name}__", _comparing(_symbol, getattr(operator, _name)))
-_APPLIED = operator.neg, operator.pos, abs, round, math.trunc, math.floor, math.ceil
+_ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
+_ARITHMETIC |= {"<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor", "**": "pow"}
+_COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
+for _symbol, _name in _ARITHMETIC.items():
+    _forth, _back = _both_ways(_symbol, pow if _name == "pow" else vars(operator)[f"__{_name}__"])
+    setattr(TracedNumber, f"__{_name}__", _forth)
+    setattr(TracedNumber, f"__r{_name}__", _back)
+for _symbol, _name in _COMPARISONS.items():
+    setattr(TracedNumber, f"__{_name}__", _comparing(_symbol, vars(operator)[_name]))
+_APPLIED = (
+    operator.neg,
+    operator.pos,
+    operator.invert,
+    abs,
+    round,
+    math.trunc,
+    math.floor,
+    math.ceil,
+)
 _BARE = operator.index, hash, str, repr, format
 _function: Any
 for _functions, _make in ((_APPLIED, _applied), (_BARE, _seen), ((float, int), _converted)):
     for _function in _functions:
-        setattr(ScalarTracer, f"__{_function.__name__}__", _make(_function))
+        setattr(TracedNumber, f"__{_function.__name__}__", _make(_function))
+
+
+class ArrayTracer(ScalarTracer):
+    """Stands for an array that is drawn, or for what follows from it."""
+
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        numbers_ahead(operands)
+        read, _ = self.follow(function, *operands)
+        return self.numbers.number(self.numbers.unique(name), read, DRAWN)
+
+    outcome = computed  # of a comparison it is an array of them
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.computed(self.name, operator.getitem, self, key)
+
+    def __len__(self) -> int:  # type: ignore[override]
+        name, count = f"len({self.name})", len(self.value)
+        found: int = self.numbers.guarded(name, lambda: len(self.now()), count, DRAWN)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter([self[i] for i in range(len(self))])
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(type(self.value), name, None)
+        if not callable(method) or name.startswith("__"):
+            return super().__getattr__(name)
+        return partial(self.computed, f"{self.name}.{name}", method, self)
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = Tracer._refuse

@@ -105,15 +105,19 @@ class Disguised(Tracer):
 class OpaqueTracer(Tracer):
     """A Python number that is another one at every step, while one step is captured."""
 
-    def __init__(self, name: str, read: Callable[[], Any]) -> None:
-        self.name = name
-        self._read = read
+    def __init__(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> None:
+        self.name, self._read, self._obstacle = name, read, obstacle
 
     def refuse(self) -> NoReturn:
-        raise COUNTER.refused_here(f"{self.name} is read")
+        raise used(self._obstacle, self.name)
 
     def now(self) -> Any:
         return self._read()
+
+
+def used(obstacle: Obstacle, name: str) -> CaptureError:
+    """The error for a value that the user's line, which is being executed, uses."""
+    return obstacle.refused_here(f"{name} is {'read' if obstacle is COUNTER else 'used'}")
 
 
 def refuse_stand_ins(value: Any) -> None:
