@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.device.graph import GraphPool
@@ -20,9 +21,14 @@ from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.worth import CapturePolicy
 from lightning_graphs.private.torch import compiled_code_noticed
 from lightning_graphs.regions.gradients import KeptGradients
+from lightning_graphs.regions.tolerance import Tolerance
+from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report.statistics import Statistics
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import Places
+
+_ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What autocast computes in, by the name of a precision."""
 
 
 class CompiledCode:
@@ -59,6 +65,13 @@ class TrainingContext:
     ranks: Ranks  # does whole steps the same way on all ranks
     watch: TrainerWatch  # makes the environments of captures
     compiled: CompiledCode = field(default_factory=CompiledCode)
+
+    def verifier(self) -> Verifier:
+        """What compares graphs of this fit with eager runs."""
+        arithmetic = _ARITHMETIC.get(str(self.trainer.precision_plugin.precision))
+        tolerance = Tolerance(self.module.device.type, arithmetic)
+        parts = self.budget, self.ranks, self.statistics
+        return Verifier(self.options.verify, tolerance, *parts, lambda: self.module.global_step)
 
 
 class CaptureFacts:

@@ -32,11 +32,15 @@ from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.conditions import CaptureKey, NewSeeds, Observers
 from lightning_graphs.regions.gradients import KEPT_LATE
 from lightning_graphs.regions.lifecycle import CAPTURE, EAGER, GIVE_UP
-from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
+from lightning_graphs.regions.optimizer import (
+    CapturableOptimizer,
+    StateAwaited,
+    capture_obstacle,
+)
 from lightning_graphs.regions.plan import StepPlan, without_values
 from lightning_graphs.regions.replay_guards import ReplayGuards
-from lightning_graphs.regions.step import StateAwaited, StepCapture, refuse_iterator
-from lightning_graphs.regions.verify import Verification, Verifier
+from lightning_graphs.regions.step import StepCapture, refuse_iterator
+from lightning_graphs.regions.verified_steps import Verification
 from lightning_graphs.report.messages import Messages
 from lightning_graphs.report.statistics import capture_cost, in_words
 from lightning_graphs.values.signature import CallPlan, Modes, Signature
@@ -62,7 +66,7 @@ class StepRunner:
         self._ranks = fit.ranks
         self._investment = fit.investment
         options = fit.options
-        self._agreement = Verifier(fit)
+        self._verifier = fit.verifier()
         self._cache: PlanCache[Signature, StepPlan] = PlanCache(
             fit.investment,
             self._release,
@@ -113,7 +117,7 @@ class StepRunner:
         self._capture = StepCapture(
             self._fit, self._learned, self._optimizer, self._in_graph, self._observers
         )
-        self._verification = Verification(self._agreement, self._capture, self._learned.places)
+        self._verification = Verification(self._verifier, self._capture, self._learned.places)
         self._watch = ReplayGuards(self._module, self._capture, self._learned)
 
     def _forget_plans(self) -> None:
@@ -265,7 +269,7 @@ class StepRunner:
             return self._captured(args, conditions)
         if choice <= EAGER or plan is None:
             return None
-        again = self._agreement.every and self._agreement.is_due
+        again = self._verifier.every and self._verifier.is_due
         return self._verified(plan, args) if verify or again else plan
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
@@ -345,13 +349,13 @@ class StepRunner:
         self._cache.add(signature, plan)
         self._kept.count()
         plan.fill(tensors)
-        plan.unverified = self._agreement.is_on
+        plan.unverified = self._verifier.is_on
         is_too_much = self._ranks.any(not self._investment.affords_verification)
         return plan if is_too_much else self._verified(plan, args)
 
     def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
         """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
-        if self._agreement.is_on:
+        if self._verifier.is_on:
             plan.unverified = False
             self._recovery.forget_gradients(plan)
             self._kept.attached = None

@@ -18,7 +18,6 @@ from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, zeroed_quickly
 from lightning_graphs.regions.submodules import ModuleGraphs
 from lightning_graphs.regions.update import CapturedUpdate
-from lightning_graphs.regions.verify import Verifier
 
 
 class ModuleRunner:
@@ -39,15 +38,15 @@ class ModuleRunner:
         self._warmup_left = warmup_steps
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients(fit.recovery.gradients_held)
-        agreement = Verifier(fit)
+        verifier = fit.verifier()
         # First: it may refuse the options, and changes nothing.
-        self._graphs = ModuleGraphs(fit, gradients, agreement, looks_at_shapes=looks_at_shapes)
+        self._graphs = ModuleGraphs(fit, gradients, verifier, looks_at_shapes=looks_at_shapes)
         if fit.options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
             self._open.enter_context(replaced(trainer.strategy, "validation_step", step))
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
-            self._update = CapturedUpdate(fit, gradients, agreement)
+            self._update = CapturedUpdate(fit, gradients, verifier)
         stage = self._graphs.stage
         quick = QuickLog(module, lambda: stage.stepping)
         self._open.enter_context(log_exchanged(module, quick))

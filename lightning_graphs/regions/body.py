@@ -22,6 +22,7 @@ from lightning_graphs.private.callsite import add_line, calls_observed, returned
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import scaling_states
 from lightning_graphs.regions.conditions import Observers, Phase
+from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, scaler_of
 from lightning_graphs.values.memory import OutputPlan
 from lightning_graphs.watch.side_effects import Places
@@ -131,8 +132,7 @@ class StepBody:
         if hooks and any(p.grad is not None for p in parameters):
             seen = f"training_step runs a backward pass of its own, and {hooks[0]} may look at it"
             raise OLD_GRADIENTS.refused(seen)
-        for parameter in parameters:
-            parameter.grad = None
+        drop_gradients(parameters)
 
     def _backward(self, loss: Tensor) -> None:
         if self._scaler is not None:

@@ -35,7 +35,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.regions.conditions import moved_values
 from lightning_graphs.regions.lifecycle import Check, Plan
 from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
-from lightning_graphs.regions.written import WrittenMemory
+from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.statistics import (
     CaptureCost,
@@ -461,7 +461,7 @@ class _Capture(CallableCapture):
         kept = loose.snapshot = Snapshot(loose.tensors)
         try:
             with self._explained(), kept.undone(), self._refusing():
-                WrittenMemory().keep_with(kept, run)
+                WrittenMemory().add_to(kept, run)
                 run()
         finally:
             loose.snapshot = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import add, attrgetter, gt, is_
@@ -91,7 +91,7 @@ class BatchGradients:
         owing += [(batch[i], gradient) for i, gradient in self._new + self._added]
 
 
-# ------------------ Keeps the gradients of a captured step, and decides what ``parameter.grad`` is
+# ------------------ Gradients of captured steps: where they lie, and what ``parameter.grad`` is be
 
 KEPT_LATE = (
     "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
@@ -117,21 +117,18 @@ _ALONE = _uses_by_none_else()
 """How many uses a gradient has that is ``.grad`` and a local variable; versions of torch differ."""
 
 
-@contextlib.contextmanager
-def gradients_set_aside(parameters: Sequence[Parameter]) -> Iterator[None]:
-    """While capturing, no parameter has a gradient; afterwards each has the one it had."""
-    before = list(map(_gradient, parameters))
+def drop_gradients(parameters: Iterable[Tensor]) -> None:
+    """Let no parameter have a gradient."""
     for parameter in parameters:
         parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
 
 
-class AttachedGradients:
-    """The gradients that a captured step writes, always at the same addresses."""
+class GradientBuffers:
+    """Gradients that a graph reads or writes, at fixed addresses: the buffers of some parameters.
+
+    A replay overwrites the buffers. Between replays ``.grad`` of each parameter is its buffer, as
+    far as ``zero_grad``, validation loops and hooks do not unset or replace it.
+    """
 
     def __init__(
         self,
@@ -139,8 +136,7 @@ class AttachedGradients:
         buffers: Sequence[Tensor],
         others: Sequence[Parameter] = (),  # parameters that have none
         *,
-        # Somebody keeps gradients: ``.grad`` is never one of the buffers, but a tensor that
-        # shares nothing with them
+        # User code keeps gradients: ``.grad`` is never a buffer, but memory of its own
         copied: bool = False,
         # The buffers lie in the memory of the graphs, and the step zeroes them first
         in_pool: bool = False,
@@ -163,11 +159,14 @@ class AttachedGradients:
 
     @property
     def held(self) -> int:
-        """Bytes of the memory of the graphs that nobody else can use."""
+        """Bytes in the graphs' pool that only these gradients use."""
         return sum(b.nbytes for b in self.buffers) if self.in_pool and not self._has_lent else 0
 
     def lend(self) -> None:
-        """Let the next capture use the memory of the buffers, which every replay writes anew."""
+        """Give up ownership of the buffers' memory, so that the next capture may use it, too.
+
+        Every replay writes it again. ``.grad`` stays where it is.
+        """
         before = self.buffers
         lends = self.in_pool and self._are_whole and all(b.is_cuda for b in before)
         if not lends or self._has_lent:
@@ -179,13 +178,13 @@ class AttachedGradients:
         self._has_lent = True
 
     def leave(self) -> None:
-        """Give ``.grad`` memory of its own, where it is in memory that is released by now."""
+        """Move gradients out of memory whose ownership was given up, before it is released."""
         if not self._has_lent:
             return
         before = self.buffers
         self._use(without_ownership(before))
         try:
-            for buffer in before:  # whoever has kept it has it still
+            for buffer in before:  # also where user code keeps it
                 buffer.data = buffer.clone()
         except torch.OutOfMemoryError:  # the next step zeroes them in any case
             for parameter, buffer in zip(self.parameters, before, strict=True):
@@ -193,14 +192,14 @@ class AttachedGradients:
                     parameter.grad = None
 
     def forget_old(self) -> None:
-        """Let go of the gradients of the step before, which this one zeroes first."""
-        for parameter in self.parameters if self.in_pool else ():
-            parameter.grad = None
+        """Drop the gradients of the step before, if the captured step zeroes them first."""
+        if self.in_pool:
+            drop_gradients(self.parameters)
 
     def taking_over(self) -> AbstractContextManager[None]:
-        """While an eager step runs, move its gradients to the buffers: they take no more memory.
+        """While an eager step runs, move its gradients into the buffers, to save their memory.
 
-        Buffers that were lent stay as they are: their memory is free for that step.
+        Buffers whose memory was given up stay as they are: that memory is free for the step.
         """
 
         def move(buffer: Tensor, parameter: Tensor) -> None:
@@ -215,7 +214,12 @@ class AttachedGradients:
         return removed(p.register_post_accumulate_grad_hook(partial(move, b)) for p, b in pairs)
 
     def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
-        """Make ``.grad`` the buffers; others zero it, or set it to None around validation."""
+        """Point ``.grad`` of every parameter at its buffer, or copy there for user code to keep.
+
+        Args:
+            zeroed: The step has dropped the gradients of earlier ones.
+            bound: ``.grad`` is known to be the buffers.
+        """
         left, self._left = [] if zeroed else self._left, []
         if self.copied:
             self._copy_out(zeroed)
@@ -225,8 +229,7 @@ class AttachedGradients:
                 with torch.no_grad():
                     parameter.grad = gradient.copy_(buffer)
         if zeroed:  # parameters that got none have none
-            for parameter in self.others:
-                parameter.grad = None
+            drop_gradients(self.others)
 
     def _attach(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -241,7 +244,7 @@ class AttachedGradients:
                     parameter.grad = buffer
 
     def _copy_out(self, zeroed: bool) -> None:
-        """As autograd: new gradients, or in place what is added to the old ones."""
+        """Copy the buffers out: to new gradients, or in place to those that were added to."""
         now = [None if zeroed else p.grad for p in self.parameters]
         targets = [gradient for gradient in now if gradient is not None]
         sources = [b for g, b in zip(now, self.buffers, strict=True) if g is not None]
@@ -254,10 +257,10 @@ class AttachedGradients:
         self._attach([next(new) if g is None else g for g in now])
 
     def uses(self, *, attached: bool) -> list[int]:
-        """How many use each gradient, by itself or by other tensors over its memory.
+        """Count the references to each buffer, its own and those of tensors over its memory.
 
-        Where ``.grad`` is a gradient, that counts for one, or for none in older versions of torch.
-        So it is always counted while it is.
+        ``.grad`` counts for one, or for none in older versions of torch. So it is always a buffer
+        while these are counted.
         """
         before = [] if attached else self._others_attached()
         if before:
@@ -269,16 +272,16 @@ class AttachedGradients:
         return found
 
     def _others_attached(self) -> list[tuple[Parameter, Tensor | None]]:
-        """Parameters whose ``.grad`` is not their buffer, and what it is; no use of any buffer."""
+        """Parameters whose ``.grad`` is not their buffer, and what it is."""
         return [(p, p.grad) for p, buffer in self.pairs() if p.grad is not buffer]
 
     def pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
         return zip(self.parameters, self.buffers, strict=True)
 
     def adopt(self) -> None:
-        """Bring the gradients that there are into the buffers, None as zero, and attach them.
+        """Copy the gradients of earlier steps into the buffers, None as zero, and bind these.
 
-        Those that user code keeps stay where they are: what is added to them is added in place.
+        Gradients that user code keeps stay in ``.grad``: what a replay adds is copied there later.
         """
         self._left.clear()
         if self.are_attached():
@@ -307,10 +310,11 @@ class AttachedGradients:
                 torch._foreach_copy_(targets, sources)
 
     def bring_in(self, are_kept: Callable[[], bool]) -> None:
-        """Let the buffers hold the gradients that there are, for a graph that may change these.
+        """Load the present gradients for a graph that may change them; :meth:`take_out` follows.
 
-        :meth:`take_out` is called after it. Buffers may be what hooks keep that have put others
-        into ``.grad``.
+        Args:
+            are_kept: Whether user code keeps buffers, as hooks may that have replaced ``.grad``:
+                then the buffers have their values back afterwards.
         """
         self._brought = None
         if self.are_attached():
@@ -322,7 +326,7 @@ class AttachedGradients:
         self.adopt()
 
     def take_out(self) -> None:
-        """Let ``.grad`` be what the graph has made of the gradients."""
+        """Let ``.grad`` be what the graph has computed from the gradients."""
         brought, self._brought = self._brought, None
         if brought is not None:
             self.attach()
@@ -334,27 +338,34 @@ class AttachedGradients:
         return all(map(is_, map(_gradient, self.parameters), self.buffers))
 
     def complete(self) -> bool:
-        """Whether the same parameters have gradients as in the capture, whatever hooks did."""
+        """Whether hooks have left a gradient to just the parameters that had one at the capture."""
         missing = any(p.grad is None for p in self.parameters)
         return not missing and all(p.grad is None for p in self.others)
 
 
 class KeptGradients:
-    """Notices gradients that somebody keeps past their step: the next replay would overwrite them.
+    """Notices gradients that user code keeps past their step: the next replay would overwrite them.
 
     In eager training each step makes new ones.
+
+    Args:
+        held: The ``id`` of gradients that this package itself holds for a while.
     """
 
-    def __init__(self) -> None:
-        self.are_copied = False  # somebody has kept some: from now on gradients are copies
-        self.is_noticed = False  # that was found out since this was set last
-        # The gradients that ``.grad`` was when they were looked at last, if it was
-        self.attached: AttachedGradients | None = None
-        self._shown: AttachedGradients | None = None
+    def __init__(self, held: Callable[[], Sequence[int]] = tuple) -> None:
+        self._held = held
+        self.are_copied = False  # user code has kept some: from now on gradients are copies
+        self.is_noticed = False  # found since this was set to False
+        # The gradients, if ``.grad`` was bound to them when references were counted last
+        self.attached: GradientBuffers | None = None
+        self._shown: GradientBuffers | None = None
         self._uses: list[int] = []
 
-    def show(self, gradients: AttachedGradients | None) -> None:
-        """Note what ``.grad`` is from now on, before anybody sees it; None: nothing of a graph."""
+    def show(self, gradients: GradientBuffers | None) -> None:
+        """Record reference counts of the gradients that are about to become visible.
+
+        None: ``.grad`` is not a graph's memory.
+        """
         if gradients is None and self._shown is not None:
             self._shown.leave()
         if gradients is not self._shown:
@@ -362,31 +373,15 @@ class KeptGradients:
             self.count()
 
     def count(self) -> None:
-        """Count anew, since a capture has made users of its own."""
+        """Record reference counts again, since a capture holds references of its own."""
         self._uses = self._now()
-
-    @contextlib.contextmanager
-    def growing(self, gradients: Callable[[], AttachedGradients]) -> Iterator[None]:
-        """While the body makes users of its own, and of further gradients; then these are shown."""
-        before = self._now()
-        try:
-            yield
-        finally:
-            self.attached, self._shown = None, gradients()
-            now = self._now()
-            known = zip(self._uses, before, now, strict=False)
-            self._uses = [u + b - a for u, a, b in known] + now[len(before) :]
 
     def _now(self) -> list[int]:
         shown = self._shown
         return shown.uses(attached=shown.are_attached()) if shown is not None else []
 
-    def look(self, held: Callable[[], Sequence[int]] = tuple) -> bool:
-        """Whether user code keeps what was shown last; to be asked ahead of a replay.
-
-        Args:
-            held: The ``id`` of gradients that this package itself holds for a while.
-        """
+    def look(self) -> bool:
+        """Whether user code has kept tracked gradients; to be asked before each replay."""
         shown, self.attached = self._shown, None
         if shown is None:
             return False
@@ -395,7 +390,7 @@ class KeptGradients:
         now = shown.uses(attached=self.attached is shown)
         if now == self._uses:
             return False
-        if ours := Counter(held()):
+        if ours := Counter(self._held()):
             now = [n - ours[id(b)] for n, b in zip(now, shown.buffers, strict=True)]
         found = any(map(gt, now, self._uses))
         self._uses = list(map(min, now, self._uses))  # what a capture itself lets go of late
@@ -403,7 +398,7 @@ class KeptGradients:
         return found
 
 
-class PersistentGradients(GradientMemory):
+class PersistentGradients(KeptGradients, GradientMemory):
     """Gradient buffers outside of every pool, for gradients that outlive a replay.
 
     Inside a pool, the memory of a gradient is that of an activation which the backward pass has
@@ -412,9 +407,8 @@ class PersistentGradients(GradientMemory):
     """
 
     def __init__(self, held: Callable[[], Sequence[int]] = tuple) -> None:
+        super().__init__(held)
         self._buffers: dict[Parameter, Tensor] = {}
-        self._watch = KeptGradients()
-        self._held = held  # see :meth:`KeptGradients.look`
 
     def of(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """The buffers of these parameters, made (outside of a capture) where they are missing."""
@@ -426,24 +420,30 @@ class PersistentGradients(GradientMemory):
 
     def clear(self) -> None:
         self._buffers.clear()
-        self._watch = KeptGradients()
+        self.show(None)
 
-    def look(self) -> None:
-        """Notice who keeps gradients, ahead of what writes the buffers."""
-        self.are_kept = self._watch.look(self._held)
+    def look(self) -> bool:
+        """Whether user code has kept gradients; to be asked before the buffers are written."""
+        self.are_kept = super().look()
         self.are_copied |= self.are_kept
+        return self.are_kept
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """While the body captures graphs, which are users of their own."""
+        """While the body captures graphs, which hold references, and make buffers."""
         self.look()
-        with self._watch.growing(
-            lambda: AttachedGradients([*self._buffers], [*self._buffers.values()])
-        ):
+        before = self._now()
+        try:
             yield
+        finally:
+            buffers = [*self._buffers.values()]
+            self.attached, self._shown = None, GradientBuffers([*self._buffers], buffers)
+            now = self._now()
+            known = zip(self._uses, before, now, strict=False)
+            self._uses = [u + b - a for u, a, b in known] + now[len(before) :]
 
-    def bring_in(self, gradients: AttachedGradients) -> None:
-        """See :meth:`AttachedGradients.bring_in`."""
+    def bring_in(self, gradients: GradientBuffers) -> None:
+        """See :meth:`GradientBuffers.bring_in`."""
 
         def are_kept() -> bool:
             self.look()
@@ -456,7 +456,7 @@ class PersistentGradients(GradientMemory):
 class GradientTargets:
     """Where the gradients of one captured step go: fresh ones, and buffers that outlive a replay.
 
-    Nobody zeroes the gradients of a parameter that the optimizer does not have: they add up.
+    Gradients of a parameter that no optimizer has are never zeroed: they add up.
     """
 
     def __init__(
@@ -465,7 +465,7 @@ class GradientTargets:
         trainable: Sequence[Parameter],
         persistent: PersistentGradients,
         phase: Phase,  # of the accumulation window
-        observers: Observers,  # who looks at gradients, or zeroes them, within the step
+        observers: Observers,  # hooks that read gradients, or zero them, within the step
         *,
         # Autograd itself adds to those of earlier steps: a backward pass ahead of a step under DDP
         # reduces them, too, and of several passes each is added by itself
@@ -512,14 +512,16 @@ class GradientTargets:
             if added[0]:
                 torch._foreach_add_(*added)
 
-    def attached(self, *, inside: bool, copied: bool = False) -> AttachedGradients:
+    def attached(self, *, inside: bool, copied: bool = False) -> GradientBuffers:
         """The gradients as they are now, of the optimizer's parameters or of the others.
 
-        They are ``copied`` where somebody keeps them.
+        Args:
+            inside: Those of the optimizer.
+            copied: See :class:`GradientBuffers`.
         """
         mine = [p for p in self.parameters if (p in self._inside) is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
-        return AttachedGradients(
+        return GradientBuffers(
             [p for p, _ in used],
             [g for _, g in used],
             [p for p in mine if p.grad is None],

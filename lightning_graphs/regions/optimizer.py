@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.policy.budget import gather
 from lightning_graphs.private.distributed import local
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import count_for_schedulers, has_step_hooks
+from lightning_graphs.regions.gradients import drop_gradients
+from lightning_graphs.values.snapshot import OptimizerState
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device, on
@@ -144,11 +147,51 @@ def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
             Optimizer.zero_grad(optimizer, set_to_none=False)
             return
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+            drop_gradients(group["params"])
 
     with replaced(optimizer, "zero_grad", zero_grad):
         yield
+
+
+class NoStateError(CaptureError):
+    """An optimizer has no state for parameters that it steps for the first time."""
+
+
+class StateAwaited:
+    """Captures that found no state of the optimizer: the eager step that follows makes it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def may_come(self, key: Hashable, error: GraphError, optimizer: Optimizer) -> bool:
+        """Whether a capture failed for that reason, and more state is there than last time."""
+        if not isinstance(error, NoStateError):
+            return False
+        before, self._known[key] = self._known.get(key, -1), len(optimizer.state)
+        return self._known[key] > before
+
+
+@contextlib.contextmanager
+def state_undone(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Let a capture begin without gradients; afterwards they and the state are as before.
+
+    Raises:
+        NoStateError: The optimizer made state inside of the capture, as every replay would again.
+    """
+    before, state = list(map(_gradient, parameters)), OptimizerState(optimizer)
+    drop_gradients(parameters)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        made = state.restore()
+    if made:
+        raise NoStateError(
+            "An optimizer must have its state before its step is captured.",
+            f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
+            "let the optimizer take one more eager step, which unfrozen parameters need",
+        )
 
 
 class CapturableOptimizer:
@@ -202,7 +245,7 @@ class CapturableOptimizer:
 
         @wraps(step)
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:
-            if self._is_restored:  # in the middle of a step, which somebody takes once more
+            if self._is_restored:  # in the middle of a step, which is taken once more
                 return step(closure)
             returned = None
             if closure is not None:

@@ -16,7 +16,7 @@ from lightning_graphs.lightning.logs import LogRecorder
 from lightning_graphs.private.cudnn import CapturedDropout
 from lightning_graphs.private.torch import clone_all
 from lightning_graphs.regions.conditions import CaptureKey
-from lightning_graphs.regions.gradients import AttachedGradients, BatchGradients
+from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.report.statistics import conditions_of
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs
@@ -36,8 +36,8 @@ class StepPlan:
     outputs: OutputPlan  # what ``training_step`` returned
     logs: LogRecorder  # its calls of ``self.log`` and of metrics
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
-    gradients: AttachedGradients
-    outside: AttachedGradients  # the same, of parameters that the optimizer does not have
+    gradients: GradientBuffers
+    outside: GradientBuffers  # the same, of parameters that the optimizer does not have
     # In the order of their capture. "forward" is replayed in place of ``training_step``; where they
     # are no part of another one, "backward" in place of the backward pass, "unscale" ahead of the
     # hooks before the optimizer step, "step" in place of clipping and optimizer step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,14 +40,12 @@ from lightning_graphs.regions.gradients import (
     BatchGradients,
     GradientTargets,
     PersistentGradients,
-    gradients_set_aside,
 )
-from lightning_graphs.regions.optimizer import CapturableOptimizer
+from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.reduction import BucketReduction, reduction_of
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.values.snapshot import OptimizerState
 from lightning_graphs.watch.batch import BatchChanges, UnreadValues, objects_left, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError, Readings, clocks_exchanged
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
@@ -330,8 +328,7 @@ class StepCapture(StepBody):
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
             recorder.live = self._numbers.logged
             with (
-                gradients_set_aside(targets.parameters),
-                state_as_known(self.optimizer),
+                state_undone(self.optimizer, targets.parameters),
                 self.fit.compiled.watching(),
                 self._surrounded(environment, recorder, places),
                 objects_left(own, environment.outside.listed),
@@ -463,38 +460,4 @@ def refuse_iterator(batch: Any) -> None:
             "A captured step cannot take its batch from an iterator.",
             f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
             "write training_step(self, batch, batch_idx)",
-        )
-
-
-class NoStateError(CaptureError):
-    """An optimizer has no state for parameters that it steps for the first time."""
-
-
-class StateAwaited:
-    """Captures that found no state of the optimizer: the eager step that follows makes it."""
-
-    def __init__(self) -> None:
-        self._known: dict[Hashable, int] = {}
-
-    def may_come(self, key: Hashable, error: GraphError, optimizer: Optimizer) -> bool:
-        """Whether a capture failed for that reason, and more state is there than last time."""
-        if not isinstance(error, NoStateError):
-            return False
-        before, self._known[key] = self._known.get(key, -1), len(optimizer.state)
-        return self._known[key] > before
-
-
-@contextlib.contextmanager
-def state_as_known(optimizer: Optimizer) -> Iterator[None]:
-    """State that the optimizer makes inside of a capture would be made anew by every replay."""
-    before = OptimizerState(optimizer)
-    try:
-        yield
-    finally:
-        made = before.restore()
-    if made:
-        raise NoStateError(
-            "An optimizer must have its state before its step is captured.",
-            f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
-            "let the optimizer take one more eager step, which unfrozen parameters need",
         )

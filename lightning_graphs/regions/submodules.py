@@ -39,7 +39,8 @@ from lightning_graphs.regions.dispatch import MOVED, Arguments, DispatchState, F
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.lifecycle import Lifecycle
 from lightning_graphs.regions.observe import Observation, StepObserver
-from lightning_graphs.regions.verify import CallChecks, CallDiffers, Verifier
+from lightning_graphs.regions.verified_calls import CallChecks, CallDiffers
+from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.watch.reads import GlobalReads
 from lightning_graphs.watch.refusals import why_no_whole_step
 
@@ -104,7 +105,7 @@ class ModuleGraphs:
         self,
         fit: TrainingContext,
         gradients: PersistentGradients,
-        agreement: Verifier,
+        verifier: Verifier,
         *,
         looks_at_shapes: bool,  # in the first step that is observed, too
     ) -> None:
@@ -123,7 +124,7 @@ class ModuleGraphs:
         self._again = with_keyword(_AGAIN, ran)
         left = PATIENCE if self._again.line else 0
         self._patience, self.insured = (0, left) if fit.recovery.repeats else (left, 0)
-        self._agreement, self._checks = agreement, CallChecks(agreement)
+        self._verifier, self._checks = verifier, CallChecks(verifier, module, module.device)
         made_with = fit.watch.environment, pool, gradients, self._checks.check, fit.compiled
         self._means = CaptureConfig(*made_with, direct=direct, adds=_adds_gradients(module))
         # What decides over the calls while a step runs.
@@ -145,8 +146,8 @@ class ModuleGraphs:
             self._plans,
             fit.investment,
             fit.ranks,
-            verifies=agreement.is_on,
-            again=(lambda: agreement.is_due) if agreement.every else None,
+            verifies=verifier.is_on,
+            again=(lambda: verifier.is_due) if verifier.every else None,
         )
         self._last: CapturedStep | None = None
         self._forgotten = 0  # how often all graphs were
@@ -196,10 +197,10 @@ class ModuleGraphs:
                 self.held = "arguments"
             stage.elsewhere = None
         else:
-            is_settled = step.uses >= (SETTLED if self._agreement.budget.is_tight else 1)
+            is_settled = step.uses >= (SETTLED if self._verifier.budget.is_tight else 1)
             self.held = "" if is_settled else "replays"
-            if step.uses < SETTLED or self._agreement.budget.is_tight:
-                self._agreement.budget.settle()
+            if step.uses < SETTLED or self._verifier.budget.is_tight:
+                self._verifier.budget.settle()
             stage.elsewhere = self._elsewhere
             step.replay()
         for module, forward in self._graphed.items():
@@ -418,7 +419,7 @@ class ModuleGraphs:
         with self._fit.investment.paying():
             while calls:
                 try:
-                    self._agreement.budget.require_room("A captured module")
+                    self._verifier.budget.require_room("A captured module")
                     with self._gradients.capturing():
                         sites, baked = capture_step(calls, observation, self._means)
                     return CapturedStep(kind, calls, observation, sites, baked)

@@ -37,7 +37,7 @@ many terms may be ordered otherwise, and one unit of the short formats, whose pr
 up in float32."""
 
 _TF32 = 2.0**-10
-"""The same of float32 on a GPU, where kernels may round factors to the 10 bits of TF32."""
+"""Relative rounding of float32 on a GPU, where kernels may round factors to TF32's 10 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ NONE = Difference(0.0, 0.0)
 
 
 def difference(a: Tensor, b: Tensor) -> Difference:
-    """How far two tensors are apart; elements that are both NaN, or both the same, are not."""
+    """How far two tensors are apart; pairs of equal elements, NaN included, are not."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return Difference(math.inf, math.inf)
     if a.numel() == 0:
@@ -84,22 +84,22 @@ def _wide(tensor: Tensor) -> Tensor:
 class Tolerance:
     """The rule by which a replay is accepted whose bits are not those of the eager step.
 
-    Where the arithmetic is the same the bits are, and nothing here is asked. There are two ways in
-    which a right replay has others. Kernels that add up with atomics round otherwise in every run,
-    eager or not: by how much, two eager runs tell. And a library may choose another algorithm while
-    capturing, which rounds otherwise, each time in the same way.
+    It is asked only if bits differ. A correct replay has other bits for one of two reasons. Kernels
+    that add up with atomics round differently in every run, eager or not: two eager runs show by
+    how much. And a library may choose another algorithm while it is captured, which rounds
+    differently, each time in one way.
 
-    So a replay may differ by one rounding, and by four times what two eager runs differ. A rounding
-    is the one of the coarsest arithmetic in the step, relative to the tensor; of a gradient, also a
-    sixteenth of it relative to all gradients together, since one that vanishes in exact arithmetic
-    (of a bias before a normalization) consists of the rounding of terms that cancel. Eager runs
-    that differ by more than eight roundings do so because something changes that is no part of the
-    state, and a replay froze it: beyond that their difference does not count. Differences are
-    Euclidean norms over a tensor: a largest element scatters from run to run, a norm hardly does.
+    So a replay may differ by one rounding, plus four times what two eager runs differ. A rounding
+    is that of the coarsest arithmetic in the step, relative to the tensor. A gradient may also
+    differ by a sixteenth of a rounding relative to all gradients together: one that vanishes in
+    exact arithmetic (of a bias before a normalization) is the rounding of terms that cancel. Eager
+    runs that differ by more than eight roundings depend on something that is no part of the state,
+    and that a replay froze: beyond that their difference does not count. Differences are Euclidean
+    norms over a tensor: a largest element scatters from run to run, a norm hardly does.
 
-    What an optimizer makes of a gradient that was not bit-equal may differ by half of the update:
-    Adam divides by the gradient's own size, and rounding may turn the update of an element around
-    that is nearly zero. After a gradient that is rounding and nothing else, it is not judged.
+    What an optimizer computes from a gradient that was not bit-equal may differ by half of the
+    update: Adam divides by the gradient's own size, and rounding may turn around the update of an
+    element that is nearly zero. After a gradient that is only rounding, it is not judged.
     """
 
     def __init__(self, device_type: str, arithmetic: torch.dtype | None) -> None:
@@ -112,11 +112,11 @@ class Tolerance:
         return _OF_NOISE * min(noise, _NOISE_IN_ROUNDINGS * rounding) + rounding
 
     def allowed_of_update(self, eager: Tensor, noise: float, update: float) -> float:
-        """The same of what was computed from a gradient that was not bit-equal."""
+        """The norm by which a result of a gradient may differ that was not bit-equal."""
         return _OF_NOISE * noise + self._rounding(eager.dtype) * size(eager) + _OF_UPDATE * update
 
     def is_rounding(self, gradient: Tensor, apart: Difference) -> bool:
-        """Whether a gradient is rounding and nothing else: an accepted replay has another one."""
+        """Whether a gradient is only rounding: an accepted replay has an unrelated one."""
         return apart.norm > _MOSTLY_ROUNDING * size(gradient)
 
     def _rounding(self, dtype: torch.dtype) -> float:

@@ -22,18 +22,19 @@ from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.gradients import (
-    AttachedGradients,
+    GradientBuffers,
     PersistentGradients,
-    gradients_set_aside,
 )
 from lightning_graphs.regions.lifecycle import Lifecycle, Plan
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
+    StateAwaited,
     capture_obstacle,
     scaler_of,
+    state_undone,
 )
-from lightning_graphs.regions.step import StateAwaited, state_as_known
-from lightning_graphs.regions.verify import Verification, Verifier
+from lightning_graphs.regions.verified_steps import Verification
+from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.watch.refusals import code_captured
 from lightning_graphs.watch.tracers import rates_exchanged
@@ -45,7 +46,7 @@ class CapturedUpdate:
     """Takes the optimizer steps of a fit as graph launches; a region whose calls bring nothing."""
 
     def __init__(
-        self, fit: TrainingContext, gradients: PersistentGradients, agreement: Verifier
+        self, fit: TrainingContext, gradients: PersistentGradients, verifier: Verifier
     ) -> None:
         self.optimizer: Optimizer = fit.trainer.optimizers[0]
         # The last step had no graph before it: no other step has run beside its memory.
@@ -54,7 +55,7 @@ class CapturedUpdate:
         self._fit = fit
         self._pool = fit.pool.beside()
         self._gradients = gradients
-        self._agreement = agreement
+        self._verifier = verifier
         self._observers = Observers.of(fit.trainer, fit.module)
         self._moves = HyperParameterChurn(fit.trainer)
         self._awaited = StateAwaited()
@@ -66,8 +67,8 @@ class CapturedUpdate:
             cache,
             fit.investment,
             fit.ranks,
-            verifies=agreement.is_on,
-            again=(lambda: agreement.is_due) if agreement.every else None,
+            verifies=verifier.is_on,
+            again=(lambda: verifier.is_due) if verifier.every else None,
         )
         self._bind()
 
@@ -87,7 +88,7 @@ class CapturedUpdate:
         self._parameters = [p for group in groups for p in group["params"]]
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
         self._body = StepBody(self._fit, self.optimizer, self.capturable, self._observers)
-        self._checks = Verification(self._agreement, self._body)
+        self._checks = Verification(self._verifier, self._body)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
@@ -147,8 +148,8 @@ class CapturedUpdate:
         with_gradient = [p for p in self._parameters if p.grad is not None]
         refuse_sparse_gradients([p.grad for p in with_gradient])
         others = [p for p in self._parameters if p.grad is None]
-        gradients = AttachedGradients(with_gradient, self._gradients.of(with_gradient), others)
-        with gradients_set_aside(self._parameters), state_as_known(self.optimizer), torch.no_grad():
+        gradients = GradientBuffers(with_gradient, self._gradients.of(with_gradient), others)
+        with state_undone(self.optimizer, self._parameters), torch.no_grad():
             rates = capturable.live_rates()
             with rates_exchanged(self._fit.watch.schedulers, self.optimizer, rates):
                 gradients.attach()

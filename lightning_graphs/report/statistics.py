@@ -63,6 +63,7 @@ class Statistics(Report):
     fused: list[str] = field(default_factory=list)
     waiting: str = ""  # why the last eager step was not captured, where none was refused
     pace: StepTimes = field(default_factory=StepTimes)  # how long steps take
+    _unverified: set[str] = field(default_factory=set)
     _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
     _uncounted: dict[CUDAGraph, Sequence[CUDAGraph]] = field(default_factory=dict)
     # Why submodules run eagerly -> their names, and how the report says why
@@ -83,6 +84,12 @@ class Statistics(Report):
         else:
             self.fallbacks.append(full)
         rank_zero_warn(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
+
+    def unverified(self, what: str, reason: str) -> None:
+        """Warn, once for each sentence, that there was no memory for a comparison."""
+        if what not in self._unverified:
+            self._unverified.add(what)
+            rank_zero_warn(f"GraphCapture: {what}: {reason}", stacklevel=stacklevel_of_user())
 
     def refused(self, name: str, error: GraphError) -> None:
         """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""

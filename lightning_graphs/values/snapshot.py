@@ -102,7 +102,7 @@ def _side_by_side(group: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Tenso
     return [i for i, _ in group], torch.cat([words for _, words in group])
 
 
-# ------------------ Notices and undoes what code changes in containers and objects
+# ------------------ Remembers what code may change, tensors and Python values, puts it back and re
 
 _CHANGEABLE = (list, OrderedDict, dict, set, deque)
 
@@ -339,7 +339,7 @@ def _is_of_transformers(value: Any) -> bool:
     return kind.__module__.startswith("transformers.") and not issubclass(kind, (dict, nn.Module))
 
 
-# ------------------ Remembers what a region of user code may change, puts it back, and reads it by
+# ------------------------------------------------------------------ tensors, and all together
 
 _AT_ONCE = 2**24
 """Bytes that are gathered for one copy between device and host: each has to wait for the device."""

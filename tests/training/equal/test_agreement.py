@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
-from lightning_graphs.lightning.options import Options
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.report.statistics import Statistics
 from lightning_graphs.values.snapshot import Result, Snapshot
@@ -23,15 +23,10 @@ def nothing() -> Snapshot:
     return Snapshot([])
 
 
-def agreement() -> Verifier:
-    plugin = SimpleNamespace(precision="32-true")
-    strategy = SimpleNamespace(model=None)
-    trainer: Any = SimpleNamespace(precision_plugin=plugin, world_size=1, strategy=strategy)
-    root: Any = SimpleNamespace(device=CPU, global_step=3, trainer=trainer)
-    budget = MemoryBudget(CPU)
-    parts = {"module": root, "options": Options(), "budget": budget, "ranks": Ranks(trainer)}
-    fit: Any = SimpleNamespace(trainer=trainer, statistics=Statistics(), **parts)
-    return Verifier(fit)
+def verifier() -> Verifier:
+    trainer: Any = SimpleNamespace(world_size=1, strategy=SimpleNamespace(model=None))
+    parts = MemoryBudget(CPU), Ranks(trainer), Statistics()
+    return Verifier(True, Tolerance("cpu", None), *parts, lambda: 3)
 
 
 def compared(eager: list[float], replayed: list[float]) -> None:
@@ -42,7 +37,7 @@ def compared(eager: list[float], replayed: list[float]) -> None:
         return [Result("x", torch.tensor([next(values[way])]))]
 
     ways = Comparison(lambda: run("eager"), lambda: run("replayed"), nothing)
-    agreement().compare(ways, "it was not verified")
+    verifier().compare(ways, "it was not verified")
     assert [list(left) for left in values.values()] == [[], []]
 
 
@@ -76,4 +71,4 @@ def test_a_result_of_one_way_only_is_named() -> None:
         nothing,
     )
     with pytest.raises(VerificationError, match="at step 3, only the eager step has x"):
-        agreement().compare(ways, "it was not verified")
+        verifier().compare(ways, "it was not verified")

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_graphs.regions import gradients
-from lightning_graphs.regions.gradients import AttachedGradients, PersistentGradients
+from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 
 KEPT = "a gradient of an earlier step is kept, and is copied now"
@@ -193,7 +193,7 @@ def test_who_keeps_lent_gradients_has_them_after_the_graph() -> None:
     memory = torch.arange(8.0)  # of the graph
     buffers = [memory[:4].as_subclass(OnAGPU), memory[4:].as_subclass(OnAGPU)]
     parameters = [nn.Parameter(torch.zeros(4)) for _ in buffers]
-    attached = AttachedGradients(parameters, buffers, in_pool=True)
+    attached = GradientBuffers(parameters, buffers, in_pool=True)
     attached.lend()
     attached.attach()
     kept = [p.grad for p in parameters]

@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.lightning.options import OptionError
-from lightning_graphs.regions.gradients import AttachedGradients
-from lightning_graphs.regions.verify import Verification
+from lightning_graphs.regions.gradients import GradientBuffers
+from lightning_graphs.regions.verified_steps import Verification
 from tests.training.fits import (
     FullTrace,
     GradientTrace,
@@ -290,7 +290,7 @@ def test_the_first_tensor_that_differs_is_named(
     """A graph that writes what the eager step does not; gradients are spoiled a replay late."""
     spoil, name = SPOILED[what]
     captured = prepare(backend, tmp_path, True, accumulate_grad_batches=2, max_epochs=4)
-    original, adopt = CUDAGraph.replay, AttachedGradients.adopt
+    original, adopt = CUDAGraph.replay, GradientBuffers.adopt
     ADDING.clear()
 
     def spoiling(self: CUDAGraph) -> None:
@@ -298,12 +298,12 @@ def test_the_first_tensor_that_differs_is_named(
         with torch.no_grad():
             spoil(captured).view(-1)[3] += 0.5
 
-    def adopting(self: AttachedGradients) -> None:
+    def adopting(self: GradientBuffers) -> None:
         ADDING.update(self.pairs())
         adopt(self)
 
     monkeypatch.setattr(CUDAGraph, "replay", spoiling)
-    monkeypatch.setattr(AttachedGradients, "adopt", adopting)
+    monkeypatch.setattr(GradientBuffers, "adopt", adopting)
     with pytest.raises(VerificationError, match=rf"{name} differs by up to 0\.5; two eager runs"):
         captured.run()
     ADDING.clear()

@@ -14,7 +14,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
-from lightning_graphs.regions.verify import CallChecks, Comparison, Verification, Verifier
+from lightning_graphs.regions.verified_calls import CallChecks
+from lightning_graphs.regions.verified_steps import Verification
+from lightning_graphs.regions.verify import Comparison, Verifier
 from tests.training.fits import (
     GradientTrace,
     Hidden,
@@ -159,7 +161,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 
 def _noting(check: Any, steps: list[int]) -> Any:
     def noting(self: Any, *args: Any, **options: Any) -> None:
-        steps.append(self._agreement.root.global_step)
+        steps.append(self._verifier.step())
         check(self, *args, **options)
 
     return noting
