@@ -13,13 +13,12 @@ from torch.nn import Parameter
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.torch import (
     accumulation_hooks,
-    clone_all,
     gradient_hooks,
     has_gradient_hooks,
     hooks_registered,
 )
 from lightning_graphs.values.aliases import AliasedBuffer
-from lightning_graphs.values.memory import copy_all, extent, linear, overlap_span
+from lightning_graphs.values.memory import clone_all, copy_all, extent, linear, overlap_span
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
@@ -60,7 +59,7 @@ def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def repeated(tensor: Tensor) -> list[int]:
-    """The dimensions along which a tensor has the same elements again and again."""
+    """The dimensions along which a tensor repeats its elements."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [i for i, (size, stride) in enumerate(pairs) if stride == 0 and size > 1]
 
@@ -236,7 +235,7 @@ class OutputGradients:
 
 def _side_by_side(targets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Memory for each device and dtype, and in it the elements for each tensor."""
-    # They share a storage so that one number tells whether anybody holds any of them.
+    # They share a storage so that one number tells whether any of them is in use.
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, target in enumerate(targets):
         kinds[target.device, target.dtype].append(i)
@@ -262,7 +261,7 @@ def write_all(buffers: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
     torch's fused kernel leaves each run of 65,536 elements to one block of threads: a tensor or a
     few then take 13 us (H200). So they are cut into pieces, as many as one launch takes, that all
-    multiprocessors share in; and a single one is left to the plain kernel.
+    multiprocessors share in; and the plain kernel copies a single one.
     """
     kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for buffer, gradient in zip(buffers, gradients, strict=True):

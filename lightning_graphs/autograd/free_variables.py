@@ -1,4 +1,4 @@
-"""Finds what a callable holds beside its arguments, and refuses what it must not hold."""
+"""Finds what a callable holds next to its arguments, and refuses what it must not hold."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FreeVariables:
         return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
     def state(self) -> list[Tensor]:
-        """Every tensor that a call may read or write beside its arguments."""
+        """Every tensor that a call may read or write next to its arguments."""
         attributes = (v for owner in self.submodules for v in vars(owner).values())
         named = (*self.named("parameters"), *self.named("buffers"), *self.tensors.items())
         plain = [value for value in attributes if isinstance(value, Tensor)]

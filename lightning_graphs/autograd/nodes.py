@@ -114,8 +114,8 @@ def gradients_behind(
 def gradients_kept_apart(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
 
-    Autograd gives one tensor to all who need it, and some hooks write into theirs after what goes
-    to ``.grad`` is copied.
+    Autograd gives one tensor to all nodes that need it, and some hooks write into theirs after
+    what goes to ``.grad`` is copied.
     """
     return removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
 
@@ -199,8 +199,8 @@ def ahead_of_casts(
     outputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor | GradientEdge]:
     """Where to ask autograd for gradients of parameters that are copied afterwards anyway."""
-    # The gradient is taken ahead of a cast where that is the parameter's only use. Nobody else may
-    # read that gradient or write into it, so no Python code may take part in the backward pass.
+    # The gradient is taken ahead of a cast where that is the parameter's only use. No other code
+    # may read that gradient or write into it, so no Python code takes part in the backward pass.
     users, returned = uses_of(parameters, outputs), set(outputs)
     return [
         GradientEdge(users[parameter][0][0], 0)
@@ -285,14 +285,14 @@ class _GatheredGradients:
             parameter.grad = target
 
 
-# ------------------ Refuses code that puts gradients into ``.grad`` by itself, past the one who as
+# ------------------ code that puts gradients into ``.grad`` by itself
 
 
 @contextlib.contextmanager
 def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
     """While the body runs a call or its backward pass, refuse what sets ``.grad`` of parameters.
 
-    Activation checkpointing by hand does: its backward pass computes anew and calls
+    Activation checkpointing by hand does: its backward pass repeats the forward pass and calls
     ``torch.autograd.backward``, which adds to ``.grad`` at once. A replay hands out the gradients
     that it was asked for, and knows nothing of others. Leaves that the code has made itself may
     have theirs. What was in ``.grad`` is there afterwards.

@@ -78,8 +78,8 @@ class CudaBackend(Backend):
         while pool in self._replacements:
             pool = self._replacements[pool]
         if pool in self._graphs_of and not self._graphs_of[pool]:
-            # torch gives up a pool with its last graph, and refuses to begin with it anew as long
-            # as anything of it is left: a tensor that somebody keeps, or the pinned memory of a
+            # torch gives up a pool with its last graph, and refuses to begin with it again as long
+            # as any of its memory is in use: by a tensor of user code, or as pinned memory of a
             # kernel's arguments, such as those that gather and reduce for FSDP2.
             del self._graphs_of[pool]
             another = torch.cuda.graph_pool_handle()
@@ -87,10 +87,10 @@ class CudaBackend(Backend):
             return another
         return pool
 
-    def taken(self, pool: PoolHandle, graph: CudaGraph) -> None:
+    def add(self, pool: PoolHandle, graph: CudaGraph) -> None:
         self._graphs_of.setdefault(pool, weakref.WeakSet()).add(graph)
 
-    def left(self, pool: PoolHandle, graph: CudaGraph) -> None:
+    def drop(self, pool: PoolHandle, graph: CudaGraph) -> None:
         self._graphs_of[pool].discard(graph)
 
     def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
@@ -200,7 +200,7 @@ class CudaGraph(CapturedGraph):
                 capture_error_mode=mode,
             )
         except RuntimeError:
-            self._left_capture()
+            self._end_capture()
             if not self._released_by_torch():
                 self._backend.bury(self._native, self._device, self._pool)
             self._release_generators()
@@ -218,9 +218,9 @@ class CudaGraph(CapturedGraph):
         self._native.capture_end()
         self._draws.end()
         self.dropout = self._draws.found
-        self._left_capture()
+        self._end_capture()
         assert self._pool is not None
-        self._backend.taken(self._pool, self)
+        self._backend.add(self._pool, self)
         self._lives_in = self._pool
         if trace is not None and self._checks_liveness:
             # A method of ours would make a cycle, which holds the memory until the next gc.
@@ -230,8 +230,8 @@ class CudaGraph(CapturedGraph):
 
     def abandon(self) -> None:
         self._recorders.close()
-        # The body may have left another stream current, and may have captured nothing at all, of
-        # which torch warns; where warnings are errors that would hide the body's own exception.
+        # The body may have made another stream current, and may have captured nothing at all. torch
+        # warns of that; where warnings are errors that would hide the body's own exception.
         with torch.cuda.stream(self._stream), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -241,16 +241,16 @@ class CudaGraph(CapturedGraph):
                     self._backend.bury(self._native, self._device, self._pool)
             else:
                 assert self._pool is not None
-                self._backend.taken(self._pool, self)  # whose last graph this may have been
+                self._backend.add(self._pool, self)  # it may have been the last graph of the pool
                 self._lives_in = self._pool
                 self._native.reset()
-        self._left_capture()
+        self._end_capture()
         self._release_generators()
         self._draws.end()
         torch.cuda.synchronize()
         self._renew()
 
-    def _left_capture(self) -> None:
+    def _end_capture(self) -> None:
         self._backend.captures.discard(id(self))
         self._backend.destroy_retired()
 
@@ -286,7 +286,7 @@ class CudaGraph(CapturedGraph):
         self.dropout = None
         self._trace = self._inspection = self._pool = None
         if self._lives_in is not None:
-            self._backend.left(self._lives_in, self)
+            self._backend.drop(self._lives_in, self)
             self._lives_in = None
         for generator in self._generators:
             self._native.register_generator_state(generator)
@@ -357,7 +357,7 @@ class CaptureTrace(Recorder):
 
     def __init__(self, stream: int | None) -> None:
         super().__init__(strict=False)
-        self._stream = stream  # whose nodes are counted after each operator; None: none are
+        self._stream = stream  # whose nodes are counted after each operator, if it is given
         self._scopes_of_nodes: list[str] = []
 
     def keep(self, operation: Operation) -> None:

@@ -282,7 +282,7 @@ class EmulatedGraph(CapturedGraph):
         self._pool = pool if pool is not None else self._backend.new_pool()
         generators = [torch.default_generator, *self._generators]
         try:
-            for generator in generators:  # who rewinds one to where another capture was is seen
+            for generator in generators:  # code that rewinds one to another capture's state is seen
                 self._around.callback(generator.set_state, generator.get_state())
                 generator.manual_seed(next(_captures))
             self._around.enter_context(self._backend.revealed())

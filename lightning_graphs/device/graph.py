@@ -1,4 +1,4 @@
-"""``CUDAGraph`` and ``graph``: torch's documented API over either backend; and who owns graphs."""
+"""``CUDAGraph`` and ``graph``, torch's documented API over either backend, and pools of graphs."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ class GraphPool:
         self._graphs: list[CUDAGraph] = []
 
     def beside(self, pool: PoolHandle | None = None) -> GraphPool:
-        """Another one like this, whose graphs are released by themselves."""
+        """Another pool with these settings, which releases its own graphs."""
         another = copy.copy(self)
         another.handle = pool if pool is not None else self.backend.new_pool()
         another._graphs = []

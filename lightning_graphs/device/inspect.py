@@ -48,7 +48,7 @@ class GraphNode:
         name: The kernel's demangled name, or the operator's.
         bytes: Bytes that are copied, set, allocated, or (recorded operators) written; else 0.
         grid: Blocks of a kernel launch; None where that is unknown or meaningless.
-        block: Threads per block; likewise.
+        block: Threads per block; None where the grid is None.
         scope: The Python scopes that launched it, or the user's line; may be empty.
     """
 
@@ -141,7 +141,7 @@ def from_recording(operations: Sequence[Operation]) -> GraphInfo:
     """The graph that a recording of operators amounts to: one node per operator.
 
     An edge says that an operator reads what another wrote, or overwrites what it read or wrote.
-    Edges that follow from two others are left out where the two are at hand.
+    Edges that follow from two others are omitted where the two are at hand.
     """
     nodes = tuple(
         GraphNode(i, _kind_of(o.name), o.name, o.nbytes, scope=o.scope or str(o.site))
@@ -190,7 +190,7 @@ class Divergence:
         index: The node's index, or None where the graphs as a whole differ (their backend).
         field: The field of the node, ``"node"`` where one graph has ended, or ``"backend"``.
         left: The first capture's value; None where it has no such node.
-        right: The second capture's value; likewise.
+        right: The second capture's value; None where it has no such node.
     """
 
     index: int | None

@@ -51,7 +51,7 @@ from lightning_graphs.private.torch import (
     has_memory,
     is_strided,
     let_higher_order_operators_in,
-    nodes_numbered,
+    nodes_recorded,
     out_of_sight,
     recorded_before,
     storage_reference,
@@ -98,7 +98,7 @@ def _cond(call: Callable[..., Any], choice: Any, *rest: Any) -> Any:
     return result[0] if is_single else result
 
 
-# ------------------ collectives: recorded without any communication
+# ------------------ collectives of ``torch.distributed``: recorded without any communication
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _GATHERED = "fsdp::all_gather_copy_in"
@@ -250,7 +250,7 @@ UNDECLARED_WRITES: Mapping[OpOverload, tuple[int, ...]] = {
 schema declares no write."""
 
 _OF_MEMORY = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
-"""Operators in place that torch tags as those of a view, and that touch memory all the same."""
+"""Operators in place that torch tags as those of a view, although they touch memory."""
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -410,7 +410,7 @@ class OperatorMode(TorchDispatchMode):
     def __enter__(self) -> Self:
         if "torch._dynamo" in sys.modules:
             # Compiled code runs eagerly under a dispatch mode. torch keeps that so afterwards, or
-            # raises with fullgraph=True, as flex_attention and cond have it, unless it is told to.
+            # raises with fullgraph=True, as flex_attention and cond have it, without this stance.
             self._around.enter_context(torch.compiler.set_stance("force_eager"))
         if self.is_real:
             self._around.enter_context(nodes_out_of_sight(WITH_TWO_FORMULAS, self._look_at))
@@ -512,7 +512,7 @@ class Recorder(OperatorMode):
             as it does during a real capture, where CUDA itself refuses.
     """
 
-    raises = True  # an observer notes what :meth:`refuse` is told, and the code goes on
+    raises = True  # with False :meth:`refuse` takes a note, and the code goes on
 
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
         super().__init__()
@@ -600,7 +600,7 @@ class Recorder(OperatorMode):
         if self._strict:
             self._check(call)
         if func in OF_TWO_FORMULAS:
-            self._differentiable.append((nodes_numbered(), self._sites.here()))
+            self._differentiable.append((nodes_recorded(), self._sites.here()))
         if _only_views(func):
             return call.run()  # its geometry is part of whatever uses it
         call.inputs = list(filter(has_memory, call.inputs))

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.lightning import words as words  # whose import tells the engine
 from lightning_graphs.lightning.logs import LoggedNumbers
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.options import Options

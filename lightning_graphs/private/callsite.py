@@ -1,4 +1,4 @@
-"""The user's line: which file and line of somebody's own code led to an operator."""
+"""The user's line: the file and line of user code that led to an operator."""
 
 from __future__ import annotations
 

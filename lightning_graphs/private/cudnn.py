@@ -4,7 +4,7 @@ torch has one tensor of it for each GPU (``DropoutState`` in aten/src/ATen/nativ
 hands it to ``aten::_cudnn_rnn`` as the last argument; no public API leads to it. A kernel reads it
 and moves it on, so replays of a graph draw the masks that eager calls would draw. But setting
 torch's generator of the GPU in any way (a seed, a state, an offset) lets the next call make the
-state anew, seeded by a number of that generator, in other memory: no graph follows it there.
+state again, seeded by a number of that generator, in other memory: no graph follows it there.
 
 Where torch lacks what is used here, recurrent layers with dropout stay eager.
 """
@@ -58,25 +58,25 @@ class DropoutState:
         self._device = torch.device("cuda", index)
 
     def now(self) -> Tensor | None:
-        """The tensor that holds it, or None where the next call makes it anew; nothing changes."""
+        """The tensor that holds it, or None where the next call makes another; nothing changes."""
         state = self.look()
         if state is None:
-            self.make_anew()
+            self.invalidate()
         return state
 
     def restore(self, saved: Tensor | None) -> None:
-        """Put back a copy of the tensor, or with None let the next call make the state anew."""
+        """Put back a copy of the tensor, or with None let the next call make another state."""
         if saved is None:
-            self.make_anew()
+            self.invalidate()
             return
         state = self.look()
-        if state is None:  # the look has taken back that the state is to be made anew
+        if state is None:  # the look has taken back that another state is to be made
             state = self.look()
         assert state is not None, "a state that was copied exists"
         state.copy_(saved)
 
-    def make_anew(self) -> None:
-        """Let the next call of a layer make the state anew, as setting the generator does."""
+    def invalidate(self) -> None:
+        """Let the next call of a layer make another state, as setting the generator does."""
         self._generator.set_offset(self._generator.get_offset())
 
     def look(self) -> Tensor | None:
@@ -102,7 +102,7 @@ class DropoutState:
 
 
 class _Stop(Exception):
-    """Ends a call whose arguments have been seen."""
+    """Ends a call once its arguments have been seen."""
 
 
 class _StateSeen(TorchDispatchMode):
@@ -132,8 +132,8 @@ class CapturedDropout:
     def is_current(self) -> bool:
         """Whether a replay draws what an eager call would draw.
 
-        A state that an eager call has made anew is brought back to where the graph reads it. One
-        that the next call makes anew cannot be foreseen: that call must be an eager one.
+        A state that an eager call has made since is brought back to where the graph reads it. One
+        that the next call is to make cannot be foreseen: that call must be an eager one.
         """
         state = self._state.now()
         if state is None:
@@ -158,9 +158,9 @@ class DropoutCapture:
         return exchanged(calls)
 
     def end(self) -> None:
-        """After the capture: what was to be made anew before it, still is."""
+        """After the capture: a state that was to be made before it still is."""
         if self._to_be_made is not None:
-            self._to_be_made.make_anew()
+            self._to_be_made.invalidate()
             self._to_be_made = None
 
     def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:

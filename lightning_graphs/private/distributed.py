@@ -161,7 +161,7 @@ def is_within_backward(ddp: DistributedDataParallel) -> bool:
 
 
 def forget_backward(ddp: DistributedDataParallel) -> None:
-    """Let the reducer forget its backward pass, and make its buckets anew after the next one.
+    """Let the reducer forget its backward pass, and make its buckets again after the next one.
 
     To be called on all ranks, which make them together; no public method does it.
     """

@@ -50,8 +50,8 @@ def _unwarned_of_streams() -> Iterator[None]:
     torch tells privately; where it does not, its default comes back.
     """
     warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
-    told = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
-    before = bool(told())
+    warns = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
+    before = bool(warns())
     warn(False)
     try:
         yield
@@ -159,7 +159,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
     run it on the capture stream. torch lets go of a leaf's node where its ``data`` changes its
     dtype (``VariableHooks::set_data``); an autograd graph that holds the old one goes on adding to
     ``.grad``. Leaves with hooks keep theirs, and under DDP all do: nothing tells of its hooks.
-    Graphs whose gradients ``torch.autograd.grad`` is still to compute must not be under way.
+    ``torch.autograd.grad`` must not have gradients of their graphs to compute any more.
     """
     graph, distributed = torch.autograd.graph, torch.distributed
     if hasattr(graph, "set_override_stale_capture_stream") or not torch.cuda.is_available():

@@ -97,14 +97,14 @@ gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
 
 accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of ``register_post_accumulate_grad_hook``, likewise."""
+"""The hooks of ``register_post_accumulate_grad_hook``; torch has no public reader."""
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
     """Whether code looks at the gradient of a leaf as it comes: by hooks of the leaf, or its node.
 
     Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
-    Nobody tells of these but the handle of one more: where that says nothing, there are some.
+    Only the handle of one more knows these: where that says nothing, there are some.
     """
     if gradient_hooks(leaf) or accumulation_hooks(leaf):
         return True
@@ -187,15 +187,8 @@ def outputs_of(node: Node) -> Sequence[Any]:
     return found
 
 
-def nodes_recorded() -> int:
-    node: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
-    return node._sequence_nr() if hasattr(node, "_sequence_nr") else 0
-
-
-def nodes_numbered() -> int:
-    """The same inside of a dispatch mode, where autograd records none; 0 where nothing tells."""
-    getter: Callable[[], int] | None = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return 0 if getter is None else getter()
+nodes_recorded: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+"""How many nodes autograd has numbered in this thread; 0 where nothing tells."""
 
 
 def recorded_before(node: Any, number: int) -> bool:
@@ -207,19 +200,18 @@ def recorded_before(node: Any, number: int) -> bool:
     return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks run around ``optimizer.step``, its own or those of every optimizer.
+def step_hook_tables(optimizer: Optimizer) -> list[Any]:
+    """Where hooks around ``optimizer.step`` are, its own and those of every optimizer.
 
-    torch has functions to register them and none to ask. Without the tables the answer is no.
+    torch has functions to register them and none to ask. Tables that it lacks are empty here.
     """
     shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
-    tables = (  # asked at every step: no generator
-        getattr(optimizer, "_optimizer_step_pre_hooks", None),
-        getattr(optimizer, "_optimizer_step_post_hooks", None),
-        getattr(shared, "_global_optimizer_pre_hooks", None),
-        getattr(shared, "_global_optimizer_post_hooks", None),
-    )
-    return any(tables)
+    return [
+        getattr(optimizer, "_optimizer_step_pre_hooks", ()),
+        getattr(optimizer, "_optimizer_step_post_hooks", ()),
+        getattr(shared, "_global_optimizer_pre_hooks", ()),
+        getattr(shared, "_global_optimizer_post_hooks", ()),
+    ]
 
 
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -231,7 +223,7 @@ def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """The tables of hooks around a module's forward and backward pass, which nobody gives."""
+    """The tables of hooks around a module's forward and backward pass; torch has no reader."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [getattr(module, name, {}) for name in names]
 
@@ -247,7 +239,7 @@ hooks_registered: Callable[[], int] = (
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Where a module keeps its parameters, buffers and submodules.
 
-    Scripted modules keep theirs in C++, where nobody replaces them: these are copies.
+    Scripted modules keep theirs in C++, where code cannot replace them: these are copies.
     """
     tables: Any = (module._parameters, module._buffers, module._modules)
     if isinstance(module, torch.jit.ScriptModule):
@@ -427,7 +419,7 @@ def is_compiled_node(node: object) -> bool:
 
 
 def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:
-    """Answer ``torch.cuda.is_current_stream_capturing()`` by who asks; None is for the truth."""
+    """Answer ``torch.cuda.is_current_stream_capturing()`` by the module that asks; None: truly."""
     truth = torch.cuda.is_current_stream_capturing
 
     def answered() -> bool:
@@ -451,7 +443,7 @@ def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     """Let libraries hear that no capture is under way, so that they take the way of eager steps.
 
     transformers keeps attention masks in a capture that it drops in an eager step. torch itself
-    hears the truth. The names of the modules that were told so are added to a list.
+    hears the truth. The names of the modules that heard otherwise are added to a list.
     """
 
     def answer(caller: str) -> bool | None:
@@ -479,31 +471,22 @@ def values_checked_on_device() -> AbstractContextManager[None]:
     return replaced(torch, "_is_all_true", checked)
 
 
-def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
-    """Whether every tensor is at its address; CUDA builds of torch tell at a fifth of the cost."""
-    function = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if function is not None:
-        return bool(function(tensors, pointers, indices))
-    return list(map(Tensor.data_ptr, tensors)) == pointers
+pointers_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)
+"""Whether tensors are at their addresses; None in builds without CUDA, which lack the function.
 
+It takes a fifth of the time of asking each tensor.
+"""
 
-def clone_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of all tensors; a few are copied one by one, at half the price of a foreach call.
-
-    ``torch._foreach_clone`` is younger than the oldest supported torch.
-    """
-    if len(tensors) < 3:
-        return [tensor.clone() for tensor in tensors]
-    clone = getattr(torch, "_foreach_clone", None)
-    if clone is not None:
-        return list(clone(tensors))
-    copies = [torch.empty_like(tensor) for tensor in tensors]
-    torch._foreach_copy_(copies, tensors)
-    return copies
+foreach_clone: Callable[[list[Tensor]], Sequence[Tensor]] | None = getattr(
+    torch, "_foreach_clone", None
+)
+"""Copies of many tensors at once; it is younger than the oldest supported torch."""
 
 
 def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same memory under new tensors that do not keep it, as torch's graph trees see theirs."""
+    """New tensors over the memory of these, which they do not keep, as torch's graph trees do."""
     make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if make is None:
         return list(tensors)
@@ -524,16 +507,13 @@ Without the method these go unnoticed.
 """
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors and Python objects share this storage, which nothing public tells."""
-    return torch._C._storage_Use_Count(storage._cdata)
+uses_at: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and Python objects share a storage, which nothing public tells."""
+
+address_of: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""What :data:`uses_at` knows a storage by, as long as that is alive."""
 
 
-def storage_uses_of(storages: list[torch.UntypedStorage]) -> Callable[[], list[int]]:
-    """A function that tells the same of many storages."""
-    addresses = [storage._cdata for storage in storages]
-
-    def uses() -> list[int]:
-        return list(map(torch._C._storage_Use_Count, addresses)) if storages else []
-
-    return uses
+def storage_uses(storage: UntypedStorage) -> int:
+    """How many tensors and Python objects share this storage."""
+    return uses_at(address_of(storage))

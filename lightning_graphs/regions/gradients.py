@@ -23,14 +23,14 @@ from lightning_graphs.autograd.backward import (
 from lightning_graphs.autograd.nodes import removed
 from lightning_graphs.private.distributed import local
 from lightning_graphs.private.torch import (
-    clone_all,
+    address_of,
     storage_uses,
-    storage_uses_of,
     tensor_uses,
+    uses_at,
     without_ownership,
 )
 from lightning_graphs.regions.conditions import Observers, Phase
-from lightning_graphs.values.memory import Owing, StaticInputs, gradients_of
+from lightning_graphs.values.memory import Owing, StaticInputs, clone_all, gradients_of
 
 # ------------------ Hands out the gradients that a step asks for of the tensors of its batch
 
@@ -155,7 +155,7 @@ class GradientBuffers:
     def _use(self, buffers: Sequence[Tensor]) -> None:
         self.buffers = list(buffers)
         self._are_whole = all(local(b) is b for b in self.buffers)
-        self._memory_uses = storage_uses_of([local(b).untyped_storage() for b in self.buffers])
+        self._storages = [address_of(local(b).untyped_storage()) for b in self.buffers]
 
     @property
     def held(self) -> int:
@@ -266,7 +266,7 @@ class GradientBuffers:
         if before:
             self._attach_fitting()
         of_tensors = map(add, map(getrefcount, self.buffers), map(tensor_uses, self.buffers))
-        found = list(map(add, of_tensors, self._memory_uses()))
+        found = list(map(add, of_tensors, map(uses_at, self._storages)))
         for parameter, gradient in before:
             parameter.grad = gradient
         return found

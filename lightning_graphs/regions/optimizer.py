@@ -19,7 +19,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.policy.budget import gather
 from lightning_graphs.private.distributed import local
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.private.torch import count_for_schedulers, has_step_hooks
+from lightning_graphs.private.torch import count_for_schedulers, step_hook_tables
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.values.snapshot import OptimizerState
 
@@ -40,7 +40,7 @@ def capture_obstacle(
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
     name = type(optimizer).__name__
     own = getattr(torch.optim, name, None) is type(optimizer)
-    if has_step_hooks(optimizer):
+    if any(step_hook_tables(optimizer)):
         return f"{name} has step hooks, which a replay would not call"
     as_torch = type(optimizer).step.__module__.startswith("torch.optim")
     if not own and not ("capturable" in optimizer.defaults and as_torch):
@@ -208,6 +208,7 @@ class CapturableOptimizer:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self._device = device
+        self._hooks = step_hook_tables(optimizer)
         self._fused = _fusable(optimizer)
         # It runs its fused kernel, and would run another by itself
         self.runs_other_kernel = self._fused and not all(
@@ -318,8 +319,7 @@ class CapturableOptimizer:
         """Why no graph of its step is right any longer; empty as long as they are."""
         if self.replaced(epoch):
             return "the optimizer's state or parameter groups were replaced"
-        registered = has_step_hooks(self.optimizer)
-        return "a step hook was registered on the optimizer" if registered else ""
+        return "a step hook was registered on the optimizer" if any(self._hooks) else ""
 
     def _holds(self, known: _Known) -> bool:
         for parameter, state, values in known:

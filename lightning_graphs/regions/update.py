@@ -17,7 +17,6 @@ from lightning_graphs.lightning.private import announce_optimizer_step, call_gra
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
-from lightning_graphs.private.torch import same_pointers
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.conditions import Observers
@@ -35,7 +34,7 @@ from lightning_graphs.regions.optimizer import (
 )
 from lightning_graphs.regions.verified_steps import Verification
 from lightning_graphs.regions.verify import Verifier
-from lightning_graphs.values.memory import AddressGuard
+from lightning_graphs.values.memory import AddressGuard, same_pointers
 from lightning_graphs.watch.refusals import code_captured
 from lightning_graphs.watch.tracers import rates_exchanged
 

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from lightning_graphs.private.callsite import is_library, is_of_library
 from lightning_graphs.private.exchange import Absence, in_slot
 
-# ------------------ What functions bring along for their code: closures, defaults, arguments that
+# ------------------ what functions bring along for their code
 
 
 def brought_along(value: Any) -> list[tuple[str, Any]] | None:
@@ -70,7 +70,7 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-# ------------------ What stands for an object that is compared by what it is, not by what is in it
+# ------------------ what stands for a value in comparisons
 
 
 class Identity:
@@ -115,14 +115,12 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Identity) and value.is_tensor
 
 
-# ------------------ Looks into Python values that captures bake in, and tells whether they are as
-
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
 _WRITTEN = frozenset(
     {slice, range, Fraction, Decimal, UUID, date, datetime, timedelta, timezone}
     | {PosixPath, PurePosixPath, WindowsPath, PureWindowsPath}
 )
-"""Types of values that nothing changes, and that are equal where they are written the same."""
+"""Types of values that nothing changes, and that are equal where their texts are."""
 
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
@@ -130,7 +128,7 @@ _OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.
 """Objects of torch that keep state, and that code may have besides those of the fit."""
 
 DEPTH = 6
-MOST_INSIDE = 10_000  # longer ones are data, into which nobody looks
+MOST_INSIDE = 10_000  # longer ones are data, which stay unopened
 _MOST = 512
 """Entries that are looked at one by one, of a container and of all that is inside of a value."""
 
@@ -236,6 +234,24 @@ class _Keys(tuple[Any, ...]):
 _COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset, ArrayValue, _Keys})
 
 
+def is_still(now: Any, before: Any) -> bool:
+    """Whether a value is the one from before: the very object, or a plain one that equals it.
+
+    What only passes for a plain value is not compared, since that may tell its number.
+    """
+    if now is before:
+        return True
+    kind = type(now)
+    if kind is not type(before) or now.__class__ is not kind:
+        return False
+    if not (kind in _COMPARED or is_plain(now)):
+        return False
+    try:
+        return exact(now) == exact(before)
+    except TypeError:  # one of NumPy's that can be written
+        return False
+
+
 def is_small_array(value: Any) -> bool:
     """Whether a value is a NumPy array of numbers or texts that is compared by what it holds.
 
@@ -337,7 +353,7 @@ def walk(
 ) -> Iterator[tuple[str, Any]]:
     """Name and value of what a value holds, levels deep, itself first.
 
-    Plain values, classes, and tensors without attributes are left out, and modules without
+    Plain values, classes, and tensors without attributes are skipped, and modules without
     ``modules``, which goes on with them. Containers of many entries are data: they stay unopened.
     """
     if id(value) in seen or is_plain(value) or isinstance(value, type):
@@ -356,7 +372,7 @@ def walk(
 
 
 def values_of_class(kind: type) -> dict[str, Any]:
-    """Name and value of what instances of a class find in it, that of libraries left out.
+    """Name and value of what instances of a class find in it, but for what libraries define.
 
     Of what classes have, these are the values that captures bake in: no functions, no properties.
     """
@@ -440,11 +456,7 @@ class ValueGuards:
     def _is_unchanged(self) -> bool:
         for get, key, known in self._checks:
             now = get(key)
-            if now is known:
-                continue
-            if type(now) is not type(known) or type(now) not in _COMPARED:
-                return False
-            if exact(now) != exact(known):
+            if now is not known and not is_still(now, known):
                 return False
         return True
 
@@ -470,10 +482,9 @@ class ValueGuards:
         if isinstance(value, (MethodType, partial)) and depth > 0:
             # Each look at a method in its object makes another one.
             self._values.append((name, Identity(getattr(value, "__func__", type(value)))))
-            of_partial = ("func", "args", "keywords")
-            keys = ("__self__",) if isinstance(value, MethodType) else of_partial
-            for key in keys:
-                self._describe(f"{name}.{key}", getattr(value, key), depth - 1, most)
+            for key, held in brought_along(value) or ():
+                if key != "__func__":
+                    self._describe(f"{name}.{key}", held, depth - 1, most)
             return
         table = attributes_of(value) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None

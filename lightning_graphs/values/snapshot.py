@@ -18,20 +18,20 @@ from torch.optim import Optimizer
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.distributed import local
 from lightning_graphs.private.exchange import Absence, bind, bound
-from lightning_graphs.private.torch import clone_all, tables_of
+from lightning_graphs.private.torch import tables_of
 from lightning_graphs.values.guards import (
     ArrayValue,
     attributes_of,
     entries,
     has_attributes,
     is_object,
-    is_plain,
     is_small_array,
+    is_still,
     label_of,
     slots_of,
     walk,
 )
-from lightning_graphs.values.memory import bytes_of, copy_all
+from lightning_graphs.values.memory import bytes_of, clone_all, copy_all
 from lightning_graphs.values.tree import flatten
 
 # ------------------ Tells whether tensors are the same to the last bit, without keeping a copy of
@@ -271,18 +271,6 @@ def refill(container: Any, before: Any) -> None:
     kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
     kind.clear(container)
     (kind.extend if kind in (list, deque) else kind.update)(container, before)
-
-
-def is_still(now: Any, before: Any) -> bool:
-    """Whether a value is the one from before: the very object, or a plain one that equals it.
-
-    What only passes for a plain value is not compared, since that may tell its number.
-    """
-    if now is before:
-        return True
-    kind = type(now)
-    is_itself = now.__class__ is kind and type(before) is kind and is_plain(now)
-    return is_itself and bool(now == before)
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -1,7 +1,7 @@
 """Opens containers of arguments, and names their leaves.
 
 Containers are those that ``torch.utils._pytree`` knows, registered ones included, and beyond them
-mutable mappings, dataclasses and objects that move themselves to a device (``to``), which nobody
+mutable mappings, dataclasses and objects that move themselves to a device (``to``), without being
 registered.
 """
 
@@ -228,7 +228,7 @@ def substitute(
 ) -> Any:
     """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
 
-    The containers are new ones of the same kinds, so that whoever changes them changes no original.
+    The containers are new ones of the same kinds, so that a change of them changes no original.
     Other leaves, and containers without a tensor, are replaced by the stand-in of their name.
     """
     return _Substitution(iter(tensors), stand_ins).of(value, name)

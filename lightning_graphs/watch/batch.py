@@ -16,15 +16,21 @@ from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, bound
-from lightning_graphs.private.torch import clone_all, version_of
-from lightning_graphs.values.guards import Constant, attributes_of, is_constant, is_plain, slots_of
-from lightning_graphs.values.memory import storage_address
+from lightning_graphs.private.torch import version_of
+from lightning_graphs.values.guards import (
+    Constant,
+    attributes_of,
+    is_constant,
+    is_plain,
+    is_still,
+    slots_of,
+)
+from lightning_graphs.values.memory import clone_all, storage_address
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import (
     PythonSnapshot,
     Result,
     held_in_all,
-    is_still,
     refill,
     results_in,
 )

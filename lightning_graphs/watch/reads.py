@@ -32,8 +32,14 @@ from lightning_graphs.private.torch import (
     gradient_hooks,
     module_hooks,
 )
-from lightning_graphs.values.guards import ValueGuards, is_object, is_plain, value_of_class
-from lightning_graphs.values.snapshot import PythonSnapshot, is_still
+from lightning_graphs.values.guards import (
+    ValueGuards,
+    is_object,
+    is_plain,
+    is_still,
+    value_of_class,
+)
+from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.object_graph import (
     BASES,
     OF_ALL_MODULES,

@@ -20,9 +20,15 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.generators import Generators
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.exchange import Absence
-from lightning_graphs.private.torch import clone_all, is_strided, version_of
+from lightning_graphs.private.torch import is_strided, version_of
 from lightning_graphs.values.guards import is_constant, is_plain
-from lightning_graphs.values.memory import Owing, StaticInputs, gradients_of, storage_address
+from lightning_graphs.values.memory import (
+    Owing,
+    StaticInputs,
+    clone_all,
+    gradients_of,
+    storage_address,
+)
 from lightning_graphs.values.signature import CallPlan, Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, Result, refill, results_in
 from lightning_graphs.values.tree import leaves_of, substitute

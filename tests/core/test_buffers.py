@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.private.torch import clone_all
-from lightning_graphs.values.memory import AddressGuard, StaticInputs
+from lightning_graphs.values.memory import AddressGuard, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
 from lightning_graphs.values.snapshot import Snapshot
 

@@ -130,9 +130,9 @@ def test_on_cuda_a_pool_without_graphs_is_another_one_each_time(
         reset: Any = Graph()
         dropped: Any = Graph()
         for one in (reset, dropped):
-            backend.taken(now, one)
+            backend.add(now, one)
             assert backend.usable_pool(pool) == now
-        backend.left(now, reset)
+        backend.drop(now, reset)
         assert backend.usable_pool(pool) == now
         used.append(now)
         del one, dropped
