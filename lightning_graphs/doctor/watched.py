@@ -33,7 +33,6 @@ from lightning_graphs.device.trace import (
     tensors_in,
 )
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning.logs import METRIC_VALUE
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
@@ -121,7 +120,7 @@ class Observer(Recorder):
         self.silent = False  # whether nothing is noted at the moment
         self.answered = False  # whether the host has what is asked for by what is noted
         self._makes_on_host = False
-        self._forbidden: set[int] = set()
+        self._forbidden: dict[int, Obstacle] = {}
         self.begin(())
 
     def begin(self, on_host: Iterable[Tensor]) -> None:
@@ -140,10 +139,10 @@ class Observer(Recorder):
         finally:
             self.silent = before
 
-    def forbid(self, value: Any) -> None:
-        """Note wherever a tensor in ``value``, the result of a metric, is used."""
+    def forbid(self, value: Any, obstacle: Obstacle) -> None:
+        """Note wherever a tensor in ``value``, such as the result of a metric, is used."""
         tensors = leaves_of(value, Tensor)
-        self._forbidden.update(self.know(tensor, born=True).id for tensor in tensors)
+        self._forbidden.update((self.know(tensor, born=True).id, obstacle) for tensor in tensors)
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
@@ -239,8 +238,9 @@ class Observer(Recorder):
             self.refuse(str(call.func), COLLECTIVE)
         if self._forbidden:
             for tensor in call.inputs:
-                if tensor.layout is torch.strided and self.know(tensor).id in self._forbidden:
-                    self.refuse(str(call.func), METRIC_VALUE)
+                known = self.know(tensor).id if tensor.layout is torch.strided else -1
+                if known in self._forbidden:
+                    self.refuse(str(call.func), self._forbidden[known])
         if self._draws_on_host(call):
             self.answered = current_autograd_node() is None
             self.refuse(str(call.func), DRAWN)

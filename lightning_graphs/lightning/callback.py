@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.lightning.findings import why_no_whole_step
 from lightning_graphs.lightning.handler import Runner, StrategyHandler
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.options import OPTIONS, OptionError, Options, refuse_unnamed
@@ -38,7 +39,6 @@ from lightning_graphs.regions.conditions import flattened_once, moves_batches_it
 from lightning_graphs.report import Report
 from lightning_graphs.report.messages import FitSummary
 from lightning_graphs.report.statistics import Statistics
-from lightning_graphs.watch.refusals import why_no_whole_step
 
 
 class GraphCapture(Callback):
@@ -228,8 +228,8 @@ class GraphCapture(Callback):
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             raises = options.on_failure == "raise"
             recovery = OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises)
-            watch = TrainerWatch(trainer, pl_module)
-            parts = (statistics, progress, investment, calls, budget, recovery, ranks, watch)
+            known = TrainerWatch(trainer, pl_module), why_no_whole_step(trainer, pl_module)
+            parts = (statistics, progress, investment, calls, budget, recovery, ranks, *known)
             fit = TrainingContext(trainer, pl_module, options, pool, *parts)
 
             def switch_off() -> None:
@@ -255,7 +255,7 @@ class GraphCapture(Callback):
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
-        from lightning_graphs.doctor.doctor import Doctor
+        from lightning_graphs.lightning.doctor import Doctor
 
         reason = "diagnose=True: steps are observed, and none is captured"
         self._statistics.fallbacks.append(reason)
@@ -374,8 +374,7 @@ def _runner_for(fit: TrainingContext) -> Runner:
         return StepRunner(fit)
     if fit.options.by_submodules:
         return ModuleRunner(fit, fit.options.warmup_steps)
-    reason = why_no_whole_step(fit.trainer, fit.module)
-    if reason:
-        fit.statistics.note(f"capturing submodules, not the whole step: {reason}")
+    if fit.no_whole_step:
+        fit.statistics.note(f"capturing submodules, not the whole step: {fit.no_whole_step}")
         return ModuleRunner(fit, fit.options.warmup_steps)
     return StepRunner(fit)

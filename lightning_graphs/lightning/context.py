@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,33 +19,16 @@ from lightning_graphs.lightning.strategy import StrategyCalls
 from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.worth import CapturePolicy
-from lightning_graphs.private.torch import compiled_code_noticed
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report.statistics import Statistics
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import Places
+from lightning_graphs.watch.user_code import CompiledCode
 
 _ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 """What autocast computes in, by the name of a precision."""
-
-
-class CompiledCode:
-    """Whether the steps of a fit call what ``torch.compile`` has made.
-
-    Such code has no host half, checks the functions and classes that it was compiled with, and is
-    compiled anew where these are others. What the rest of the process has compiled does not count.
-    """
-
-    runs = False
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Look at the body, an eager step or the capture of one, until that is known."""
-        return nullcontext() if self.runs else compiled_code_noticed(self._note)
-
-    def _note(self) -> None:
-        self.runs = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +47,7 @@ class TrainingContext:
     recovery: OomRecovery  # repeats a step that finds no memory
     ranks: Ranks  # does whole steps the same way on all ranks
     watch: TrainerWatch  # makes the environments of captures
+    no_whole_step: str  # why its steps are no whole graphs; empty if they may be
     compiled: CompiledCode = field(default_factory=CompiledCode)
 
     def verifier(self) -> Verifier:

@@ -20,7 +20,6 @@ from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.lightning.context import CompiledCode
 from lightning_graphs.policy.budget import NoRoomError
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.torch import (
@@ -57,7 +56,7 @@ from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.refusals import code_captured
-from lightning_graphs.watch.user_code import CodeOfModules
+from lightning_graphs.watch.user_code import CodeOfModules, CompiledCode
 
 # ------------------ The graphs of the calls of one step, what they contain beside tensors, and dep
 
@@ -328,9 +327,8 @@ class CaptureConfig:
     environment: Callable[[Sequence[nn.Module]], Environment]
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradients: GradientMemory  # where those of parameters go
-    check: Callable[
-        [Sequence[GraphedCall]], object
-    ]  # raises where graphs differ from the modules' code
+    # Raises where graphs differ from the modules' code
+    check: Callable[[Sequence[GraphedCall]], object]
     compiled: CompiledCode  # whether steps run any
     lends: bool = True  # outputs that the next graph reads are handed out without a copy
     # Backward graphs write the gradients of parameters themselves. Where somebody asks for the

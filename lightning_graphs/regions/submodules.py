@@ -42,7 +42,6 @@ from lightning_graphs.regions.observe import Observation, StepObserver
 from lightning_graphs.regions.verified_calls import CallChecks, CallDiffers
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.watch.reads import GlobalReads
-from lightning_graphs.watch.refusals import why_no_whole_step
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
 """Names in code that may start a backward pass of its own, perhaps for some parameters only."""
@@ -155,7 +154,7 @@ class ModuleGraphs:
         self._searches: dict[StepKind, Search] = {}
         self._waiting = EagerStreak(options, fit.statistics, self._difference)
         asked = options.by_submodules  # and not only tried after the whole step
-        self._may_be_whole = asked and not why_no_whole_step(module.trainer, module)
+        self._may_be_whole = asked and not fit.no_whole_step
         self._looks_at_shapes = looks_at_shapes and not fit.compiled.runs
         # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""

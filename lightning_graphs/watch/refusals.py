@@ -1,4 +1,4 @@
-"""What no graph can hold: prints, files, other threads."""
+"""What no graph can hold: graphs of torch.compile, prints, files, loggers, exceptions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lightning_graphs.device.rules import Obstacle, OnUse
@@ -23,25 +21,10 @@ from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import makes_own_graphs, module_hooks, values_checked_on_device
 from lightning_graphs.watch.user_code import UserCode
 
-# ------------------ Tells what no graph can hold, before anything is captured: whole steps, and mo
-
 _OWN_GRAPHS = (
     "is compiled to CUDA graphs of its own, which no graph can hold; write torch.compile(...) "
     "without mode, or mode='max-autotune-no-cudagraphs'"
 )
-
-
-def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
-    """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
-    if (obstacle := obstacle_in(module)) is not None:
-        return obstacle
-    if not module.automatic_optimization:
-        return "the module optimizes manually, and scope='step' needs automatic optimization"
-    if len(trainer.optimizers) != 1:
-        return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
-    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
-        return "LBFGS calls the training step several times for each update"
-    return ""
 
 
 def obstacle_in(module: nn.Module) -> str | None:
@@ -78,8 +61,6 @@ def bound_by_hooks(root: nn.Module) -> dict[str, str]:
                 found[f"{path}.{name}".lstrip(".")] = f"{library}.{new}"
     return found
 
-
-# ------------------ Refuses what captured code raises or does outside of its module, which no repl
 
 SIDE_EFFECT = Obstacle(
     "A replay runs no Python code, and cannot print, write files or call loggers.",

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from itertools import repeat
 from pathlib import PurePath
@@ -15,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_graphs.private.callsite import is_library
-from lightning_graphs.private.torch import is_compiled
+from lightning_graphs.private.torch import compiled_code_noticed, is_compiled
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NUMERIC = ("numpy", "scipy", "pandas")  # which take `float` for a type of numbers of their own
@@ -119,3 +120,20 @@ def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
     """The modules whose class compiled code checks; of the root, its compiled step is seen."""
     compiled = filter(is_compiled, root.modules())
     return {module for owner in compiled for module in owner.modules()} - {root}
+
+
+class CompiledCode:
+    """Whether the steps of a fit call what ``torch.compile`` has made.
+
+    Such code has no host half, checks the functions and classes that it was compiled with, and is
+    compiled anew where these are others. What the rest of the process has compiled does not count.
+    """
+
+    runs = False
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Look at the body, an eager step or the capture of one, until that is known."""
+        return nullcontext() if self.runs else compiled_code_noticed(self._note)
+
+    def _note(self) -> None:
+        self.runs = True

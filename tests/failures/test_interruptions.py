@@ -24,7 +24,7 @@ import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_graphs.errors import GraphError
-from lightning_graphs.lightning.context import CompiledCode
+from lightning_graphs.watch.user_code import CompiledCode
 from tests.failures.support import (
     SCOPES,
     STEPS,

@@ -18,9 +18,9 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_graphs import CaptureError
-from lightning_graphs.lightning.context import CompiledCode
 from lightning_graphs.watch.draws import draws_refused
 from lightning_graphs.watch.refusals import with_own_graphs
+from lightning_graphs.watch.user_code import CompiledCode
 from tests.training.examined import examined, line, rows
 from tests.training.fits import Net, batches, compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left

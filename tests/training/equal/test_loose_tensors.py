@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.lightning.context import CompiledCode
+from lightning_graphs.watch.user_code import CompiledCode
 from tests.training.fits import Net, compare, fit_twice
 from tests.training.modules.test_equal import named
 

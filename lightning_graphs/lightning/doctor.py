@@ -15,6 +15,7 @@ import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.generators import PythonGenerator
@@ -26,8 +27,6 @@ from lightning_graphs.device.rules import (
     REBOUND,
     Obstacle,
 )
-from lightning_graphs.doctor import findings
-from lightning_graphs.doctor.findings import CallsOfSubmodules, judge_fit
 from lightning_graphs.doctor.watched import (
     BatchReads,
     Call,
@@ -40,10 +39,11 @@ from lightning_graphs.doctor.watched import (
     parts_of,
 )
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning.context import CompiledCode
+from lightning_graphs.lightning import findings
 from lightning_graphs.lightning.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
+    METRIC_VALUE,
     LoggedNumbers,
     metrics_exchanged,
     metrics_of,
@@ -91,6 +91,7 @@ from lightning_graphs.watch.reads import CLOCK, DRAWN, STORED, iterators_in
 from lightning_graphs.watch.refusals import STORED_OUTSIDE, bound_by_hooks
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
 from lightning_graphs.watch.tracers import COUNTER, OLD_GRADIENTS
+from lightning_graphs.watch.user_code import CompiledCode
 
 _BETWEEN: Effect = "stays eager between them"
 
@@ -124,7 +125,7 @@ class Doctor:
         no_whole_step = "" if options.by_submodules else no_whole_step
         falls_back = bool(no_whole_step) and options.scope != "step"
         self._only_submodules = options.by_submodules or falls_back
-        self._called = CallsOfSubmodules(module) if self._only_submodules else None
+        self._calls_any = False  # a submodule that could be a graph
         self._compiled = CompiledCode()
         self._compiled.runs = any(map(is_compiled, module.modules()))  # as far as is known
         self._between: set[CallSite] = set()
@@ -152,7 +153,7 @@ class Doctor:
         self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
         self._before: tuple[PythonSnapshot, ...] = ()  # what the last step found
         self._has_moved = False  # something in there did, in a step or between two
-        judge_fit(
+        findings.judge_fit(
             self.diagnosis,
             trainer,
             reason,
@@ -170,10 +171,10 @@ class Doctor:
         self._methods.close()
         for name, site in () if self._is_followed else self._logs.changing.items():
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
-        if self._called is not None:
-            self._called.judge(self.diagnosis)
-        else:
+        if not self._only_submodules:
             self._reads.judge(self.diagnosis, self._values.unread, self._step)
+        elif self.diagnosis.steps and not self._calls_any:
+            self.diagnosis.add(findings.NO_SUBMODULE, "scope='modules'")
         known = {(signature.specs, signature.extra) for signature in self._signatures}
         if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
@@ -262,11 +263,15 @@ class Doctor:
                 stack.enter_context(calls_followed())
                 clock = functools.partial(self._numbers.number, obstacle=CLOCK)
                 stack.enter_context(clocks_exchanged(self._watch.own, clock))
-            if self._called is not None:
-                stack.enter_context(self._called.watching())
+            if self._only_submodules:
+                stack.enter_context(register_module_forward_pre_hook(self._look_at_call))
             stack.enter_context(self._observing())
             stack.enter_context(around.acting())
             yield
+
+    def _look_at_call(self, module: nn.Module, _: object) -> None:
+        if not self._calls_any and module is not self._module:
+            self._calls_any = next(module.parameters(), None) is not None
 
     @property
     def _has_host_half(self) -> bool:
@@ -292,7 +297,7 @@ class Doctor:
             self._logged += [(tensor, version_of(tensor), site) for tensor in given]
             with self._observer.looking_away():
                 result = function(*args, **kwargs)
-                self._observer.forbid(result)
+                self._observer.forbid(result, METRIC_VALUE)
                 return result
 
         return call

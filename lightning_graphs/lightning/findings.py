@@ -1,24 +1,20 @@
-"""What the doctor finds, and what it can say before a step runs."""
+"""What is known of a fit before its steps run: for captures, and in words of the doctor."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
 
-from lightning.pytorch import Trainer
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
+import torch
+from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.device.rules import COMPILED, Obstacle
-from lightning_graphs.doctor import findings
 from lightning_graphs.private.callsite import definition_of, is_library
 from lightning_graphs.private.torch import is_compiled, module_hooks
 from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
-
-# ------------------ What the doctor knows beside the obstacles that a capture names itself
+from lightning_graphs.watch.refusals import obstacle_in
 
 CONFIGURATION = Obstacle(
     "GraphCapture can capture on one device, under DDP or FSDP2, and without detect_anomaly.",
@@ -76,28 +72,17 @@ CHANGING_NUMBER = Obstacle(
 )
 
 
-# ------------------ What the doctor sees of a fit around its steps: of the trainer, and of what th
-
-
-class CallsOfSubmodules:
-    """Whether steps call anything of which a graph could be made in ``scope="modules"``."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._are_any = False
-
-    def watching(self) -> RemovableHandle:
-        """Look at the calls of every module while this handle is entered."""
-        return register_module_forward_pre_hook(self._look)
-
-    def _look(self, module: nn.Module, _: object) -> None:
-        if not self._are_any:
-            has_parameters = next(module.parameters(), None) is not None
-            self._are_any = has_parameters and module is not self._root
-
-    def judge(self, diagnosis: Diagnosis) -> None:
-        if diagnosis.steps and not self._are_any:
-            diagnosis.add(findings.NO_SUBMODULE, "scope='modules'")
+def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
+    """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
+    if (obstacle := obstacle_in(module)) is not None:
+        return obstacle
+    if not module.automatic_optimization:
+        return "the module optimizes manually, and scope='step' needs automatic optimization"
+    if len(trainer.optimizers) != 1:
+        return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
+    if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
+        return "LBFGS calls the training step several times for each update"
+    return ""
 
 
 def judge_fit(
@@ -112,30 +97,30 @@ def judge_fit(
     """Note what stands in the way of every step of a fit."""
     module, add = trainer.lightning_module, diagnosis.add
     if reason:
-        add(findings.CONFIGURATION, "Trainer", observed=reason)
+        add(CONFIGURATION, "Trainer", observed=reason)
     if no_whole_step and not only_submodules:
-        add(findings.NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
+        add(NO_WHOLE_STEP, "scope='step'", observed=no_whole_step)
     elif no_whole_step:
         because = f"the whole step cannot be one, because {no_whole_step}"
         names = json.dumps([name for name, _ in module.named_children()])
         code = f'GraphCapture(scope="modules", modules={names})'
-        obstacle = replace(findings.NO_WHOLE_STEP, code=code)
+        obstacle = replace(NO_WHOLE_STEP, code=code)
         add(obstacle, "GraphCapture", observed=because, effect="submodules become graphs")
     configured = definition_of(module.configure_optimizers)
     for optimizer in trainer.optimizers:
         name, target = type(optimizer).__name__, "cpu" if rehearsal else "cuda"
         effect: Effect = "eager optimizer step"
         if why := capture_obstacle(module, optimizer, target, trainer.precision_plugin):
-            add(findings.OPTIMIZER, name, configured, observed=why, effect=effect)
+            add(OPTIMIZER, name, configured, observed=why, effect=effect)
     for path, child in module.named_modules():
         if rehearsal and is_compiled(child):
             add(COMPILED, path or "self")
         for hook in module_hooks(child) if only_submodules else ():
             if not is_library((site := definition_of(hook)).file):
-                add(findings.HOOK, f"hook of {path or 'self'}", site, effect="further graph")
+                add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
     observers = Observers.of(trainer, module)
     owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
     for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
         kind, _, method = name.rpartition(".")
         owner = next(owner for owner in owners if type(owner).__name__ == kind)
-        add(findings.OBSERVER, name, definition_of(getattr(owner, method)), effect="further graph")
+        add(OBSERVER, name, definition_of(getattr(owner, method)), effect="further graph")
