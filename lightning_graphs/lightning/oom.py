@@ -146,7 +146,7 @@ class OomRecovery:
 
     def forget_gradients(self, plan: StepPlan) -> None:
         """Let go of old gradients that the captured step zeroes before its code sees them."""
-        plan.gradients.forget_old()
+        plan.gradients.drop_old()
         if self._begin is not None:
             self._begin.gradients.forget()
 

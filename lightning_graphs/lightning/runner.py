@@ -126,7 +126,7 @@ class StepRunner:
         self._watch.look_again()
 
     def _release(self, plan: StepPlan) -> None:
-        self._kept.show(None)
+        self._kept.track(None)
         self._statistics.released(plan.graphs["forward"])
         if plan is self._active:  # the rest of its step is still to come: the pool keeps it
             return
@@ -143,7 +143,7 @@ class StepRunner:
     def close(self) -> None:
         self._active = None
         self._cache.clear()
-        self._kept.show(None)
+        self._kept.track(None)
         self._capture.persistent.clear()
         vars(self._optimizer).pop("zero_grad", None)
         if self.capturable is not None:
@@ -177,9 +177,9 @@ class StepRunner:
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         if self._observers.before_step:
             if unscales:
-                plan.gradients.adopt()
+                plan.gradients.load()
                 plan.graphs["unscale"].replay()
-                plan.gradients.attach()  # copies follow in place
+                plan.gradients.bind()  # copies follow in place
             call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
         else:
@@ -196,7 +196,7 @@ class StepRunner:
             return
         self._in_graph.refresh()
         # A fused step unscales by itself what no hook has unscaled before it
-        plan.gradients.bring_in(self._kept.look)
+        plan.gradients.bring_in(self._kept.are_held)
         plan.graphs["step"].replay()
         plan.gradients.take_out()
         plan.store("step")
@@ -213,15 +213,15 @@ class StepRunner:
         else:  # the base class only calls the hooks; the scale may have moved on in the graph
             Precision.pre_backward(plugin, closure_loss, self._module)
         if "backward" in plan.graphs:
-            if self._kept.look():
+            if self._kept.are_held():
                 self._statistics.note(KEPT_LATE)
             plan.adopt()
             plan.graphs["backward"].replay()
             plan.store("backward")
         # Where the backward pass is no graph of its own, nobody can have changed it since.
-        unseen = "backward" not in plan.graphs and self._kept.attached is plan.gradients
-        plan.attach(attached=unseen)
-        self._kept.show(plan.gradients)
+        unseen = "backward" not in plan.graphs and self._kept.bound is plan.gradients
+        plan.attach(bound=unseen)
+        self._kept.track(plan.gradients)
         closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
         if not self._stepping:
             self._active = None
@@ -321,7 +321,7 @@ class StepRunner:
         def capture() -> StepPlan | None:
             self._recovery.before_capture(args)
             for plan in self._cache.plans():
-                plan.gradients.lend()
+                plan.gradients.release_ownership()
             self._kept.count()
             if self._in_graph is not None and not len(self._cache):
                 self._in_graph.gather_state()
@@ -358,7 +358,7 @@ class StepRunner:
         if self._verifier.is_on:
             plan.unverified = False
             self._recovery.forget_gradients(plan)
-            self._kept.attached = None
+            self._kept.bound = None
             try:
                 with self._investment.verifying():
                     self._verification.check(plan, args)

@@ -1,4 +1,4 @@
-"""Where gradients of a captured step are."""
+"""Gradients of captured steps: where they lie, and what ``.grad`` is between steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.regions.conditions import Observers, Phase
 from lightning_graphs.values.memory import Owing, StaticInputs, clone_all, gradients_of
 
-# ------------------ Hands out the gradients that a step asks for of the tensors of its batch
+# ------------------------------------------------------------------ gradients of the batch
 
 
 class BatchGradients:
@@ -91,7 +91,7 @@ class BatchGradients:
         owing += [(batch[i], gradient) for i, gradient in self._new + self._added]
 
 
-# ------------------ Gradients of captured steps: where they lie, and what ``parameter.grad`` is be
+# ------------------------------------------------------------------ gradients of parameters
 
 KEPT_LATE = (
     "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
@@ -101,20 +101,20 @@ KEPT_LATE = (
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
-def _uses_of(gradient: Tensor) -> int:
+def _references(gradient: Tensor) -> int:
     uses = getrefcount(gradient) + tensor_uses(gradient)
     return uses + storage_uses(local(gradient).untyped_storage())
 
 
-def _uses_by_none_else() -> int:
+def _least_references() -> int:
     parameter = Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     gradient = parameter.grad
-    return _uses_of(gradient)
+    return _references(gradient)
 
 
-_ALONE = _uses_by_none_else()
-"""How many uses a gradient has that is ``.grad`` and a local variable; versions of torch differ."""
+_ALONE = _least_references()
+"""References to a gradient that is ``.grad`` and a local variable; versions of torch differ."""
 
 
 def drop_gradients(parameters: Iterable[Tensor]) -> None:
@@ -145,11 +145,11 @@ class GradientBuffers:
         self.others = list(others)
         self.copied = copied
         self.in_pool = in_pool
-        self._has_lent = False
+        self._is_released = False
         # Between bring_in and take_out: whether it was copied, and buffers with what they held
         self._brought: tuple[bool, list[Tensor], list[Tensor]] | None = None
         # Parameter, gradient that user code keeps, and buffer
-        self._left: list[tuple[Parameter, Tensor, Tensor]] = []
+        self._kept_elsewhere: list[tuple[Parameter, Tensor, Tensor]] = []
         self._use(buffers)
 
     def _use(self, buffers: Sequence[Tensor]) -> None:
@@ -160,26 +160,26 @@ class GradientBuffers:
     @property
     def held(self) -> int:
         """Bytes in the graphs' pool that only these gradients use."""
-        return sum(b.nbytes for b in self.buffers) if self.in_pool and not self._has_lent else 0
+        return sum(b.nbytes for b in self.buffers) if self.in_pool and not self._is_released else 0
 
-    def lend(self) -> None:
+    def release_ownership(self) -> None:
         """Give up ownership of the buffers' memory, so that the next capture may use it, too.
 
         Every replay writes it again. ``.grad`` stays where it is.
         """
         before = self.buffers
-        lends = self.in_pool and self._are_whole and all(b.is_cuda for b in before)
-        if not lends or self._has_lent:
+        may = self.in_pool and self._are_whole and all(b.is_cuda for b in before)
+        if not may or self._is_released:
             return
         self._use(without_ownership(before))
         for parameter, old, new in zip(self.parameters, before, self.buffers, strict=True):
             if parameter.grad is old:
                 parameter.grad = new
-        self._has_lent = True
+        self._is_released = True
 
-    def leave(self) -> None:
+    def copy_out(self) -> None:
         """Move gradients out of memory whose ownership was given up, before it is released."""
-        if not self._has_lent:
+        if not self._is_released:
             return
         before = self.buffers
         self._use(without_ownership(before))
@@ -191,7 +191,7 @@ class GradientBuffers:
                 if parameter.grad is buffer:
                     parameter.grad = None
 
-    def forget_old(self) -> None:
+    def drop_old(self) -> None:
         """Drop the gradients of the step before, if the captured step zeroes them first."""
         if self.in_pool:
             drop_gradients(self.parameters)
@@ -209,35 +209,35 @@ class GradientBuffers:
             if (gradient.dtype, gradient.stride()) == (buffer.dtype, buffer.stride()):
                 parameter.grad = buffer.copy_(gradient)
 
-        takes_over = self.in_pool and not self._has_lent
-        pairs = zip(self.parameters, self.buffers, strict=True) if takes_over else ()
+        takes_over = self.in_pool and not self._is_released
+        pairs = self.pairs() if takes_over else ()
         return removed(p.register_post_accumulate_grad_hook(partial(move, b)) for p, b in pairs)
 
-    def attach(self, *, zeroed: bool = False, attached: bool = False) -> None:
+    def bind(self, *, zeroed: bool = False, bound: bool = False) -> None:
         """Point ``.grad`` of every parameter at its buffer, or copy there for user code to keep.
 
         Args:
             zeroed: The step has dropped the gradients of earlier ones.
             bound: ``.grad`` is known to be the buffers.
         """
-        left, self._left = [] if zeroed else self._left, []
+        kept, self._kept_elsewhere = [] if zeroed else self._kept_elsewhere, []
         if self.copied:
             self._copy_out(zeroed)
-        elif not (attached or self.are_attached()):
-            self._attach(self.buffers)
-            for parameter, gradient, buffer in left:
+        elif not (bound or self.are_bound()):
+            self._set(self.buffers)
+            for parameter, gradient, buffer in kept:
                 with torch.no_grad():
                     parameter.grad = gradient.copy_(buffer)
         if zeroed:  # parameters that got none have none
             drop_gradients(self.others)
 
-    def _attach(self, gradients: Sequence[Tensor | None]) -> None:
+    def _set(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
 
-    def _attach_fitting(self) -> None:
+    def _bind_fitting(self) -> None:
         try:
-            self._attach(self.buffers)
+            self._set(self.buffers)
         except RuntimeError:  # a parameter has another dtype or shape by now
             for parameter, buffer in self.pairs():
                 with contextlib.suppress(RuntimeError):
@@ -254,40 +254,37 @@ class GradientBuffers:
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(list(map(local, targets)), list(map(local, sources)))
-        self._attach([next(new) if g is None else g for g in now])
+        self._set([next(new) if g is None else g for g in now])
 
-    def uses(self, *, attached: bool) -> list[int]:
+    def references(self, *, bound: bool) -> list[int]:
         """Count the references to each buffer, its own and those of tensors over its memory.
 
         ``.grad`` counts for one, or for none in older versions of torch. So it is always a buffer
         while these are counted.
         """
-        before = [] if attached else self._others_attached()
+        # No name holds the pairs: an iterator keeps the last one, which would count
+        before = [] if bound else [(p, p.grad) for p, b in self.pairs() if p.grad is not b]
         if before:
-            self._attach_fitting()
+            self._bind_fitting()
         of_tensors = map(add, map(getrefcount, self.buffers), map(tensor_uses, self.buffers))
         found = list(map(add, of_tensors, map(uses_at, self._storages)))
         for parameter, gradient in before:
             parameter.grad = gradient
         return found
 
-    def _others_attached(self) -> list[tuple[Parameter, Tensor | None]]:
-        """Parameters whose ``.grad`` is not their buffer, and what it is."""
-        return [(p, p.grad) for p, buffer in self.pairs() if p.grad is not buffer]
-
     def pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
         return zip(self.parameters, self.buffers, strict=True)
 
-    def adopt(self) -> None:
+    def load(self) -> None:
         """Copy the gradients of earlier steps into the buffers, None as zero, and bind these.
 
         Gradients that user code keeps stay in ``.grad``: what a replay adds is copied there later.
         """
-        self._left.clear()
-        if self.are_attached():
+        self._kept_elsewhere.clear()
+        if self.are_bound():
             return
         missing, sources, targets = [], [], []
-        for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+        for parameter, buffer in self.pairs():
             gradient = parameter.grad
             if gradient is buffer:
                 continue
@@ -296,8 +293,8 @@ class GradientBuffers:
             else:
                 sources.append(gradient)
                 targets.append(buffer)
-                if gradient.layout is torch.strided and _uses_of(gradient) > _ALONE:
-                    self._left.append((parameter, gradient, buffer))
+                if gradient.layout is torch.strided and _references(gradient) > _ALONE:
+                    self._kept_elsewhere.append((parameter, gradient, buffer))
                     continue
             if not self.copied:
                 parameter.grad = buffer
@@ -317,24 +314,24 @@ class GradientBuffers:
                 then the buffers have their values back afterwards.
         """
         self._brought = None
-        if self.are_attached():
+        if self.are_bound():
             return
         keeps = are_kept()
         others = [buffer for parameter, buffer in self.pairs() if parameter.grad is not buffer]
         self._brought = self.copied, others, clone_all(others) if keeps else []
         self.copied |= keeps
-        self.adopt()
+        self.load()
 
     def take_out(self) -> None:
         """Let ``.grad`` be what the graph has computed from the gradients."""
         brought, self._brought = self._brought, None
         if brought is not None:
-            self.attach()
+            self.bind()
             self.copied, others, kept = brought
             if kept:
                 torch._foreach_copy_(others, kept)
 
-    def are_attached(self) -> bool:
+    def are_bound(self) -> bool:
         return all(map(is_, map(_gradient, self.parameters), self.buffers))
 
     def complete(self) -> bool:
@@ -357,19 +354,19 @@ class KeptGradients:
         self.are_copied = False  # user code has kept some: from now on gradients are copies
         self.is_noticed = False  # found since this was set to False
         # The gradients, if ``.grad`` was bound to them when references were counted last
-        self.attached: GradientBuffers | None = None
-        self._shown: GradientBuffers | None = None
+        self.bound: GradientBuffers | None = None
+        self._tracked: GradientBuffers | None = None
         self._uses: list[int] = []
 
-    def show(self, gradients: GradientBuffers | None) -> None:
+    def track(self, gradients: GradientBuffers | None) -> None:
         """Record reference counts of the gradients that are about to become visible.
 
         None: ``.grad`` is not a graph's memory.
         """
-        if gradients is None and self._shown is not None:
-            self._shown.leave()
-        if gradients is not self._shown:
-            self._shown = None if gradients is None or gradients.copied else gradients
+        if gradients is None and self._tracked is not None:
+            self._tracked.copy_out()
+        if gradients is not self._tracked:
+            self._tracked = None if gradients is None or gradients.copied else gradients
             self.count()
 
     def count(self) -> None:
@@ -377,21 +374,21 @@ class KeptGradients:
         self._uses = self._now()
 
     def _now(self) -> list[int]:
-        shown = self._shown
-        return shown.uses(attached=shown.are_attached()) if shown is not None else []
+        tracked = self._tracked
+        return tracked.references(bound=tracked.are_bound()) if tracked is not None else []
 
-    def look(self) -> bool:
+    def are_held(self) -> bool:
         """Whether user code has kept tracked gradients; to be asked before each replay."""
-        shown, self.attached = self._shown, None
-        if shown is None:
+        tracked, self.bound = self._tracked, None
+        if tracked is None:
             return False
-        if shown.are_attached():
-            self.attached = shown
-        now = shown.uses(attached=self.attached is shown)
+        if tracked.are_bound():
+            self.bound = tracked
+        now = tracked.references(bound=self.bound is tracked)
         if now == self._uses:
             return False
         if ours := Counter(self._held()):
-            now = [n - ours[id(b)] for n, b in zip(now, shown.buffers, strict=True)]
+            now = [n - ours[id(b)] for n, b in zip(now, tracked.buffers, strict=True)]
         found = any(map(gt, now, self._uses))
         self._uses = list(map(min, now, self._uses))  # what a capture itself lets go of late
         self.is_noticed |= found
@@ -420,24 +417,24 @@ class PersistentGradients(KeptGradients, GradientMemory):
 
     def clear(self) -> None:
         self._buffers.clear()
-        self.show(None)
+        self.track(None)
 
-    def look(self) -> bool:
+    def are_held(self) -> bool:
         """Whether user code has kept gradients; to be asked before the buffers are written."""
-        self.are_kept = super().look()
+        self.are_kept = super().are_held()
         self.are_copied |= self.are_kept
         return self.are_kept
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """While the body captures graphs, which hold references, and make buffers."""
-        self.look()
+        self.are_held()
         before = self._now()
         try:
             yield
         finally:
             buffers = [*self._buffers.values()]
-            self.attached, self._shown = None, GradientBuffers([*self._buffers], buffers)
+            self.bound, self._tracked = None, GradientBuffers([*self._buffers], buffers)
             now = self._now()
             known = zip(self._uses, before, now, strict=False)
             self._uses = [u + b - a for u, a, b in known] + now[len(before) :]
@@ -446,7 +443,7 @@ class PersistentGradients(KeptGradients, GradientMemory):
         """See :meth:`GradientBuffers.bring_in`."""
 
         def are_kept() -> bool:
-            self.look()
+            self.are_held()
             return self.are_kept
 
         gradients.copied = self.are_copied
@@ -512,7 +509,7 @@ class GradientTargets:
             if added[0]:
                 torch._foreach_add_(*added)
 
-    def attached(self, *, inside: bool, copied: bool = False) -> GradientBuffers:
+    def buffers_of(self, *, inside: bool, copied: bool = False) -> GradientBuffers:
         """The gradients as they are now, of the optimizer's parameters or of the others.
 
         Args:

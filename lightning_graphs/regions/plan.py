@@ -145,13 +145,13 @@ class StepPlan:
     def adopt(self) -> None:
         """Bring in the gradients of earlier steps to which this one adds its own."""
         if self.adds:
-            self.gradients.adopt()
-        self.outside.adopt()
+            self.gradients.load()
+        self.outside.load()
 
-    def attach(self, *, attached: bool = False) -> None:
+    def attach(self, *, bound: bool = False) -> None:
         """Make ``.grad`` of everything what it is after the backward pass."""
-        self.gradients.attach(zeroed=not self.adds, attached=attached)
-        self.outside.attach()
+        self.gradients.bind(zeroed=not self.adds, bound=bound)
+        self.outside.bind()
         if self.owing:
             self._settle()
 

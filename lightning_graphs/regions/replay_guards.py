@@ -64,7 +64,7 @@ class ReplayGuards:
         if capturable is not None and (reason := capturable.reason_to_rebind(epoch)):
             return reason
         kept = self._learned.kept
-        if kept.look() or kept.is_noticed:
+        if kept.are_held() or kept.is_noticed:
             kept.are_copied, kept.is_noticed = True, False
             return "a gradient of an earlier step is kept, and is copied now"
         return None

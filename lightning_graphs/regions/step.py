@@ -339,8 +339,8 @@ class StepCapture(StepBody):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     look()
                 copied = self._learned.kept.are_copied
-                gradients = targets.attached(inside=True, copied=copied)
-                others = targets.attached(inside=False)
+                gradients = targets.buffers_of(inside=True, copied=copied)
+                others = targets.buffers_of(inside=False)
             unread.refuse_read()
             refuse_new_seeds(segments.dropout)
             self._refuse_recorded_beside_compiled()

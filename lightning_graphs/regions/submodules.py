@@ -472,7 +472,7 @@ class ModuleGraphs:
         """Verify graphs that were right: where they compute something else, they are dropped."""
         if plan.uses == 0:
             return True  # each of its calls was verified within the capture
-        self._gradients.look()
+        self._gradients.are_held()
         try:
             self._checks.check(plan.captured, again=True)
         except CallDiffers as error:

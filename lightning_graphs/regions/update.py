@@ -151,7 +151,7 @@ class CapturedUpdate:
         with state_undone(self.optimizer, self._parameters), torch.no_grad():
             rates = capturable.live_rates()
             with rates_exchanged(self._fit.watch.schedulers, self.optimizer, rates):
-                gradients.attach()
+                gradients.bind()
                 with self._pool.capture() as captured:
                     self._body.update()
         capturable.remember_state()
@@ -164,8 +164,8 @@ class CapturedUpdate:
         )
 
     def compare(self, plan: Plan, call: Hashable) -> bool:
-        self._gradients.look()  # first: the comparison keeps them itself
-        with replaced(self._gradients, "look", nothing):
+        self._gradients.are_held()  # first: the comparison keeps them itself
+        with replaced(self._gradients, "are_held", nothing):
             self._checks.check_update(plan.replay)
         return True
 

@@ -34,7 +34,7 @@ from lightning_graphs.values.guards import (
 from lightning_graphs.values.memory import bytes_of, clone_all, copy_all
 from lightning_graphs.values.tree import flatten
 
-# ------------------ Tells whether tensors are the same to the last bit, without keeping a copy of
+# ------------------------------------------------------------------ fingerprints
 
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Elements at a time: what a CPU keeps in its cache, and what keeps a GPU busy. A fingerprint needs
@@ -102,7 +102,7 @@ def _side_by_side(group: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Tenso
     return [i for i, _ in group], torch.cat([words for _, words in group])
 
 
-# ------------------ Remembers what code may change, tensors and Python values, puts it back and re
+# ------------------------------------------------------------------ Python values
 
 _CHANGEABLE = (list, OrderedDict, dict, set, deque)
 
@@ -327,7 +327,7 @@ def _is_of_transformers(value: Any) -> bool:
     return kind.__module__.startswith("transformers.") and not issubclass(kind, (dict, nn.Module))
 
 
-# ------------------------------------------------------------------ tensors, and all together
+# ------------------------------------------------------------------ tensors, and all parts
 
 _AT_ONCE = 2**24
 """Bytes that are gathered for one copy between device and host: each has to wait for the device."""

@@ -194,12 +194,12 @@ def test_who_keeps_lent_gradients_has_them_after_the_graph() -> None:
     buffers = [memory[:4].as_subclass(OnAGPU), memory[4:].as_subclass(OnAGPU)]
     parameters = [nn.Parameter(torch.zeros(4)) for _ in buffers]
     attached = GradientBuffers(parameters, buffers, in_pool=True)
-    attached.lend()
-    attached.attach()
+    attached.release_ownership()
+    attached.bind()
     kept = [p.grad for p in parameters]
     assert [g.data_ptr() for g in kept if g is not None] == [b.data_ptr() for b in buffers]
     parameters[1].grad = None
-    attached.leave()
+    attached.copy_out()
     assert parameters[0].grad is kept[0]
     assert [b.data_ptr() for b in attached.buffers] == [b.data_ptr() for b in buffers]
     memory.fill_(-1.0)  # the next step

@@ -290,7 +290,7 @@ def test_the_first_tensor_that_differs_is_named(
     """A graph that writes what the eager step does not; gradients are spoiled a replay late."""
     spoil, name = SPOILED[what]
     captured = prepare(backend, tmp_path, True, accumulate_grad_batches=2, max_epochs=4)
-    original, adopt = CUDAGraph.replay, GradientBuffers.adopt
+    original, adopt = CUDAGraph.replay, GradientBuffers.load
     ADDING.clear()
 
     def spoiling(self: CUDAGraph) -> None:
@@ -303,7 +303,7 @@ def test_the_first_tensor_that_differs_is_named(
         adopt(self)
 
     monkeypatch.setattr(CUDAGraph, "replay", spoiling)
-    monkeypatch.setattr(GradientBuffers, "adopt", adopting)
+    monkeypatch.setattr(GradientBuffers, "load", adopting)
     with pytest.raises(VerificationError, match=rf"{name} differs by up to 0\.5; two eager runs"):
         captured.run()
     ADDING.clear()
