@@ -29,7 +29,7 @@ class Obstacle:
     rule: str  # what capture demands, in one sentence
     remedy: str  # what to write instead
     kind: str  # a short name that programs can rely on
-    code: str  # the remedy as a line or two of code
+    code: str = ""  # the remedy as a line or two of code
     rehearsal: bool = False  # it stands in the way of a rehearsal only, and not on a GPU
 
     def refused(self, observed: str) -> CaptureError:
@@ -151,6 +151,71 @@ REBOUND = Obstacle(
     kind="python-state",
     code='self.register_buffer("last", torch.zeros(size))  # in __init__\n'
     "self.last.copy_(x)  # in forward, for self.last = x",
+)
+
+# ---------------------------------------------------------------------- what Python code does
+
+STORED = Obstacle(
+    "A replay runs no Python code, and cannot set the attribute.",
+    "set the attribute behind the captured code, from the values that it returns; change buffers "
+    "in place",
+    kind="python-state",
+)
+STORED_OUTSIDE = Obstacle(
+    "A replay runs no Python code, and cannot set global or enclosing variables or attributes of "
+    "classes.",
+    "set the variable behind the captured code, from the values that it returns",
+    kind="python-state",
+)
+SIDE_EFFECT = Obstacle(
+    "A replay runs no Python code, and cannot print, write files or call loggers.",
+    "move that code behind the captured code, with what it returns",
+    kind="python-state",
+)
+DRAWN = Obstacle(
+    "A graph would freeze a random number, or another value, that the step draws on the host.",
+    "only add, multiply or compare what is drawn, or make a tensor of it, which replays follow; "
+    "else draw on the device (torch.rand(..., device=...)), or in the data loader",
+    kind="python-state",
+    code="share = torch.rand((), device=self.device)  # in place of random.random()",
+)
+CLOCK = Obstacle(
+    "A graph would freeze a clock.",
+    "only store what a function of `time` gives, or numbers that follow from it, which replays "
+    "read anew; compute or decide with it outside of the captured code",
+    kind="python-state",
+)
+COUNTER = Obstacle(
+    "A graph would freeze a counter, or another value that the trainer changes.",
+    "only add, multiply, divide or compare counters, which replays follow; else make the value a "
+    "tensor that is filled ahead of the captured code",
+    kind="python-state",
+)
+OLD_GRADIENTS = Obstacle(
+    "A captured step cannot use gradients before its backward pass, because those of the step "
+    "before are set aside.",
+    "use gradients behind the backward pass, and keep what the next step needs of them in a buffer",
+    kind="python-state",
+)
+BATCH_CHANGED = Obstacle(
+    "A replay can put tensors and plain values into dicts, lists and dataclasses of its batch, and "
+    "change no other objects there.",
+    "return the value, and use it behind the captured code",
+    kind="python-state",
+)
+BATCH_VALUE = Obstacle(
+    "A graph would freeze a Python value of the batch, which differs from batch to batch.",
+    "make a tensor of what the step needs of the value, in the dataset or in collate_fn",
+    kind="batch-value",
+    code="def collate(samples):\n"
+    "    batch = default_collate(samples)\n"
+    '    batch["weight"] = torch.tensor([weight_of(path) for path in batch["path"]])\n'
+    "    return batch",
+)
+FILLED = Obstacle(
+    "A captured step can fill a list, but cannot compute with the list.",
+    "compute with the list behind the captured code, or keep the last few entries in a deque",
+    kind="python-state",
 )
 
 READ_IN_BACKWARD = replace(

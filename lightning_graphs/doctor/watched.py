@@ -16,8 +16,12 @@ from torch import Tensor
 
 from lightning_graphs.device.generators import PythonGenerator
 from lightning_graphs.device.rules import (
+    BATCH_CHANGED,
+    BATCH_VALUE,
+    CLOCK,
     COLLECTIVE,
     COMPILED,
+    DRAWN,
     FUNCTION_RULES,
     HOST_READ,
     INDEXING,
@@ -37,12 +41,11 @@ from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of
-from lightning_graphs.watch.batch import BATCH_CHANGED, BATCH_VALUE, BatchChanges, objects_of
+from lightning_graphs.watch.batch import BatchChanges, objects_of
 from lightning_graphs.watch.host import OF_SHAPES, READS, SHAPES, SMALL, HostTape, is_exact, name_of
 from lightning_graphs.watch.host_trace import FACTORIES, FROM_PYTHON, is_made_ahead
 from lightning_graphs.watch.numbers import WAYS, Numbers, TracedNumber
 from lightning_graphs.watch.operators import form_of
-from lightning_graphs.watch.reads import CLOCK, DRAWN
 
 # ------------------ A real step under the rules of a capture: what that would refuse is noted, and
 

@@ -20,11 +20,17 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.generators import PythonGenerator
 from lightning_graphs.device.rules import (
+    CLOCK,
     COLLECTIVE,
+    COUNTER,
+    DRAWN,
     DYNAMIC_SHAPE,
     HOST_COPY,
     HOST_DATA,
+    OLD_GRADIENTS,
     REBOUND,
+    STORED,
+    STORED_OUTSIDE,
     Obstacle,
 )
 from lightning_graphs.doctor.watched import (
@@ -87,10 +93,9 @@ from lightning_graphs.watch.draws import (
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.operators import DrawingFunction, calls_followed
-from lightning_graphs.watch.reads import CLOCK, DRAWN, STORED, iterators_in
-from lightning_graphs.watch.refusals import STORED_OUTSIDE, bound_by_hooks
+from lightning_graphs.watch.reads import iterators_in
+from lightning_graphs.watch.refusals import bound_by_hooks
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
-from lightning_graphs.watch.tracers import COUNTER, OLD_GRADIENTS
 from lightning_graphs.watch.user_code import CompiledCode
 
 _BETWEEN: Effect = "stays eager between them"

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_graphs.device.rules import OnUse, refuse
+from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
 from lightning_graphs.lightning.logs import refuse_log
 from lightning_graphs.lightning.private import kept_log_caught
 from lightning_graphs.lightning.strategy import log_exchanged
@@ -22,9 +22,9 @@ from lightning_graphs.private.exchange import Absence, subclassed
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.object_graph import HELD_ELSEWHERE, know_base
-from lightning_graphs.watch.reads import STORED, AttributeGuards
+from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.refusals import Effect
-from lightning_graphs.watch.tracers import COUNTER, rates_exchanged
+from lightning_graphs.watch.tracers import rates_exchanged
 from lightning_graphs.watch.user_code import UserCode
 
 # `log` and `forward` are exchanged in instances while a step or a module is captured; the state

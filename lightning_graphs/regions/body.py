@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.generators import Generators
+from lightning_graphs.device.rules import OLD_GRADIENTS
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.logs import LogRecorder
@@ -26,7 +27,7 @@ from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, scaler_of
 from lightning_graphs.values.memory import OutputPlan
 from lightning_graphs.watch.side_effects import Places
-from lightning_graphs.watch.tracers import OLD_GRADIENTS, refuse_stand_ins
+from lightning_graphs.watch.tracers import refuse_stand_ins
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
 """The attribute by which torch's GradScaler and Lightning know an optimizer that was made fused: it

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
+from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.lightning.context import CaptureFacts, TrainingContext
 from lightning_graphs.lightning.logs import LogRecorder
@@ -53,7 +54,7 @@ from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.host_trace import ArenaFull, HostTracer
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.operators import Conversion, DrawingFunction, calls_followed
-from lightning_graphs.watch.reads import DRAWN, AttributeGuards
+from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.refusals import RaisedInCapture, code_captured
 from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects
 from lightning_graphs.watch.tracers import (

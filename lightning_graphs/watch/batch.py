@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.device.rules import BATCH_CHANGED, BATCH_VALUE
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, bound
@@ -47,15 +47,6 @@ from lightning_graphs.values.tree import (
 from lightning_graphs.watch.tracers import Disguised, Tracer
 
 # ------------------ Guards the batch of a capture: its containers are copies, its tensors static i
-
-BATCH_CHANGED = Obstacle(
-    "A replay can put tensors and plain values into dicts, lists and dataclasses of its batch, and "
-    "change no other objects there.",
-    "return the value from training_step, and use it in on_train_batch_end",
-    kind="python-state",
-    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
-    '    batch["info"].score = outputs["score"]  # what training_step returns',
-)
 
 
 def objects_of(batch: Any) -> PythonSnapshot:
@@ -98,17 +89,6 @@ def written_tensors(
             "make a new tensor: write x = x + 1, not x += 1",
         )
     return written
-
-
-BATCH_VALUE = Obstacle(
-    "A graph would freeze a Python value of the batch, which differs from batch to batch.",
-    "make a tensor of what the step needs of the value, in the dataset or in collate_fn",
-    kind="batch-value",
-    code="def collate(samples):\n"
-    "    batch = default_collate(samples)\n"
-    '    batch["weight"] = torch.tensor([weight_of(path) for path in batch["path"]])\n'
-    "    return batch",
-)
 
 
 class BatchValueRead(CaptureError):

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
-from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.device.rules import CLOCK, FILLED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, exchanged, in_slot
@@ -30,7 +30,7 @@ from lightning_graphs.values.guards import attributes_of, slots_of
 from lightning_graphs.watch.host import Draw
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.operators import FOR_A_WHILE
-from lightning_graphs.watch.reads import CLOCK, NUMBERS
+from lightning_graphs.watch.reads import NUMBERS
 from lightning_graphs.watch.tracers import Disguised, Tracer
 from lightning_graphs.watch.user_code import UserCode
 
@@ -115,14 +115,6 @@ def _modules(own: UserCode) -> list[ModuleType]:
 
 
 # ------------------ Places where something is kept, and lists that captured steps fill without loo
-
-FILLED = Obstacle(
-    "A captured step can fill a list, but cannot compute with the list.",
-    "compute with the list in on_train_batch_end, or keep the last few entries in a deque",
-    kind="python-state",
-    code="self.last = deque(maxlen=10)  # in __init__\n"
-    "self.last.append(loss.detach())  # in training_step",
-)
 
 _FILLED = (list, deque, set)
 _ABSENT = Absence.ABSENT

@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from lightning_graphs.device.generators import PythonGenerator, shared_generators
+from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.torch import out_of_sight
@@ -31,7 +32,6 @@ from lightning_graphs.watch.numbers import (
     numbers_ahead,
 )
 from lightning_graphs.watch.operators import FOR_A_WHILE, DrawingFunction
-from lightning_graphs.watch.reads import DRAWN
 from lightning_graphs.watch.tracers import present
 
 SETTERS = ("setstate", "set_state", "seed")

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from lightning_graphs.device.generators import Generators
-from lightning_graphs.device.rules import OnUse, refuse
+from lightning_graphs.device.rules import DRAWN, STORED, STORED_OUTSIDE, OnUse, refuse
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.object_graph import UnregisteredTensors, iter_objects
-from lightning_graphs.watch.reads import DRAWN, STORED, AttributeGuards, GlobalReads
-from lightning_graphs.watch.refusals import STORED_OUTSIDE, Effect, effects_watched
+from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
+from lightning_graphs.watch.refusals import Effect, effects_watched
 from lightning_graphs.watch.tracers import old_gradients_watched
 from lightning_graphs.watch.user_code import UserCode
 

@@ -27,7 +27,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import Absence
@@ -42,14 +42,8 @@ from lightning_graphs.watch.operators import (
     constants_around,
     form_of,
 )
-from lightning_graphs.watch.reads import CLOCK, DRAWN, AttributeGuards
-from lightning_graphs.watch.tracers import (
-    COUNTER,
-    OpaqueTracer,
-    Tracer,
-    refuse_stand_ins,
-    used,
-)
+from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, refuse_stand_ins, used
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones

@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.generators import OF_TORCH
-from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.private.callsite import codes_in, is_library, named_at
 from lightning_graphs.private.exchange import Absence, bind, bound, replaced
 from lightning_graphs.private.torch import (
@@ -50,15 +50,6 @@ from lightning_graphs.watch.operators import stands_for_a_while
 from lightning_graphs.watch.user_code import UserCode, function_of, inside_of_compiled
 
 # ------------------ Clocks that code reads: a graph would freeze what they show
-
-CLOCK = Obstacle(
-    "A graph would freeze a clock.",
-    "only log or store what a function of `time` gives, or numbers that follow from it, in "
-    "training_step, which replays read anew; compute or decide with it in a hook",
-    kind="python-state",
-    code="def on_train_batch_start(self, batch, batch_idx):\n"
-    "    self.share.fill_(time.monotonic() - self.began)  # a buffer, for the step",
-)
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 NUMBERS: Mapping[str, Callable[[], Any]] = {
@@ -97,22 +88,6 @@ _LIVE_IN_LIBRARIES = frozenset(
 )
 
 _METHODS = (FunctionType, staticmethod, classmethod)
-
-STORED = Obstacle(
-    "A replay runs no Python code, and cannot set the attribute.",
-    "set the attribute in on_train_batch_end, from the values that training_step returns; change "
-    "buffers in place",
-    kind="python-state",
-    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
-)
-DRAWN = Obstacle(
-    "A graph would freeze a random number, or another value, that the step draws on the host.",
-    "only add, multiply, compare or log what is drawn, or make a tensor of it, in training_step, "
-    "which replays follow; else draw on the device (torch.rand(..., device=...)), or in the data "
-    "loader",
-    kind="python-state",
-    code="share = torch.rand((), device=self.device)  # in place of random.random()",
-)
 
 
 class AttributeGuards(ValueGuards):

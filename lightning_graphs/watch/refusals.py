@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_graphs.device.rules import Obstacle, OnUse
+from lightning_graphs.device.rules import SIDE_EFFECT, OnUse
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line, refusals
 from lightning_graphs.policy.budget import is_out_of_memory, no_room
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from
@@ -61,22 +61,6 @@ def bound_by_hooks(root: nn.Module) -> dict[str, str]:
                 found[f"{path}.{name}".lstrip(".")] = f"{library}.{new}"
     return found
 
-
-SIDE_EFFECT = Obstacle(
-    "A replay runs no Python code, and cannot print, write files or call loggers.",
-    "move that code to on_train_batch_end, with what training_step returns; self.log may stay",
-    kind="python-state",
-    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
-    "    print(outputs['loss'])  # what training_step returns",
-)
-STORED_OUTSIDE = Obstacle(
-    "A replay runs no Python code, and cannot set global or enclosing variables or attributes of "
-    "classes.",
-    "set the variable in on_train_batch_end, from the values that training_step returns",
-    kind="python-state",
-    code="def on_train_batch_end(self, outputs, batch, batch_idx):\n"
-    "    LOSSES.append(outputs['loss'])  # what training_step returns",
-)
 
 _CALLS = (
     *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.generators import Generators
+from lightning_graphs.device.rules import DRAWN, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.exchange import Absence
 from lightning_graphs.private.torch import is_strided, version_of
@@ -47,7 +48,7 @@ from lightning_graphs.watch.containers import (
     put_at,
 )
 from lightning_graphs.watch.object_graph import iter_objects
-from lightning_graphs.watch.reads import DRAWN, STORED, AttributeGuards
+from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer, present
 
 # ------------------ Copies in what a captured step reads in plain places, and stores again what it

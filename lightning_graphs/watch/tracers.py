@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import Obstacle, OnUse, refuse
+from lightning_graphs.device.rules import COUNTER, OLD_GRADIENTS, Obstacle, OnUse, refuse
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
 from lightning_graphs.private.exchange import replaced
@@ -25,26 +25,6 @@ from lightning_graphs.values.tree import leaves_of
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 OURS = "lightning_graphs."
 _COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
-
-COUNTER = Obstacle(
-    "A graph would freeze a counter, or another value that the trainer changes.",
-    "only add, multiply, divide, compare or log counters in training_step, which replays follow; "
-    "move other code that needs the value to a hook, or make the value a tensor that a hook fills",
-    kind="python-state",
-    code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
-    "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
-)
-OLD_GRADIENTS = Obstacle(
-    "A captured step cannot use gradients before its backward pass, because those of the step "
-    "before are set aside.",
-    "clip with Trainer(gradient_clip_val=...), which is captured; use and log gradients in "
-    "on_before_optimizer_step, and keep what the next step needs of them in a buffer",
-    kind="python-state",
-    code="def on_before_optimizer_step(self, optimizer):\n"
-    "    norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)\n"
-    '    self.log("norm", norm)\n'
-    "    self.norm.copy_(norm)  # a buffer, for the next step",
-)
 
 
 class Tracer(abc.ABC):
