@@ -34,7 +34,7 @@ def advice_on(sentence: str, known: Mapping[str, str]) -> str:
 
 AREAS = {
     "Options and configuration": (
-        "lightning/options", "lightning/plugins", "lightning/callback", "regions/choose",
+        "policy/options", "lightning/plugins", "lightning/callback", "regions/choose",
     ),
     "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/"),
     "The core": ("core/", "device/", "values/", "autograd/", "private/"),

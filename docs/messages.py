@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_graphs"
 
 OBSTACLE = "Obstacle"
-PRINTERS = ("rank_zero_warn", "rank_zero_info")
+PRINTERS = ("rank_zero_warn", "rank_zero_info", "say", "warn_user")
 """What prints a sentence in the end."""
 
 CARRIERS = ("Verdict", "_left_out")

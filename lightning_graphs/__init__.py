@@ -17,6 +17,7 @@ from lightning_graphs.errors import (
     UnsupportedError,
     VerificationError,
 )
+from lightning_graphs.moved import register
 
 if TYPE_CHECKING:
     from lightning_graphs import core
@@ -35,6 +36,9 @@ __all__ = [
     "__version__",
     "core",
 ]
+
+
+register(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -22,7 +22,7 @@ from lightning.fabric.utilities import registry
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.lightning.options import OPTIONS
+from lightning_graphs.policy.options import OPTIONS
 from tests.processes import ROOT
 
 _BACKENDS = ["emulated"]

@@ -166,6 +166,16 @@ def with_option(folder: Path, backend: str, option: str) -> str:
     return str(written)
 
 
+def test_a_class_path_of_before(cli: Run, backend: str, tmp_path: Path) -> None:
+    written = tmp_path / "config.yaml"
+    written.write_text(
+        "trainer: {callbacks: [{class_path: lightning_graphs.training.callback.GraphCapture, "
+        f"init_args: {{backend: {backend}, max_graphs: 3}}}}]}}",
+        encoding="utf-8",
+    )
+    assert graphs_of(cli("--config", str(written))).options.max_graphs == 3
+
+
 def test_print_config_lists_every_option(cli: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match=r"^0$"):
         cli("--trainer.callbacks+=lightning_graphs.GraphCapture", "--print_config")

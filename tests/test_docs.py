@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 from lightning_graphs import cli, errors
-from lightning_graphs.lightning.options import OptionError, Options
 from lightning_graphs.lightning.plugins import capture_of
+from lightning_graphs.policy.options import OptionError, Options
 
 for library in ("mkdocs", "material", "mkdocstrings", "jsonargparse"):
     pytest.importorskip(library)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pickle
 import re
 import subprocess
 import sys
@@ -13,6 +15,8 @@ import pytest
 
 import lightning_graphs
 from lightning_graphs import errors
+from lightning_graphs.moved import MOVED
+from lightning_graphs.report import GraphRecord
 from tests.processes import in_one_process, run_script
 
 if sys.version_info >= (3, 11):
@@ -40,19 +44,17 @@ LAYERS = (
     "regions",
     "doctor",
     "lightning",
-    "training",
+    "moved",
     "pytorch_lightning",
     "cli",
     "__main__",
 )
 # Imports that still run upward: none may be added.
 UPWARD = {
-    ("policy.worth", "lightning.options"),
     ("regions.body", "lightning.context"),
     ("regions.body", "lightning.logs"),
     ("regions.body", "lightning.ranks"),
     ("regions.body", "lightning.strategy"),
-    ("regions.choose", "lightning.options"),
     ("regions.dispatch", "lightning.context"),
     ("regions.plan", "lightning.logs"),
     ("regions.replay_guards", "lightning.context"),
@@ -67,13 +69,6 @@ UPWARD = {
     ("regions.update", "lightning.context"),
     ("regions.update", "lightning.private"),
     ("regions.verified_steps", "lightning.logs"),
-    ("report.messages", "lightning.context"),
-    ("report.messages", "lightning.options"),
-    ("report.messages", "policy.timing"),
-    ("report.messages", "policy.worth"),
-    ("report.messages", "regions.replay_guards"),
-    ("report.messages", "watch.refusals"),
-    ("report.statistics", "regions.conditions"),
     ("watch.refusals", "policy.budget"),
 }
 # Imported inside the functions that need them, never while a module of ours is being imported.
@@ -212,6 +207,43 @@ def test_modules_of_the_core_have_their_dotted_names() -> None:
         "print(core.graph is graph, core.inspect.inspect is inspect)"
     )
     assert run_python(code) == "True True"
+
+
+@pytest.mark.parametrize("before", sorted(MOVED))
+def test_names_of_before_lead_to_the_same_objects(before: str) -> None:
+    """Entry points of an installed package, saved configurations and pickles hold them."""
+    found = importlib.import_module(f"lightning_graphs.{before}")
+    present = importlib.import_module(f"lightning_graphs.{MOVED[before]}")
+    for name, value in vars(present).items():
+        if not name.startswith("__"):
+            assert getattr(found, name) is value
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "lightning_graphs.training.plugins:callbacks",  # an entry point
+        "lightning_graphs.training.callback:GraphCapture",
+        "lightning_graphs.training.options:OptionError",
+        "lightning_graphs.reporting:Report",
+        "lightning_graphs.reporting.diagnosis:Diagnosis",
+    ],
+)
+def test_paths_that_were_documented_before_can_be_loaded(path: str) -> None:
+    member = path.rpartition(":")[2]
+    code = (
+        f"from importlib.metadata import EntryPoint\n"
+        f"print(EntryPoint('name', {path!r}, 'group').load().__name__)"
+    )
+    assert run_python(code) == member
+
+
+def test_a_pickle_of_before_is_read() -> None:
+    """It holds the path of the class."""
+    text = pickle.dumps(GraphRecord(signature="x", replays=3), protocol=2)
+    before = text.replace(b"lightning_graphs.report.report", b"lightning_graphs.reporting.report")
+    assert before != text
+    assert pickle.loads(before) == GraphRecord(signature="x", replays=3)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -18,7 +18,6 @@ from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.findings import why_no_whole_step
 from lightning_graphs.lightning.handler import Runner, StrategyHandler
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.lightning.private import cheap_contexts
 from lightning_graphs.lightning.progress import ProgressValues
 from lightning_graphs.lightning.ranks import (
@@ -30,14 +29,16 @@ from lightning_graphs.lightning.ranks import (
 from lightning_graphs.lightning.runner import StepRunner
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
+from lightning_graphs.lightning.summary import FitSummary
 from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.lightning.transfer import BatchTransfer
 from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.policy.worth import CapturePolicy, steps_left
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.regions.conditions import flattened_once, moves_batches_itself
 from lightning_graphs.report import Report
-from lightning_graphs.report.messages import FitSummary
+from lightning_graphs.report.messages import PATIENCE, Messages
 from lightning_graphs.report.statistics import Statistics
 
 
@@ -116,7 +117,7 @@ class GraphCapture(Callback):
         self._statistics = Statistics()
         self.gives_way = False  # The environment made it: one of the program's own comes first.
         self._handler: StrategyHandler | None = None
-        self._reporter: FitSummary | None = None
+        self._summary: FitSummary | None = None
         self._fit = contextlib.ExitStack()
         self._stream: torch.cuda.Stream | None = None
 
@@ -228,8 +229,15 @@ class GraphCapture(Callback):
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
             raises = options.on_failure == "raise"
             recovery = OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises)
+            messages = Messages(
+                statistics,
+                PATIENCE + (options.min_repeats or 0),
+                say=rank_zero_info,
+                warn=rank_zero_warn,
+            )
+            told = statistics, messages
             known = TrainerWatch(trainer, pl_module), why_no_whole_step(trainer, pl_module)
-            parts = (statistics, progress, investment, calls, budget, recovery, ranks, *known)
+            parts = (*told, progress, investment, calls, budget, recovery, ranks, *known)
             fit = TrainingContext(trainer, pl_module, options, pool, *parts)
 
             def switch_off() -> None:
@@ -238,14 +246,14 @@ class GraphCapture(Callback):
                     progress.mirrored = frozenset()
 
             statistics.backend = name
-            reporter = FitSummary(fit, switch_off)
+            summary = FitSummary(fit, switch_off)
             runners = _runner_for(fit), partial(ModuleRunner, fit, 0)
-            timed = reporter.timing, reporter.settled
+            timed = summary.timing, summary.settled
             handler = StrategyHandler(*runners, recovery, statistics, *timed)
             stack.callback(handler.close)
             handler.take_over(trainer.strategy)
             self._fit = stack.pop_all()
-        self._handler, self._reporter = handler, reporter
+        self._handler, self._summary = handler, summary
         if options.log_metrics and not trainer.loggers:
             rank_zero_warn(
                 "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
@@ -299,20 +307,20 @@ class GraphCapture(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hand stream, strategy and optimizer back, release the graphs, and show the report."""
-        reporter = self._reporter
-        if reporter is not None:
-            reporter.finish()
+        summary = self._summary
+        if summary is not None:
+            summary.finish()
         self._release()
-        if reporter is not None:
-            reporter.tell()
+        if summary is not None:
+            summary.tell()
 
     @override
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """As at the end: on an exception Lightning calls no other hook."""
-        if self._reporter is not None:
-            self._reporter.count_rest()
+        if self._summary is not None:
+            self._summary.count_rest()
         self._release()
 
     @override
@@ -321,7 +329,7 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._handler = self._reporter = self._stream = None
+        self._handler = self._summary = self._stream = None
         self._fit.close()
 
 
@@ -375,6 +383,6 @@ def _runner_for(fit: TrainingContext) -> Runner:
     if fit.options.by_submodules:
         return ModuleRunner(fit, fit.options.warmup_steps)
     if fit.no_whole_step:
-        fit.statistics.note(f"capturing submodules, not the whole step: {fit.no_whole_step}")
+        fit.messages.note(f"capturing submodules, not the whole step: {fit.no_whole_step}")
         return ModuleRunner(fit, fit.options.warmup_steps)
     return StepRunner(fit)

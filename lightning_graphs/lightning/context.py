@@ -12,16 +12,17 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.lightning import words as words  # whose import tells the engine
 from lightning_graphs.lightning.logs import LoggedNumbers
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.options import Options
 from lightning_graphs.lightning.progress import ProgressValues
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.strategy import StrategyCalls
 from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Verifier
+from lightning_graphs.report.messages import Messages
 from lightning_graphs.report.statistics import Statistics
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import Places
@@ -40,6 +41,7 @@ class TrainingContext:
     options: Options
     pool: GraphPool  # owner of graphs, memory and stream
     statistics: Statistics  # where decisions are counted
+    messages: Messages  # tells the user
     progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
     investment: CapturePolicy  # decides what is worth a capture
     own: StrategyCalls  # the strategy's own methods
@@ -54,7 +56,7 @@ class TrainingContext:
         """What compares graphs of this fit with eager runs."""
         arithmetic = _ARITHMETIC.get(str(self.trainer.precision_plugin.precision))
         tolerance = Tolerance(self.module.device.type, arithmetic)
-        parts = self.budget, self.ranks, self.statistics
+        parts = self.budget, self.ranks, self.messages
         return Verifier(self.options.verify, tolerance, *parts, lambda: self.module.global_step)
 
 

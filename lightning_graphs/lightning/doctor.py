@@ -54,11 +54,11 @@ from lightning_graphs.lightning.logs import (
     metrics_exchanged,
     metrics_of,
 )
-from lightning_graphs.lightning.options import Options
 from lightning_graphs.lightning.private import takes_no_closure
 from lightning_graphs.lightning.strategy import StrategyCalls, intercepted, loss_of
 from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.lightning.transfer import copies_on_host
+from lightning_graphs.policy.options import Options
 from lightning_graphs.private.callsite import (
     CallSite,
     CallSiteFinder,

@@ -53,7 +53,7 @@ def capture_of(value: str) -> GraphCapture:
     """
     from lightning_graphs.errors import FIX
     from lightning_graphs.lightning.callback import GraphCapture
-    from lightning_graphs.lightning.options import OptionError
+    from lightning_graphs.policy.options import OptionError
 
     options, place = _options_in(_WORDS.get(value.lower(), value))
     try:
@@ -69,7 +69,7 @@ def _options_in(text: str) -> tuple[dict[str, Any], str]:
     """Options by name, and where they are written. JSON is read as the YAML that it is."""
     import yaml
 
-    from lightning_graphs.lightning.options import OptionError
+    from lightning_graphs.policy.options import OptionError
 
     place = VARIABLE
     if "\n" not in text and Path(text).suffix.lower() in _FILES:

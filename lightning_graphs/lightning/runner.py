@@ -29,9 +29,10 @@ from lightning_graphs.policy.budget import MemoryKept, NoRoomError
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.regions.cache import PlanCache
-from lightning_graphs.regions.conditions import CaptureKey, NewSeeds, Observers
+from lightning_graphs.regions.conditions import CaptureKey, NewSeeds, Observers, signature_in_words
 from lightning_graphs.regions.gradients import KEPT_LATE
 from lightning_graphs.regions.lifecycle import CAPTURE, EAGER, GIVE_UP
+from lightning_graphs.regions.notices import StepMessages
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
     StateAwaited,
@@ -41,8 +42,7 @@ from lightning_graphs.regions.plan import StepPlan, without_values
 from lightning_graphs.regions.replay_guards import ReplayGuards
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified_steps import Verification
-from lightning_graphs.report.messages import Messages
-from lightning_graphs.report.statistics import capture_cost, in_words
+from lightning_graphs.report.statistics import capture_cost
 from lightning_graphs.values.signature import CallPlan, Modes, Signature
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 
@@ -62,7 +62,7 @@ class StepRunner:
         self._trainer = fit.trainer
         self._module = fit.module
         self._calls = fit.recovery.calls
-        self._statistics = fit.statistics
+        self._statistics, self._messages = fit.statistics, fit.messages
         self._ranks = fit.ranks
         self._investment = fit.investment
         options = fit.options
@@ -73,7 +73,7 @@ class StepRunner:
             capacity=options.max_graphs,
             shape=lru_cache(without_values),  # which is asked for time and again in an eager step
         )
-        self._notices = Messages(options, fit.statistics)
+        self._notices = StepMessages(options, fit.statistics, fit.messages)
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
@@ -109,10 +109,10 @@ class StepRunner:
         if obstacle is None:
             self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
             if self.capturable.runs_other_kernel:
-                self._statistics.runs_fused(type(self._optimizer).__name__)
+                self._messages.runs_fused(type(self._optimizer).__name__)
         obstacle = obstacle or self._moves.obstacle
         if obstacle:
-            self._statistics.note(f"the optimizer step runs eagerly: {obstacle}")
+            self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
         self._capture = StepCapture(
             self._fit, self._learned, self._optimizer, self._in_graph, self._observers
@@ -163,7 +163,7 @@ class StepRunner:
         # Another closure may change gradients after Lightning's own, or call it twice, as SAM does.
         own = is_lightnings_closure(closure)
         if not own and not takes_no_closure(closure) and self._in_graph is not None:
-            self._statistics.note(_WRAPPED)
+            self._messages.note(_WRAPPED)
         self._stepping = own
         try:
             if self.capturable is None or not own:
@@ -214,7 +214,7 @@ class StepRunner:
             Precision.pre_backward(plugin, closure_loss, self._module)
         if "backward" in plan.graphs:
             if self._kept.are_held():
-                self._statistics.note(KEPT_LATE)
+                self._messages.note(KEPT_LATE)
             plan.adopt()
             plan.graphs["backward"].replay()
             plan.store("backward")
@@ -345,7 +345,7 @@ class StepRunner:
         plan.call, plan.conditions = CallPlan(signature, check_modes=True), conditions
         plan.number = next(self._ranks.numbers)
         self._notices.captured(signature)
-        self._statistics.captured(in_words(signature), [*plan.graphs.values()], cost)
+        self._statistics.captured(signature_in_words(signature), [*plan.graphs.values()], cost)
         self._cache.add(signature, plan)
         self._kept.count()
         plan.fill(tensors)
@@ -384,7 +384,7 @@ class StepRunner:
     def _replay(self, plan: StepPlan) -> Any:
         forward = plan.graphs["forward"]
         plan.uses += 1
-        self._notices.replayed()
+        self._messages.replayed()
         self._moves.replays += 1
         for number in plan.numbers:
             number.refresh()
@@ -421,7 +421,7 @@ class StepRunner:
     def _rebind(self, reason: str = "") -> None:
         """Drop every graph, and look at the fit anew; the reason, where there is one, is said."""
         if reason:
-            self._statistics.recaptured(f"recapturing, because {reason}", reason)
+            self._messages.recaptured(f"recapturing, because {reason}", reason)
         self._ranks.lost = ""
         self._cache.clear()
         if self.capturable is not None:

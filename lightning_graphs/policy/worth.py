@@ -5,23 +5,17 @@ A capture costs time once, and every replay saves some of it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
-from typing import Generic, TypeVar
 
 from lightning.pytorch import Trainer
 
-from lightning_graphs.errors import FIX
-from lightning_graphs.lightning.options import Options
-from lightning_graphs.report.statistics import Statistics, StepTimes, listed
+from lightning_graphs.policy.options import Options
+from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE
+from lightning_graphs.report.statistics import Statistics, StepTimes
 
-FEW = 8
-"""What came so often is no chance: captures in vain, batches that are all new."""
-PATIENCE = 32
-"""So many eager steps in a row are waited for something before it is said, or given up."""
 PAYBACK = 20
 """Replays that repay a capture where nothing can be measured."""
 _SIGHTINGS = 2
@@ -45,20 +39,10 @@ _FOR_VERIFICATION = 0.02
 _MANY = 10_000
 """Steps that are left in a fit without an end."""
 
-_TOO_RARE = "no batch signature came back often enough"
-_NOT_TIMED = "no eager step was timed yet"
 _BUSY = "the GPU is busy all the time, and graphs save the time between kernels only"
 _CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _OFTEN = "which a graph would freeze; leave it alone, or move it every 20 steps at most"
 """The number is :data:`PAYBACK`."""
-_SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
-_PAD = (
-    "pad batches to a few fixed lengths; write DataLoader(..., drop_last=True) where only the last "
-    "one of an epoch is smaller"
-)
-_LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
-
-Kind = TypeVar("Kind")
 
 
 class CapturePolicy:
@@ -106,11 +90,11 @@ class CapturePolicy:
                 f"({lost} graphs, {uses} replays)"
             )
         if self._pace is None:
-            return "" if seen > self._sightings else _TOO_RARE
+            return "" if seen > self._sightings else TOO_RARE
         if moved and seen <= self._sightings:
             return "values that the step reads have moved on"
         if not self._pace.eager:
-            return _NOT_TIMED
+            return NOT_TIMED
         saving, left = self._saving(self._pace), self._steps_left()
         if saving <= 0.0:
             return _BUSY
@@ -123,7 +107,7 @@ class CapturePolicy:
             if saving <= _LEAST_SAVED * self._part * median(self._pace.eager):
                 return _BUSY
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
-        return "" if self._expected >= wanted else _TOO_RARE
+        return "" if self._expected >= wanted else TOO_RARE
 
     @property
     def break_even(self) -> float:
@@ -245,53 +229,3 @@ def _cycled(trainer: Trainer) -> str:
             name = type(config.scheduler).__name__
             return f"{name} moves momentum or betas at every step, {_CYCLES}"
     return ""
-
-
-class EagerStreak(Generic[Kind]):
-    """Steps that run eagerly because none of them is worth a capture yet."""
-
-    def __init__(
-        self,
-        options: Options,
-        statistics: Statistics,
-        difference: Callable[[Kind, Kind], list[str]],
-    ) -> None:
-        self._tolerated = PATIENCE + (options.min_repeats or 0)
-        self._statistics = statistics
-        self._difference = difference
-        self._before: Kind | None = None
-        self._in_a_row = self._new_in_a_row = 0
-        self._is_said = False
-
-    def end(self) -> None:
-        """Note that graphs are of use: what came before is forgotten."""
-        self._in_a_row = self._new_in_a_row = 0
-        self._statistics.waiting = ""
-
-    def add(
-        self,
-        kind: Kind,
-        why_not: str,
-        *,
-        is_new: bool = False,  # no step before had a batch like this one
-        at_once: bool = False,  # do not wait for more of them
-        say: bool = True,  # say it; else somebody else does
-    ) -> bool:
-        """Count an eager step; when they go on and on, say once in a fit why they are."""
-        self._in_a_row += 1
-        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
-        before, self._before = self._before, kind
-        is_time = at_once or self._in_a_row > self._tolerated
-        is_time |= self._new_in_a_row >= FEW
-        if self._is_said or not (self._in_a_row >= FEW or is_time or not self._statistics.replayed):
-            return False
-        changes = self._difference(before, kind) if before is not None else []
-        further = f". The last two steps differ: {listed(changes)}" if changes else ""
-        if is_new and changes:
-            further += f"{FIX}{_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
-        is_early = not (changes or is_time) and why_not in (_TOO_RARE, _NOT_TIMED)
-        self._statistics.waiting = "" if is_early else f"steps run eagerly: {why_not}{further}"
-        if is_time and say:
-            self._statistics.note(self._statistics.waiting)
-        self._is_said |= is_time
-        return is_time

@@ -31,18 +31,13 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     is_compiled_in_place,
 )
-from lightning_graphs.regions.conditions import moved_values
+from lightning_graphs.regions.conditions import moved_values, tensors_in_words
 from lightning_graphs.regions.lifecycle import Check, Plan
 from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report.statistics import (
-    CaptureCost,
-    Statistics,
-    capture_cost,
-    listed,
-    tensors_in_words,
-)
+from lightning_graphs.report.messages import listed
+from lightning_graphs.report.statistics import CaptureCost, Statistics, capture_cost
 from lightning_graphs.values.aliases import ReplayOrder, Source
 from lightning_graphs.values.signature import (
     EVERYTHING,

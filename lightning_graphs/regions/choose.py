@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from lightning_graphs.lightning.options import OptionError, Options
+from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.private.torch import is_compiled, is_compiled_in_place, module_hooks
 from lightning_graphs.regions.calls import StepKind
 from lightning_graphs.regions.observe import Observation, ObservedCall

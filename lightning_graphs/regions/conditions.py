@@ -19,6 +19,7 @@ from lightning_graphs.private.cudnn import CapturedDropout, dropout_state_of
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.values.guards import in_words, is_tensor
+from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.user_code import is_lightnings
 
 # ------------------ Everything besides the batch that a captured step depends on
@@ -97,6 +98,36 @@ class CaptureKey:
         if self.gradients != other.gradients:
             lines.append("which parameters have gradients from earlier steps")
         return lines
+
+
+def signature_in_words(signature: Signature) -> str:
+    """A step's signature, short: its tensors, and its part in an accumulation window."""
+    phase = conditions_of(signature).phase
+    return tensors_in_words(signature) + (f"; {phase}" if phase.window != 1 else "")
+
+
+def tensors_in_words(signature: Signature) -> str:
+    """The tensors of a call: ``x f32[32,128], y i64[32]``."""
+    pairs = zip(signature.tensor_names, signature.specs, strict=True)
+    return ", ".join(f"{_bare(n)} {spec.against(spec)}" for n, spec in pairs) or "no tensor"
+
+
+def _bare(name: str) -> str:
+    # A batch in a dictionary is known by its keys.
+    path = name.removeprefix("batch")
+    is_key = path[:2] in ("['", '["') and path[-2:] in ("']", '"]') and path.count("[") == 1
+    return path[2:-2] if is_key else name
+
+
+def differences(before: Signature, after: Signature) -> list[str]:
+    """What tells two captures apart, a line each, for a person to read."""
+    lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
+    return lines + conditions_of(before).diff(conditions_of(after))
+
+
+def conditions_of(signature: Signature) -> CaptureKey:
+    conditions: CaptureKey = signature.extra[0]  # type: ignore[assignment]
+    return conditions
 
 
 # ------------------ Recurrent layers: their weights stay in place, and a seed lets cuDNN make its

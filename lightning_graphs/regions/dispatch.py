@@ -228,7 +228,7 @@ class ForwardDispatcher:
                 cache.refuse(key)
             if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
                 raise
-            stage.fit.statistics.note(f"`{self._label}` runs eagerly without autograd", error)
+            stage.fit.messages.note(f"`{self._label}` runs eagerly without autograd", error)
             return _NONE
         finally:
             stage.stepping, stage.evaluating = before

@@ -14,10 +14,9 @@ from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.lightning.logs import LogRecorder
 from lightning_graphs.private.cudnn import CapturedDropout
-from lightning_graphs.regions.conditions import CaptureKey
+from lightning_graphs.regions.conditions import CaptureKey, conditions_of
 from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.regions.optimizer import CapturableOptimizer
-from lightning_graphs.report.statistics import conditions_of
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
 from lightning_graphs.watch.batch import BatchChanges

@@ -18,7 +18,6 @@ from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.ranks import wrapper_of
 from lightning_graphs.lightning.strategy import requests_watched
 from lightning_graphs.policy.budget import SETTLED
-from lightning_graphs.policy.worth import FEW, PATIENCE, EagerStreak
 from lightning_graphs.private.callsite import add_line, named_at, reached_by_name, with_keyword
 from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.calls import (
@@ -41,6 +40,7 @@ from lightning_graphs.regions.lifecycle import Lifecycle
 from lightning_graphs.regions.observe import Observation, StepObserver
 from lightning_graphs.regions.verified_calls import CallChecks, CallDiffers
 from lightning_graphs.regions.verify import Verifier
+from lightning_graphs.report.messages import FEW, PATIENCE
 from lightning_graphs.watch.reads import GlobalReads
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
@@ -152,7 +152,7 @@ class ModuleGraphs:
         self._forgotten = 0  # how often all graphs were
         self._observed: Observed | None = None
         self._searches: dict[StepKind, Search] = {}
-        self._waiting = EagerStreak(options, fit.statistics, self._difference)
+        fit.messages.scope_changed()
         asked = options.by_submodules  # and not only tried after the whole step
         self._may_be_whole = asked and not fit.no_whole_step
         self._looks_at_shapes = looks_at_shapes and not fit.compiled.runs
@@ -354,12 +354,12 @@ class ModuleGraphs:
             self._patience = 0
         elif self._patience > 0:
             self._patience -= 1
-            self._fit.statistics.note(
+            self._fit.messages.note(
                 "steps run eagerly until one shows which module create_graph=True or "
                 f"retain_graph=True is about, {PATIENCE} steps at most: {self._again.describe()}"
             )
             return
-        unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.statistics.note)
+        unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.messages.note)
         removed = [self._graphed.pop(module) for module in unsteady if module in self._graphed]
         for forward in removed:
             forward.remove()
@@ -371,10 +371,10 @@ class ModuleGraphs:
         if search is not None and removed:
             del self._searches[kind]
             return
-        calls = self._choice.first(observation, self._fit.statistics.note)
+        calls = self._choice.first(observation, self._fit.messages.note)
         if search is not None and not calls:
             search.left = 0
-            self._fit.statistics.note(search.reason)
+            self._fit.messages.note(search.reason)
             return
         if search is not None:
             key = (kind, observation.pattern(calls))
@@ -384,7 +384,7 @@ class ModuleGraphs:
             if known or not self._plans.is_due(key):
                 search.left -= 1
                 if search.left == 0:
-                    self._fit.statistics.note(search.reason)
+                    self._fit.messages.note(search.reason)
                 return
             del self._searches[kind]
         self._life.capture(StepCall((), now, calls, observation), (kind, self._read(kind)))
@@ -402,10 +402,12 @@ class ModuleGraphs:
     def wait(self, call: StepCall, key: Any) -> None:
         plans = self._plans
         is_new, is_full = plans.is_new(key), plans.is_full
-        self._waiting.add(key[0], plans.why_not, is_new=is_new, at_once=is_full)
+        self._fit.messages.waits(
+            key[0], plans.why_not, self._difference, is_new=is_new, at_once=is_full
+        )
 
     def is_ready(self, call: StepCall, key: Any) -> bool:
-        self._waiting.end()
+        self._fit.messages.replayed()
         if self._observed is None:  # else one waits for its values to come back
             self._observe(key[0])
         return False
@@ -414,7 +416,7 @@ class ModuleGraphs:
         """Capture the calls that were observed, or what those call that are refused."""
         kind, calls, observation = key[0], call.calls, call.observation
         assert observation is not None
-        options, statistics = self._fit.options, self._fit.statistics
+        options = self._fit.options
         with self._fit.investment.paying():
             while calls:
                 try:
@@ -433,7 +435,7 @@ class ModuleGraphs:
                         return None
                     self._choice.refuse(error.call.module)
                     calls = self._choice.calls(observation)
-                    statistics.refused(error.call.name, error)
+                    self._fit.messages.refused(error.call.name, error)
         raise _NothingGraphed(
             observation, ', scope="step" tries the whole step' * self._may_be_whole
         )
@@ -445,9 +447,9 @@ class ModuleGraphs:
         if self._fit.options.on_failure == "raise":
             raise error
         if isinstance(error, _NothingGraphed):
-            self._fit.statistics.note(error.note)
+            self._fit.messages.note(error.note)
         else:
-            self._fit.statistics.note("a step runs eagerly", error)
+            self._fit.messages.note("a step runs eagerly", error)
 
     def discard(self, plan: CapturedStep | None) -> None:
         if plan is not None:
@@ -462,10 +464,10 @@ class ModuleGraphs:
             forward = self._graphed[call.module] = self._forwards[call.module]
             forward.is_graphed = True
         statistics.captures += 1
-        statistics.chosen(list(dict.fromkeys(call.name for call in plan.calls)))
+        self._fit.messages.chosen(list(dict.fromkeys(call.name for call in plan.calls)))
         if self._last is not None:
             change = self._last.change(plan)
-            statistics.recaptured(f"captured other graphs, because {change}", change)
+            self._fit.messages.recaptured(f"captured other graphs, because {change}", change)
         self._last = plan
 
     def compare(self, plan: CapturedStep, call: StepCall) -> bool:
@@ -480,7 +482,7 @@ class ModuleGraphs:
                 raise
             self._choice.refuse(error.call.module)
             self._graphed.pop(error.call.module).remove()
-            self._fit.statistics.refused(error.call.name, error)
+            self._fit.messages.refused(error.call.name, error)
             # Each module can be wrong once only, so that this ends by itself.
             self._forget(f"`{error.call.name}` is no longer graphed")
             return False
@@ -492,7 +494,7 @@ class ModuleGraphs:
     def _forget(self, reason: str) -> None:
         self.stage.stale = ""
         self._forgotten += 1
-        self._fit.statistics.recaptured(f"recapturing, because {reason}", reason)
+        self._fit.messages.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()
         self._plans.clear()
         self._last = None

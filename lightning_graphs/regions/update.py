@@ -77,12 +77,12 @@ class CapturedUpdate:
         if scaler_of(plugin) is not None and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
         if said := obstacle or self._moves.obstacle:
-            self._fit.statistics.note(f"the optimizer step runs eagerly: {said}")
+            self._fit.messages.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
             return
         self.capturable = CapturableOptimizer(self.optimizer, self._fit.module.device)
         if self.capturable.runs_other_kernel:
-            self._fit.statistics.runs_fused(type(self.optimizer).__name__)
+            self._fit.messages.runs_fused(type(self.optimizer).__name__)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
@@ -175,7 +175,7 @@ class CapturedUpdate:
     def refuse(self, error: GraphError) -> None:
         if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
             raise error
-        self._fit.statistics.note("the optimizer step runs eagerly", error)
+        self._fit.messages.note("the optimizer step runs eagerly", error)
 
     def discard(self, plan: Plan | None) -> None:
         if plan is not None:
@@ -192,7 +192,7 @@ class CapturedUpdate:
 
     def _rebind(self, reason: str = "") -> None:
         if reason:
-            self._fit.statistics.recaptured(
+            self._fit.messages.recaptured(
                 f"recapturing the optimizer step, because {reason}", reason
             )
         self.close()

@@ -1,197 +1,197 @@
-"""Tells the user of captures and of eager steps, and at the end of all graphs."""
+"""Tells the user of captures, and of steps that run eagerly: once for each reason."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
-from statistics import median
-from types import CodeType
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from textwrap import shorten
+from typing import Any
 
-import torch
-from lightning.pytorch.utilities import rank_zero_info
+from lightning_graphs.errors import FIX, GraphError
+from lightning_graphs.private.callsite import stacklevel_of_user
+from lightning_graphs.report.statistics import Statistics
 
-from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.lightning.context import TrainingContext
-from lightning_graphs.lightning.options import Options
-from lightning_graphs.policy.timing import StepTiming, Stopwatch, judge
-from lightning_graphs.policy.worth import EagerStreak
-from lightning_graphs.private.callsite import named_at
-from lightning_graphs.regions.replay_guards import OF_THE_TRAINER
-from lightning_graphs.report import render, summary_line
-from lightning_graphs.report.statistics import Statistics, conditions_of, differences, listed
-from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.refusals import RaisedInCapture
+FEW = 8
+"""What came so often is no chance: captures in vain, batches that are all new."""
+PATIENCE = 32
+"""So many eager steps in a row are waited for something before it is said, or given up."""
+TOO_RARE = "no batch signature came back often enough"
+NOT_TIMED = "no eager step was timed yet"
+_LOG = logging.getLogger("lightning_graphs")
+_RECAPTURES_SAID = 8
+_LINES = 3
+"""How many changes, or names, are listed in one sentence."""
+_LONGEST = 160
+"""Characters of a change."""
+
+_SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
+_PAD = (
+    "pad batches to a few fixed lengths; write DataLoader(..., drop_last=True) where only the last "
+    "one of an epoch is smaller"
+)
+_LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
 
 
 class Messages:
-    """Decides what is worth saying, and says it through :class:`Statistics`."""
+    """What the user is told in one fit.
 
-    def __init__(self, options: Options, statistics: Statistics) -> None:
-        self._options = options
+    Args:
+        statistics: The report as it grows, which has all that is said.
+        patience: So many eager steps in a row are waited for before it is said why.
+        say: Prints a sentence.
+        warn: Warns with a sentence, as :func:`warnings.warn`; both of one rank only.
+    """
+
+    def __init__(
+        self,
+        statistics: Statistics,
+        patience: int = PATIENCE,
+        *,
+        say: Callable[[str], object] = _LOG.info,
+        warn: Callable[..., object] = warnings.warn,
+    ) -> None:
         self._statistics = statistics
-        self._waiting = EagerStreak(options, statistics, differences)
-        self._latest: Signature | None = None
+        self._patience = patience
+        self.say, self.warn_user = say, warn
+        # Why submodules run eagerly -> their names, and how the report says why
+        self._refused: dict[str, tuple[list[str], str]] = {}
+        self._unverified: set[str] = set()
+        self._before: Any = None  # what stands for the last step that was waiting
+        self._in_a_row = self._new_in_a_row = 0
+        self._is_said = False
+
+    def note(self, reason: str, error: GraphError | None = None, *, after: str = "") -> None:
+        """Warn, once for each reason, that something runs eagerly.
+
+        It takes the place of what was said of the same error in the words of ``after``.
+        """
+        full = reason if error is None else f"{reason}: {error.full}"
+        if full in self._statistics.fallbacks:
+            return
+        why = "" if error is None else f": {error}"
+        if error is not None and (before := f"{after}: {error.full}") in self._statistics.fallbacks:
+            self._statistics.fallbacks[self._statistics.fallbacks.index(before)] = full
+            why = f" for the same reason: {error.observed}"
+        else:
+            self._statistics.fallbacks.append(full)
+        self.warn_user(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
+
+    def compared(self) -> None:
+        """Count a comparison of a graph with an eager run."""
+        self._statistics.comparisons += 1
+
+    def unverified(self, what: str, reason: str) -> None:
+        """Warn, once for each sentence, that there was no memory for a comparison."""
+        if what not in self._unverified:
+            self._unverified.add(what)
+            self.warn_user(f"GraphCapture: {what}: {reason}", stacklevel=stacklevel_of_user())
+
+    def refused(self, name: str, error: GraphError) -> None:
+        """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""
+        text = error.full
+        is_said = any(text in reason for reason in self._statistics.fallbacks)
+        why = f" for the same reason: {error.observed}" if is_said else f": {text}"
+        names, why = self._refused.setdefault(text, ([], why))
+        before = _in_short(names) + why
+        if name not in names:
+            names.append(name)
+        entry = _in_short(names) + why
+        if before in self._statistics.fallbacks:
+            self._statistics.fallbacks[self._statistics.fallbacks.index(before)] = entry
+        elif is_said:
+            self._statistics.fallbacks.append(entry)
+        else:
+            self.note(_in_short(names), error)
+
+    def recaptured(self, sentence: str, change: str) -> None:
+        """Say that another capture is made, and keep what changed; further ones are not said."""
+        is_said = change in self._statistics.recaptures
+        self._statistics.recaptures.append(change)
+        said = len(set(self._statistics.recaptures))
+        if not is_said and said <= _RECAPTURES_SAID:
+            is_last = said == _RECAPTURES_SAID
+            further = "; further ones are listed in the report" if is_last else ""
+            self.say(f"GraphCapture: {sentence}{further}")
+
+    def runs_fused(self, name: str) -> None:
+        """Say, once for each, that an optimizer runs another kernel than by itself."""
+        if name not in self._statistics.fused:
+            self._statistics.fused.append(name)
+            self.say(
+                f"GraphCapture: {name} runs its fused kernel during this fit; by itself it would "
+                "run another one, whose results differ by rounding"
+            )
+
+    def chosen(self, names: Sequence[str]) -> None:
+        """Say, once for each, which submodules have graphs."""
+        new = [name for name in names if name not in self._statistics.modules]
+        if new:
+            self._statistics.modules += new
+            self.say(f"GraphCapture: graphs for {', '.join(_patterns(new))}")
+
+    # ------------------------------------------------------------------ eager steps in a row
 
     def replayed(self) -> None:
-        """Note that graphs are of use: what came before is forgotten."""
-        self._waiting.end()
+        """Note that graphs are of use: eager steps that came before are forgotten."""
+        self._in_a_row = self._new_in_a_row = 0
+        self._statistics.waiting = ""
 
-    def captured(self, signature: Signature) -> None:
-        """Count a capture, and say what tells it from the last one."""
-        self._statistics.captures += 1
-        before, self._latest = self._latest, signature
-        if before is not None and (change := listed(differences(before, signature))):
-            self._statistics.recaptured(f"captured another graph, because {change}", change)
+    def scope_changed(self) -> None:
+        """Begin anew with eager steps in a row: they wait for graphs of submodules now."""
+        self._before, self._is_said = None, False
+        self._in_a_row = self._new_in_a_row = 0
 
-    def waiting(
+    def waits(
         self,
-        signature: Signature,  # of the step
-        why_not: str,  # why it is not captured
-        # What reads a Python value of the batch that was another one before, if anything
-        read: CaptureError | None,
-        codes: Iterable[CodeType],  # what captured steps have run
+        step: Any,  # stands for the step
+        why_not: str,  # why it is not worth a capture yet
+        differences: Callable[[Any, Any], list[str]],  # tells two steps apart, a line each
         *,
-        is_new: bool,  # no step before had a batch like this one
-        at_once: bool,  # do not wait for more of them
+        is_new: bool = False,  # no step before had a batch like this one
+        at_once: bool = False,  # do not wait for more of them
+        say: bool = True,  # False: the caller says it
     ) -> bool:
-        """Say once, when eager steps go on and on, why they are."""
-        before = self._latest
-        moved = _moved(before, signature) if before is not None else []
-        say = read is None and not moved
-        is_time = self._waiting.add(signature, why_not, is_new=is_new, at_once=at_once, say=say)
-        if moved and is_time:
-            read = CaptureError(
-                "A graph would freeze an attribute or a global variable, which keeps changing.",
-                "; ".join(moved) + named_at(moved[0], codes),
-                "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
-                "and fill_(...) on it in on_train_batch_start",
-            )
-        if read is None or not is_time:
+        """Count an eager step; when they go on and on, say once in a fit why they are."""
+        self._in_a_row += 1
+        self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
+        before, self._before = self._before, step
+        is_time = at_once or self._in_a_row > self._patience
+        is_time |= self._new_in_a_row >= FEW
+        if self._is_said or not (self._in_a_row >= FEW or is_time or not self._statistics.replayed):
             return False
-        self._say_refused(read, has_graphs=False)
-        return True
-
-    def refused(self, error: GraphError, *, has_graphs: bool) -> None:
-        """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured."""
-        if self._options.on_failure == "raise":
-            raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
-        self._say_refused(error, has_graphs=has_graphs)
-
-    def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
-        if self._options.scope == "auto" and not has_graphs:
-            self._statistics.note(
-                "cannot capture the whole step; capturing submodules instead", error, after=_EAGER
-            )
-        else:
-            self._statistics.note(_EAGER, error)
+        changes = differences(before, step) if before is not None else []
+        further = f". The last two steps differ: {listed(changes)}" if changes else ""
+        if is_new and changes:
+            further += f"{FIX}{_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
+        is_early = not (changes or is_time) and why_not in (TOO_RARE, NOT_TIMED)
+        self._statistics.waiting = "" if is_early else f"steps run eagerly: {why_not}{further}"
+        if is_time and say:
+            self.note(self._statistics.waiting)
+        self._is_said |= is_time
+        return is_time
 
 
-_EAGER = "a step runs eagerly"
+def listed(lines: Sequence[str]) -> str:
+    """The lines as one text, and no more of them than anybody reads."""
+    shown = [shorten(line, _LONGEST, placeholder=" ...") for line in lines[:_LINES]]
+    further = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    return "; ".join(shown + further)
 
 
-def _moved(before: Signature, after: Signature) -> list[str]:
-    """The author's values that moved; empty if a person would name other changes as well."""
-    old, new = conditions_of(before), conditions_of(after)
-    same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
-    if replace(before, extra=(same,)) != after:
-        return []
-    lines = replace(same, attributes=old.attributes).diff(new)
-    return [line for line in lines if not line.startswith(OF_THE_TRAINER)]
+def _patterns(names: Sequence[str]) -> Iterator[str]:
+    """Names that differ by numbers only as one, with their number."""
+    alike: dict[str, list[list[str]]] = {}
+    for name in names:
+        alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name.split("."))
+    for group in alike.values():
+        parts = [ps[0] if len(set(ps)) == 1 else "*" for ps in zip(*group, strict=True)]
+        yield ".".join(parts) + (f" ({len(group)})" if len(group) > 1 else "")
 
 
-_OF_PARTS = "the optimizer step", "capturing submodules, not"
-"""How reasons begin that do not say why no step was replayed."""
-
-
-class FitSummary:
-    """Times the first steps of a fit, draws the conclusion, and says how it went."""
-
-    def __init__(self, fit: TrainingContext, switch_off: Callable[[], None]) -> None:
-        self._fit = fit
-        fit.ranks.left = self.left
-        self._statistics = statistics = fit.statistics
-        self._switch_off = switch_off
-        device = fit.trainer.strategy.root_device
-        statistics.device = device.type
-        if device.type == "cuda":
-            statistics.device = torch.cuda.get_device_name(device)
-        self._stopwatch = Stopwatch(device)
-        self._off_since: int | None = None
-        manual = not fit.module.automatic_optimization
-        self.timing = StepTiming(statistics, self._stopwatch, manual=manual)
-
-    def settled(self) -> None:
-        """Say what the graphs gain, now that it is known."""
-        if self._off_since is not None:
-            return
-        if self._stopwatch.meaningful:
-            torch.cuda.empty_cache()  # what eager steps had, and graphs cannot take
-        slower = not self._judge()
-        rank_zero_info(summary_line(self._statistics.report()))
-        if self._statistics.verdict:
-            hint = ""
-            if slower and not self._fit.options.only_if_faster:
-                hint = ". GraphCapture(only_if_faster=True) switches itself off then"
-            rank_zero_info(f"GraphCapture: {self._statistics.verdict}{hint}")
-        if slower and self._fit.options.only_if_faster:
-            self._fit.ranks.leave(f"switched off by only_if_faster: {self._statistics.verdict}")
-        self._log()
-
-    def left(self, reason: str) -> None:
-        """Release the graphs now, and say why."""
-        self._switch_off()
-        self._off_since = self._batches()
-        self._statistics.note(reason)
-
-    def _batches(self) -> int:
-        """Index of the present micro-batch in the whole fit."""
-        return self._fit.trainer.fit_loop.epoch_loop.total_batch_idx
-
-    def _judge(self) -> bool:
-        """Whether graphs pay off as far as one can tell; the verdict is kept."""
-        if not self._stopwatch.meaningful:
-            return True
-        eager = self._statistics.pace.eager
-        verdict = judge(self._statistics.graphs, median(eager) if eager else None)
-        self._statistics.verdict = verdict.sentence
-        return verdict.profitable
-
-    def count_rest(self) -> None:
-        """Count the steps since the callback was switched off, which passed it by."""
-        if self._off_since is not None:
-            self._statistics.eager += self._batches() - self._off_since
-            self._off_since = self._batches()
-
-    def finish(self) -> None:
-        """End the report; to be called at the end of a fit, while the graphs still live."""
-        self.timing.read(wait=True)
-        self.count_rest()
-        self._judge()
-        self._explain()
-        self._log()
-
-    def _explain(self) -> None:
-        """Give a reason where no step was replayed, or none any more, and none was refused."""
-        statistics = self._statistics
-        refused = any(not reason.startswith(_OF_PARTS) for reason in statistics.fallbacks)
-        if statistics.waiting and not refused:
-            statistics.note(statistics.waiting)
-        if statistics.waiting or statistics.replayed or refused or not statistics.eager:
-            return
-        steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
-        options = self._fit.options
-        waits = "" if options.min_repeats is None else f", min_repeats={options.min_repeats}"
-        reason = (
-            f"steps run eagerly: the fit ended after {steps}, before the first graph "
-            f"(warmup_steps={options.warmup_steps}{waits}); longer fits have graphs"
-        )
-        statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
-
-    def tell(self) -> None:
-        rank_zero_info(f"GraphCapture:\n{render(self._statistics.report())}")
-
-    def _log(self) -> None:
-        if self._fit.options.log_metrics:
-            figures = self._statistics.report().metrics()
-            for logger in self._fit.trainer.loggers:
-                logger.log_metrics(figures, step=self._fit.trainer.global_step)
+def _in_short(names: Sequence[str]) -> str:
+    quoted = [f"`{name}`" for name in names[:_LINES]]
+    if len(names) > _LINES:
+        quoted[-1] += f" and {len(names) - _LINES} more"
+    return f"{', '.join(quoted)} {'runs' if len(names) == 1 else 'run'} eagerly"

@@ -1,31 +1,18 @@
-"""Counts what happens to the steps of a fit, and says it."""
+"""Counts what happens to the steps of a fit."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields
-from textwrap import shorten
 from time import perf_counter
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_graphs.device.backend import Backend, PoolHandle
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.errors import GraphError
-from lightning_graphs.private.callsite import stacklevel_of_user
-from lightning_graphs.regions.conditions import CaptureKey
 from lightning_graphs.report import GraphRecord, Report, StepTime
-from lightning_graphs.values.signature import Signature
-
-_RECAPTURES_SAID = 8
-_LINES = 3
-"""How many changes, or names, are listed in one sentence."""
-_LONGEST = 160
-"""Characters of a change."""
 
 
 @dataclass(slots=True)
@@ -63,76 +50,8 @@ class Statistics(Report):
     fused: list[str] = field(default_factory=list)
     waiting: str = ""  # why the last eager step was not captured, where none was refused
     pace: StepTimes = field(default_factory=StepTimes)  # how long steps take
-    _unverified: set[str] = field(default_factory=set)
     _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
     _uncounted: dict[CUDAGraph, Sequence[CUDAGraph]] = field(default_factory=dict)
-    # Why submodules run eagerly -> their names, and how the report says why
-    _refused: dict[str, tuple[list[str], str]] = field(default_factory=dict)
-
-    def note(self, reason: str, error: GraphError | None = None, *, after: str = "") -> None:
-        """Warn, once for each reason, that something runs eagerly.
-
-        It takes the place of what was said of the same error in the words of ``after``.
-        """
-        full = reason if error is None else f"{reason}: {error.full}"
-        if full in self.fallbacks:
-            return
-        why = "" if error is None else f": {error}"
-        if error is not None and (before := f"{after}: {error.full}") in self.fallbacks:
-            self.fallbacks[self.fallbacks.index(before)] = full
-            why = f" for the same reason: {error.observed}"
-        else:
-            self.fallbacks.append(full)
-        rank_zero_warn(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
-
-    def unverified(self, what: str, reason: str) -> None:
-        """Warn, once for each sentence, that there was no memory for a comparison."""
-        if what not in self._unverified:
-            self._unverified.add(what)
-            rank_zero_warn(f"GraphCapture: {what}: {reason}", stacklevel=stacklevel_of_user())
-
-    def refused(self, name: str, error: GraphError) -> None:
-        """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""
-        text = error.full
-        is_said = any(text in reason for reason in self.fallbacks)
-        why = f" for the same reason: {error.observed}" if is_said else f": {text}"
-        names, why = self._refused.setdefault(text, ([], why))
-        before = _in_short(names) + why
-        if name not in names:
-            names.append(name)
-        entry = _in_short(names) + why
-        if before in self.fallbacks:
-            self.fallbacks[self.fallbacks.index(before)] = entry
-        elif is_said:
-            self.fallbacks.append(entry)
-        else:
-            self.note(_in_short(names), error)
-
-    def recaptured(self, sentence: str, change: str) -> None:
-        """Say that another capture is made, and keep what changed; further ones are not said."""
-        is_said = change in self.recaptures
-        self.recaptures.append(change)
-        said = len(set(self.recaptures))
-        if not is_said and said <= _RECAPTURES_SAID:
-            is_last = said == _RECAPTURES_SAID
-            further = "; further ones are listed in the report" if is_last else ""
-            rank_zero_info(f"GraphCapture: {sentence}{further}")
-
-    def runs_fused(self, name: str) -> None:
-        """Say, once for each, that an optimizer runs another kernel than by itself."""
-        if name not in self.fused:
-            self.fused.append(name)
-            rank_zero_info(
-                f"GraphCapture: {name} runs its fused kernel during this fit; by itself it would "
-                "run another one, whose results differ by rounding"
-            )
-
-    def chosen(self, names: Sequence[str]) -> None:
-        """Say, once for each, which submodules have graphs."""
-        new = [name for name in names if name not in self.modules]
-        if new:
-            self.modules += new
-            rank_zero_info(f"GraphCapture: graphs for {', '.join(_patterns(new))}")
 
     def captured(
         self,
@@ -209,57 +128,3 @@ def _pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
             pool = tuple(segment["segment_pool_id"])
             sizes[pool] = sizes.get(pool, 0) + segment["total_size"]
     return sizes
-
-
-def in_words(signature: Signature) -> str:
-    """A step's signature, short: its tensors, and its part in an accumulation window."""
-    phase = conditions_of(signature).phase
-    return tensors_in_words(signature) + (f"; {phase}" if phase.window != 1 else "")
-
-
-def tensors_in_words(signature: Signature) -> str:
-    """The tensors of a call: ``x f32[32,128], y i64[32]``."""
-    pairs = zip(signature.tensor_names, signature.specs, strict=True)
-    return ", ".join(f"{_bare(n)} {spec.against(spec)}" for n, spec in pairs) or "no tensor"
-
-
-def _bare(name: str) -> str:
-    # A batch in a dictionary is known by its keys.
-    path = name.removeprefix("batch")
-    is_key = path[:2] in ("['", '["') and path[-2:] in ("']", '"]') and path.count("[") == 1
-    return path[2:-2] if is_key else name
-
-
-def differences(before: Signature, after: Signature) -> list[str]:
-    """What tells two captures apart, a line each, for a person to read."""
-    lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
-    return lines + conditions_of(before).diff(conditions_of(after))
-
-
-def conditions_of(signature: Signature) -> CaptureKey:
-    conditions: CaptureKey = signature.extra[0]  # type: ignore[assignment]
-    return conditions
-
-
-def listed(lines: Sequence[str]) -> str:
-    """The lines as one text, and no more of them than anybody reads."""
-    shown = [shorten(line, _LONGEST, placeholder=" ...") for line in lines[:_LINES]]
-    further = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
-    return "; ".join(shown + further)
-
-
-def _patterns(names: Sequence[str]) -> Iterator[str]:
-    """Names that differ by numbers only as one, with their number."""
-    alike: dict[str, list[list[str]]] = {}
-    for name in names:
-        alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name.split("."))
-    for group in alike.values():
-        parts = [ps[0] if len(set(ps)) == 1 else "*" for ps in zip(*group, strict=True)]
-        yield ".".join(parts) + (f" ({len(group)})" if len(group) > 1 else "")
-
-
-def _in_short(names: Sequence[str]) -> str:
-    quoted = [f"`{name}`" for name in names[:_LINES]]
-    if len(names) > _LINES:
-        quoted[-1] += f" and {len(names) - _LINES} more"
-    return f"{', '.join(quoted)} {'runs' if len(names) == 1 else 'run'} eagerly"

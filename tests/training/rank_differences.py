@@ -108,8 +108,8 @@ def _move(trainer: Any, module: Any) -> None:
 def _switch_off(trainer: Any, module: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, GraphCapture):
-            assert callback._reporter is not None
-            callback._reporter._fit.ranks.leave("told to")
+            assert callback._summary is not None
+            callback._summary._fit.ranks.leave("told to")
 
 
 def _no_room(self: MemoryBudget, what: str) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_graphs.lightning.options import Options
 from lightning_graphs.policy import worth as module
+from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy
 from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.report.statistics import Statistics

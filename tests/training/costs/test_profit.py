@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.lightning import summary
 from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.policy.timing import SAMPLES, StepTiming, Verdict, judge
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report import messages as notices
 from lightning_graphs.report.statistics import Statistics
 from tests.training.fits import TrainingContext, compare, prepare
 
@@ -94,7 +94,7 @@ def given(
 ) -> TrainingContext:
     """The fit, its steps taking the given milliseconds."""
     stopwatch = Given(fit, eager, replay, **options)
-    monkeypatch.setattr(notices, "Stopwatch", lambda device: stopwatch)
+    monkeypatch.setattr(summary, "Stopwatch", lambda device: stopwatch)
     return fit
 
 
@@ -190,7 +190,7 @@ class TestInAFit:
         assert fit.capture.report.verdict == ""
 
     def test_the_host_says_nothing_about_graphs(self) -> None:
-        assert not notices.Stopwatch(torch.device("cpu")).meaningful
+        assert not summary.Stopwatch(torch.device("cpu")).meaningful
 
 
 @pytest.mark.parametrize("name", ["only_if_faster", "log_metrics"])

@@ -13,6 +13,7 @@ from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Comparison, Verifier
+from lightning_graphs.report.messages import Messages
 from lightning_graphs.report.statistics import Statistics
 from lightning_graphs.values.snapshot import Result, Snapshot
 
@@ -25,7 +26,7 @@ def nothing() -> Snapshot:
 
 def verifier() -> Verifier:
     trainer: Any = SimpleNamespace(world_size=1, strategy=SimpleNamespace(model=None))
-    parts = MemoryBudget(CPU), Ranks(trainer), Statistics()
+    parts = MemoryBudget(CPU), Ranks(trainer), Messages(Statistics())
     return Verifier(True, Tolerance("cpu", None), *parts, lambda: 3)
 
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.lightning.options import OptionError
+from lightning_graphs.policy.options import OptionError
 from lightning_graphs.regions.gradients import GradientBuffers
 from lightning_graphs.regions.verified_steps import Verification
 from tests.training.fits import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from lightning_graphs.lightning.options import OptionError
+from lightning_graphs.policy.options import OptionError
 from lightning_graphs.regions.choose import select
 from tests.training.fits import prepare
 from tests.training.leftovers import assert_nothing_left

@@ -174,7 +174,7 @@ def test_other_threads_may_print(
             LOGGER.warning("a worker")
             done.set()
 
-    class EagerStreak(Net):
+    class Waiting(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             done.clear()
             asked.set()
@@ -184,7 +184,7 @@ def test_other_threads_may_print(
     worker = threading.Thread(target=work)
     worker.start()
     try:
-        compare(*fit_twice(backend, tmp_path, module=EagerStreak))
+        compare(*fit_twice(backend, tmp_path, module=Waiting))
     finally:
         over.set()
         asked.set()

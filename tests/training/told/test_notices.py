@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.report.messages import Messages
 from lightning_graphs.report.statistics import Statistics
 from tests.training.equal.test_batches import lengths
 from tests.training.examined import examined, rows
@@ -369,8 +370,9 @@ def test_the_same_reason_to_capture_again_is_said_once(
 
 def test_a_report_has_all_that_a_warning_leaves_out() -> None:
     statistics = Statistics()
+    messages = Messages(statistics)
     error = CaptureError("A rule.", f"{'x' * 400}\nsecond", "write it")
     with pytest.warns(UserWarning, match=r"eagerly: A rule: x{300} \.\.\.\n  Fix: write it$"):
-        statistics.note("a step runs eagerly", error)
+        messages.note("a step runs eagerly", error)
     reason = f"a step runs eagerly: A rule: {'x' * 400}\nsecond\n  Fix: write it"
     assert statistics.fallbacks == [reason]

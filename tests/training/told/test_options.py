@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError, UnsupportedError
-from lightning_graphs.lightning.options import OptionError
+from lightning_graphs.policy.options import OptionError
 from tests.training.fits import compare, fit_twice, prepare
 from tests.training.leftovers import assert_nothing_left
 

@@ -1,0 +1,41 @@
+"""Dotted names of before the package had an engine and clients, and where their contents are now.
+
+Entry points of an installed package, ``class_path`` in configuration files and pickles hold them.
+Each name is a module that finds its members in the present one when they are asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+MOVED = {
+    "training": "lightning",
+    "training.callback": "lightning.callback",
+    "training.options": "policy.options",
+    "training.plugins": "lightning.plugins",
+    "reporting": "report",
+    "reporting.report": "report.report",
+    "reporting.diagnosis": "report.diagnosis",
+}
+"""Module before -> module now, below the package."""
+
+
+class _Moved(ModuleType):
+    """A module that has moved."""
+
+    def __init__(self, package: str, before: str) -> None:
+        super().__init__(f"{package}.{before}")
+        self._present = f"{package}.{MOVED[before]}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(import_module(self._present), name)
+
+
+def register(package: str) -> None:
+    """Make all of them importable; nothing is imported for that."""
+    sys.modules.update({f"{package}.{name}": _Moved(package, name) for name in MOVED})
