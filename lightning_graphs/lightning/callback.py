@@ -16,7 +16,6 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.findings import why_no_whole_step
-from lightning_graphs.lightning.handler import Runner, StrategyHandler
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts
 from lightning_graphs.lightning.progress import ProgressValues
@@ -26,7 +25,7 @@ from lightning_graphs.lightning.ranks import (
     is_model_parallel,
     why_not_captured,
 )
-from lightning_graphs.lightning.runner import StepRunner
+from lightning_graphs.lightning.runner import Runner, StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.summary import FitSummary

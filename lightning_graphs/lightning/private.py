@@ -10,6 +10,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -104,13 +105,13 @@ def step_value(results: Any, entry: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def skips_backward(trainer: Trainer) -> bool:
-    """Whether the loop runs forward passes only, as SWA does to refresh BatchNorm statistics.
+def skipping_backward(trainer: Trainer) -> Callable[[], bool]:
+    """Tells whether the loop runs forward passes only, as SWA does to refresh BatchNorm statistics.
 
     No public attribute says so. Fallback: False, as without such callbacks.
     """
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    return bool(getattr(loop, "_skip_backward", False))
+    return partial(getattr, loop, "_skip_backward", False)
 
 
 def updates_loggers(trainer: Trainer) -> bool:
@@ -124,7 +125,7 @@ def announce_optimizer_step(trainer: Trainer, optimizer: Any) -> None:
 
     Without one, nobody does.
     """
-    if vars(trainer.profiler).get("profile") is not _Unrecorded:  # type: ignore[attr-defined]
+    if vars(trainer.profiler).get("profile") is not Unrecorded:  # type: ignore[attr-defined]
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
 
@@ -263,11 +264,11 @@ def cheap_contexts(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
     """
     if is_profiled(trainer):
         return contextlib.nullcontext()
-    return replaced(trainer.profiler, "profile", _Unrecorded)  # type: ignore[attr-defined]
+    return replaced(trainer.profiler, "profile", Unrecorded)  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False, repr=False)
-class _Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):
+class Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):
     """What ``Profiler.profile`` gives: a context and a decorator, whose code is all Python's."""
 
     action_name: str

@@ -1,51 +1,61 @@
-"""Decides for every batch whether the step runs eagerly, is captured or replayed."""
+"""The three methods of the strategy: each step runs eagerly, is captured, or is replayed."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
-from operator import methodcaller
-from typing import Any
+from functools import lru_cache, partial
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.lightning.context import CaptureFacts, TrainingContext
+from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
+    Unrecorded,
     announce_optimizer_step,
     call_gradient_hooks,
     is_lightnings_closure,
-    skips_backward,
+    skipping_backward,
     takes_no_closure,
 )
-from lightning_graphs.lightning.ranks import NOT_REDUCED
+from lightning_graphs.lightning.ranks import NOT_REDUCED, syncs
+from lightning_graphs.lightning.strategy import NAMES, StepHandler
 from lightning_graphs.policy.budget import MemoryKept, NoRoomError
+from lightning_graphs.policy.timing import StepTiming
 from lightning_graphs.policy.worth import HyperParameterChurn
-from lightning_graphs.private.exchange import nothing
+from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.cache import PlanCache
-from lightning_graphs.regions.conditions import CaptureKey, NewSeeds, Observers, signature_in_words
-from lightning_graphs.regions.gradients import KEPT_LATE
-from lightning_graphs.regions.lifecycle import CAPTURE, EAGER, GIVE_UP
-from lightning_graphs.regions.notices import StepMessages
-from lightning_graphs.regions.optimizer import (
-    CapturableOptimizer,
-    StateAwaited,
-    capture_obstacle,
+from lightning_graphs.regions.conditions import (
+    CaptureKey,
+    ClientGuards,
+    NewSeeds,
+    Observers,
+    Phase,
+    ReplayGuards,
+    signature_in_words,
+    without_values,
 )
-from lightning_graphs.regions.plan import StepPlan, without_values
-from lightning_graphs.regions.replay_guards import ReplayGuards
+from lightning_graphs.regions.gradients import KEPT_LATE
+from lightning_graphs.regions.lifecycle import EAGER, Lifecycle
+from lightning_graphs.regions.notices import StepMessages
+from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, capture_obstacle
+from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified_steps import Verification
-from lightning_graphs.report.statistics import capture_cost
-from lightning_graphs.values.signature import CallPlan, Modes, Signature
+from lightning_graphs.report.statistics import Statistics, capture_cost
+from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 
+_CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
+_PLUGIN = attrgetter("precision_plugin")
 _WRAPPED = (
     "the optimizer step runs eagerly: optimizer_step hands a closure of its own to the optimizer, "
     "which may change gradients; configure_gradient_clipping or on_before_optimizer_step may do so "
@@ -67,11 +77,20 @@ class StepRunner:
         self._investment = fit.investment
         options = fit.options
         self._verifier = fit.verifier()
-        self._cache: PlanCache[Signature, StepPlan] = PlanCache(
+        self._cache: PlanCache[Any, StepPlan] = PlanCache(
             fit.investment,
             self._release,
             capacity=options.max_graphs,
             shape=lru_cache(without_values),  # which is asked for time and again in an eager step
+        )
+        verifier = self._verifier
+        self._life: Lifecycle[tuple[Any, ...], StepPlan] = Lifecycle(
+            self,
+            self._cache,
+            fit.investment,
+            fit.ranks,
+            verifies=verifier.is_on,
+            again=(lambda: verifier.is_due) if verifier.every else None,
         )
         self._notices = StepMessages(options, fit.statistics, fit.messages)
         self._captures_unseen = True
@@ -83,8 +102,9 @@ class StepRunner:
         self._seeds = NewSeeds.of(fit.module, fit.module.device)
         self._active: StepPlan | None = None
         self._stepping = False
-        # After a refusal no graph of a step is left; or attributes move on too often
-        self._failing = self.has_failed = False
+        self._closure: type | None = None  # Lightning's own
+        self._skips_backward = skipping_backward(fit.trainer)
+        self._waits = True  # steps ran eagerly for which a message may come
         # Perhaps because of a shape that follows from values
         self.may_follow_values = False  # not the error, which holds what was captured
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
@@ -118,7 +138,35 @@ class StepRunner:
             self._fit, self._learned, self._optimizer, self._in_graph, self._observers
         )
         self._verification = Verification(self._verifier, self._capture, self._learned.places)
-        self._watch = ReplayGuards(self._module, self._capture, self._learned)
+        guard = None if self._in_graph is None else self._in_graph.guard
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parts = guard, parameters, self._learned, self._client_guards()
+        self._watch = ReplayGuards(self._module, *parts)
+
+    def _client_guards(self) -> ClientGuards:
+        trainer, optimizer, plugin = self._trainer, self._optimizer, self._trainer.precision_plugin
+        synced = partial(syncs, trainer) if self._ranks.ddp is not None else bool
+        return ClientGuards(
+            phase=self._phase,
+            epoch=partial(attrgetter("current_epoch"), trainer),
+            flags=(partial(_CLIPPING, trainer), synced),
+            of_all=(
+                (
+                    (partial(_PLUGIN, trainer), plugin),
+                    lambda: "the trainer's precision was changed",
+                ),
+                (
+                    (lambda: trainer.optimizers[0] is optimizer, True),
+                    lambda: "the optimizer was replaced",
+                ),
+            ),
+        )
+
+    def _phase(self) -> Phase:
+        """The part of an accumulation window that the coming step is."""
+        window = self._trainer.accumulate_grad_batches
+        zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
+        return Phase(zeroing, self._stepping, window)
 
     def _forget_plans(self) -> None:
         """Drop every graph, and not how often steps were seen: none copies in from a new place."""
@@ -130,11 +178,16 @@ class StepRunner:
         self._statistics.released(plan.graphs["forward"])
         if plan is self._active:  # the rest of its step is still to come: the pool keeps it
             return
-        self._release_graphs(plan)
+        self.discard(plan)
 
-    def _release_graphs(self, plan: StepPlan | None) -> None:
+    def discard(self, plan: StepPlan | None) -> None:
         for graph in () if plan is None else plan.graphs.values():
             self._fit.pool.release(graph)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether whole steps came to nothing: refusals have no graph over, or attributes move."""
+        return self._life.has_failed
 
     @property
     def held(self) -> str:
@@ -161,7 +214,9 @@ class StepRunner:
                 return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
             self._rebind(self._watch.reason_to_rebind() or "")  # ahead of its step, not within it
         # Another closure may change gradients after Lightning's own, or call it twice, as SAM does.
-        own = is_lightnings_closure(closure)
+        own = type(closure) is self._closure
+        if not own and is_lightnings_closure(closure):
+            own, self._closure = True, type(closure)
         if not own and not takes_no_closure(closure) and self._in_graph is not None:
             self._messages.note(_WRAPPED)
         self._stepping = own
@@ -177,29 +232,25 @@ class StepRunner:
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         if self._observers.before_step:
             if unscales:
-                plan.gradients.load()
-                plan.graphs["unscale"].replay()
-                plan.gradients.bind()  # copies follow in place
+                plan.replay("unscale")
             call_gradient_hooks(self._trainer, self._module, optimizer)
             self._step_after_hooks(plan)
-        else:
+        elif vars(self._trainer.profiler).get("profile") is not Unrecorded:  # type: ignore[attr-defined]
             announce_optimizer_step(self._trainer, optimizer)
         return result
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
         """Replay the optimizer step on the gradients that the hooks left."""
         assert self._in_graph is not None
-        moved = self._in_graph.hyper_parameters() != plan.conditions.hyper_parameters
-        replaced = self._in_graph.replaced(self._trainer.current_epoch)
-        if moved or replaced or not plan.gradients.complete():
+        moved = self._in_graph.guard.numbers() != plan.conditions.hyper_parameters
+        if (
+            moved
+            or self._in_graph.guard.is_replaced(self._trainer.current_epoch)
+            or not plan.gradients.complete()
+        ):
             self._capture.step_eagerly(plan.scaling)
             return
-        self._in_graph.refresh()
-        # A fused step unscales by itself what no hook has unscaled before it
-        plan.gradients.bring_in(self._kept.are_held)
-        plan.graphs["step"].replay()
-        plan.gradients.take_out()
-        plan.store("step")
+        plan.replay("step")  # a fused one unscales by itself what no hook has unscaled before it
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the hooks of a backward pass; replay it where it is a graph of its own."""
@@ -215,13 +266,12 @@ class StepRunner:
         if "backward" in plan.graphs:
             if self._kept.are_held():
                 self._messages.note(KEPT_LATE)
-            plan.adopt()
-            plan.graphs["backward"].replay()
-            plan.store("backward")
+            plan.replay("backward")
         # Where the backward pass is no graph of its own, nobody can have changed it since.
         unseen = "backward" not in plan.graphs and self._kept.bound is plan.gradients
         plan.attach(bound=unseen)
-        self._kept.track(plan.gradients)
+        if self._kept.tracked is not plan.gradients:
+            self._kept.track(plan.gradients)
         closure_loss = Precision.post_backward(plugin, closure_loss, self._module)
         if not self._stepping:
             self._active = None
@@ -234,13 +284,13 @@ class StepRunner:
         if plan is None:
             return self._eager(args, kwargs)
         if plan.changes is not None:
-            plan.loaded = args[0]
+            plan.present.batch = args[0]
         return self._replay(plan)
 
     # ------------------------------------------------------------------ the three phases
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
-        is_outside = bool(kwargs) or skips_backward(self._trainer) or self._investment.is_over
+        is_outside = bool(kwargs) or self._skips_backward() or self._investment.is_over
         ranks = self._ranks
         if is_outside or self._warmup_left > 0 or not (ranks.ready or ranks.are_ready()):
             if not is_outside:
@@ -249,59 +299,39 @@ class StepRunner:
             return None
         if ranks.units is not None and not ranks.units.shard():
             ranks.leave(NOT_REDUCED)
-        conditions = self._conditions()
-        plan = self._cache.find(methodcaller("fits", args[0], conditions))
-        if plan is not None:
-            choice, wish = plan.number, plan.unverified and self._investment.affords_verification
-        else:
-            choice, wish = CAPTURE if self._is_due(args, conditions) else EAGER, False
-        choice, verify = GIVE_UP if self._failing else choice, wish
-        if not ranks.are_one:
-            choice, verify = ranks.settle(choice, wish)
-        self.has_failed |= choice == GIVE_UP
-        if plan is not None and choice <= CAPTURE:
-            plan.rewind_host()
-        if choice == CAPTURE:
-            if plan is not None:  # another rank has lost it
-                self._cache.drop(plan.call.signature)
-            if not len(self._cache):
-                conditions = self._conditions(captures=True)
-            return self._captured(args, conditions)
-        if choice <= EAGER or plan is None:
-            return None
-        again = self._verifier.every and self._verifier.is_due
-        return self._verified(plan, args) if verify or again else plan
+        if ranks.lost:
+            self._rebind(ranks.lost)
+        return self._life.plan_for(args)
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
         """Count a batch of the warm-up, so that the first capture knows what comes back."""
         with contextlib.suppress(CaptureError):
-            conditions = self._watch.conditions(self._stepping)
-            signature, _ = self._signature_of(args, conditions)
+            signature, _ = self._signature_of(args, self._watch.conditions())
             if self._investment.measures:
                 self._cache.see(signature)
 
-    def _is_due(self, args: tuple[Any, ...], conditions: CaptureKey) -> bool:
-        """Whether the step of this batch is to be captured."""
+    # ------------------------------------------------------------------ the region
+
+    def key(self, call: tuple[Any, ...]) -> Signature | None:
+        """The signature of a batch, under the conditions of the coming step."""
+        self._conditions = self._current_conditions(has_graphs=len(self._cache) > 0)
         if self._seeds is not None and self._seeds.are_used_by_next_step():
-            return False
-        try:
-            signature, _ = self._signature_of(args, conditions)
-        except CaptureError as error:
-            self._refused(None, error)
-            return False
-        cache = self._cache
-        if not cache.is_due(signature):
-            if cache.why_not:
-                why, is_new = self._moved or cache.why_not, cache.is_new(signature)
-                step = signature, why, self._values.why, self._learned.reads.codes
-                self._fails(self._notices.waiting(*step, is_new=is_new, at_once=cache.is_full))
-            return False
+            return None
+        return self._signature_of(call, self._conditions)[0]
+
+    def wait(self, call: tuple[Any, ...], key: Signature) -> None:
+        self._waits = True
+        why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
+        step = key, why, self._values.why, self._learned.reads.codes
+        if self._notices.waiting(*step, is_new=is_new, at_once=self._cache.is_full):
+            self._fail()
+
+    def is_ready(self, call: tuple[Any, ...], key: Signature) -> bool:
         # Libraries choose and load their kernels for a shape when it comes for the first time.
-        if self._is_unseen(signature) and (
-            torch.backends.cudnn.benchmark or not self._captures_unseen
-        ):
+        if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return False
-        return not (conditions.phase.stepping and self._in_graph and not self._in_graph.has_stepped)
+        stepping = self._conditions.phase.stepping
+        return not (stepping and self._in_graph and not self._in_graph.has_stepped)
 
     def _signature_of(
         self, args: tuple[Any, ...], conditions: CaptureKey
@@ -314,61 +344,61 @@ class StepRunner:
     def _is_unseen(self, signature: Signature) -> bool:
         return self._investment.measures and self._cache.is_new(signature)
 
-    def _captured(self, args: tuple[Any, ...], conditions: CaptureKey) -> StepPlan | None:
-        """Capture the step of this batch; None: it cannot be captured, run it eagerly."""
-        signature, tensors = self._signature_of(args, conditions)
-
-        def capture() -> StepPlan | None:
-            self._recovery.before_capture(args)
+    def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
+        if not len(self._cache):
+            self._conditions = self._current_conditions(has_graphs=True)
+        signature, tensors = self._signature_of(call, self._conditions)
+        with self._investment.paying(), capture_cost(self._fit.pool.backend) as self._cost:
+            self._recovery.before_capture(call)
             for plan in self._cache.plans():
                 plan.gradients.release_ownership()
             self._kept.count()
             if self._in_graph is not None and not len(self._cache):
                 self._in_graph.gather_state()
-            return self._capture.capture(args[0], tensors, args[1:], signature, conditions.phase)
+            return self._capture.capture(call, tensors, signature, self._watch)
 
-        try:
-            with self._investment.paying(), capture_cost(self._fit.pool.backend) as cost:
-                plan = self._ranks.together(capture, self._release_graphs)
-        except GraphError as error:
-            if isinstance(error, BatchValueRead):
-                self._values.read(error)
-            elif self._is_unseen(signature):
-                self._captures_unseen = False
-            elif not self._awaited.may_come(signature, error, self._optimizer):
-                self._refused(signature, error)
-            return None
-        if plan is None:
-            return None
-        conditions = replace(conditions, attributes=self._watch.attributes())
-        signature = replace(signature, extra=(conditions, *plan.told))
-        plan.call, plan.conditions = CallPlan(signature, check_modes=True), conditions
-        plan.number = next(self._ranks.numbers)
-        self._notices.captured(signature)
-        self._statistics.captured(signature_in_words(signature), [*plan.graphs.values()], cost)
-        self._cache.add(signature, plan)
+    def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+        self._notices.captured(plan.key)
+        graphs = [*plan.graphs.values()]
+        plan.record = self._statistics.captured(signature_in_words(plan.key), graphs, self._cost)
         self._kept.count()
-        plan.fill(tensors)
-        plan.unverified = self._verifier.is_on
-        is_too_much = self._ranks.any(not self._investment.affords_verification)
-        return plan if is_too_much else self._verified(plan, args)
+        tensors = plan.call.match(call[:1], {})
+        assert tensors is not None, "it was captured from this batch"
+        plan.take(tensors)
 
-    def _verified(self, plan: StepPlan, args: tuple[Any, ...]) -> StepPlan | None:
-        """The plan if it computes what the eager step does; None: it is dropped, run eagerly."""
-        if self._verifier.is_on:
-            plan.unverified = False
-            self._recovery.forget_gradients(plan)
-            self._kept.bound = None
-            try:
-                with self._investment.verifying():
-                    self._verification.check(plan, args)
-            except MemoryKept:
-                self._rebind("code of a step keeps tensors that it has computed")
-                return None
-            except GraphError as error:
-                self._refused(plan.call.signature, error)
-                return None
-        return plan
+    def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
+        self._recovery.forget_gradients(plan)
+        self._kept.bound = None
+        try:
+            self._verification.check(plan, call)
+        except MemoryKept:
+            self._rebind("code of a step keeps tensors that it has computed")
+            return False
+        return True
+
+    def may_succeed(self, key: Signature, error: GraphError) -> bool:
+        if isinstance(error, BatchValueRead):
+            self._values.read(error)
+            return True
+        if self._is_unseen(key):
+            self._captures_unseen = False
+            return True
+        return self._awaited.may_come(key, error, self._optimizer)
+
+    def refuse(self, error: GraphError) -> None:
+        self.may_follow_values = may_follow_values(error)
+        # What finds no memory as a whole finds none for the arguments of its submodules.
+        is_branch = self._capture.was_in_a_branch()
+        if not (len(self._cache) or is_branch or isinstance(error, NoRoomError)):
+            self._fail()
+        self._notices.refused(error, has_graphs=not self._life.is_failing)
+
+    def _fail(self) -> None:
+        """Note that graphs of whole steps come to nothing here."""
+        if self._may_give_up:
+            self._life.give_up()
+
+    # ------------------------------------------------------------------ eager and replayed
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._statistics.eager += 1
@@ -382,40 +412,34 @@ class StepRunner:
         return self._calls.training_step(*args, **kwargs)
 
     def _replay(self, plan: StepPlan) -> Any:
-        forward = plan.graphs["forward"]
         plan.uses += 1
-        self._messages.replayed()
+        if self._waits:
+            self._waits = False
+            self._messages.replayed()
         self._moves.replays += 1
-        for number in plan.numbers:
-            number.refresh()
-        if "backward" not in plan.graphs:
-            plan.adopt()
-        if plan.clocks is not None:
-            plan.clocks.begin()
-        forward.replay()
+        plan.launch("forward")
         if (ddp := self._ranks.ddp) is not None:  # reduced by then
             ddp.require_forward_param_sync = plan.conditions.phase.stepping
         if not self._observers.own_zero_grad:
             # Lightning zeroes after the forward pass; the graph has done it and written anew.
-            vars(self._optimizer)["zero_grad"] = nothing
+            vars(self._optimizer)["zero_grad"] = _nothing
         try:
             returned = plan.hand_out()
         except Exception as error:
             returned = self._recovery.handed_out(plan, error)
-        self._statistics.count_replay(forward)
+        self._statistics.replayed += 1
+        plan.record.replays += 1
         return returned
 
-    def _conditions(self, *, captures: bool = False) -> CaptureKey:
+    def _current_conditions(self, *, has_graphs: bool) -> CaptureKey:
         """The conditions of the coming step, and no graph left that they have made wrong."""
-        has_graphs = captures or len(self._cache) > 0
-        reason = self._watch.reason_to_rebind(has_graphs=has_graphs) or self._ranks.lost
-        self._moved = reason
+        self._moved = reason = self._watch.reason_to_rebind(has_graphs=has_graphs)
         if reason:
             self._rebind(reason)
-        conditions = self._watch.conditions(self._stepping)
+        conditions = self._watch.conditions()
         if self._moves.are_too_many(conditions.hyper_parameters):
             self._rebind()
-            conditions = self._watch.conditions(self._stepping)
+            conditions = self._watch.conditions()
         return conditions
 
     def _rebind(self, reason: str = "") -> None:
@@ -428,16 +452,143 @@ class StepRunner:
             self.capturable.restore()
         self._bind()
 
-    def _refused(self, signature: Signature | None, error: GraphError) -> None:
-        if signature is not None:
-            self._cache.refuse(signature)
-        self.may_follow_values = may_follow_values(error)
-        # What finds no memory as a whole finds none for the arguments of its submodules.
-        is_branch = self._capture.was_in_a_branch()
-        self._fails(not (len(self._cache) or is_branch or isinstance(error, NoRoomError)))
-        self._notices.refused(error, has_graphs=not self._failing)
 
-    def _fails(self, failing: bool) -> None:
-        """Note that graphs of whole steps come to nothing here: in the end all ranks give up."""
-        self._failing |= failing and self._may_give_up
-        self.has_failed |= self._failing and self._ranks.are_one
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stands for ``zero_grad`` after a replay that has zeroed the gradients."""
+
+
+class Runner(StepHandler, Protocol):
+    """What runs the steps of a fit: as a whole, or with graphs of submodules."""
+
+    may_follow_values: bool
+    """Whether the last refusal may be due to a shape that follows from values."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether graphs of this scope come to nothing here; submodules take over."""
+
+    @property
+    def held(self) -> str:
+        """What may leave too little memory for eager code that runs now; empty if nothing."""
+
+    @property
+    def capturable(self) -> CapturableOptimizer | None:
+        """What keeps the optimizer capturable at present; None if its step runs eagerly."""
+
+    def close(self) -> None:
+        """Release every graph and give back what was changed; may be called again."""
+
+
+class StrategyHandler:
+    """Answers for the strategy from ``on_train_start`` to the end of a fit.
+
+    A runner runs the steps. The first ones are timed, and a step that finds no memory is repeated;
+    replayed steps after that pass ``training_step`` only. The scope changes here, between two
+    optimizer steps.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        # Makes what follows where graphs of whole steps come to nothing, perhaps because of a shape
+        # that follows from values
+        successor: Callable[[bool], Runner],
+        recovery: OomRecovery,
+        statistics: Statistics,
+        timing: StepTiming,
+        settled: Callable[[], None],  # called when the timing is complete
+    ) -> None:
+        self.runner = runner
+        self._successor = successor
+        self._recovery = recovery
+        recovery.runner = runner
+        self._statistics = statistics
+        self._timing: StepTiming | None = timing
+        self._settled = settled
+        self._own: Callable[..., Any] = runner.training_step
+        self._table: dict[str, Any] = {}
+        self._methods: dict[str, Any] = {}
+        self._open = contextlib.ExitStack()
+
+    def take_over(self, strategy: Strategy) -> None:
+        """Take the place of the strategy's methods, a user's own ones included."""
+        self._own, self._table = strategy.training_step, vars(strategy)
+        self._methods = {name: getattr(self, name) for name in NAMES}
+        for name, method in self._methods.items():
+            self._open.enter_context(replaced(strategy, name, method))
+
+    def close(self) -> None:
+        """Release the graphs and give the methods back; may be called again."""
+        self.runner.close()
+        self._open.close()
+
+    def _bind(self) -> None:
+        """Let nothing stand between the strategy and the runner where nothing has to."""
+        is_direct = self._timing is None and not self.runner.has_failed
+        for name in ("backward", "optimizer_step"):
+            before, now = self._methods[name], getattr(self.runner if is_direct else self, name)
+            self._methods[name] = now
+            if self._table.get(name) == before:  # and no program's own
+                self._table[name] = now
+
+    # ------------------------------------------------------------------ strategy methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, and once more if it finds no memory."""
+        recovery, timing, counts = self._recovery, self._timing, self._statistics
+        if timing is not None:
+            timing.begin(args)
+        if recovery.is_open and recovery.begin_step():
+            return self._own(*args, **kwargs)
+        recovery.counted, again = (counts.eager, counts.replayed), None
+        try:
+            result = self.runner.training_step(*args, **kwargs)
+        except Exception as error:
+            again = recovery.way_on(error)
+            if again is None:
+                raise
+        if again is not None:  # the error's traceback, and what it holds, is gone
+            result = again(*args, **kwargs)
+        if timing is not None and timing.manual:
+            timing.end()
+            if timing.is_complete():
+                self._end_timing()
+        elif self.runner.has_failed:
+            self._bind()
+        return result
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run it; a timed step ends here unless the optimizer steps."""
+        result = self.runner.backward(closure_loss, optimizer, *args, **kwargs)
+        timing = self._timing
+        if timing is not None and not (timing.stepping or timing.manual):
+            timing.end()
+        return result
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Run it, in the scope that there is from now on; a timed step ends here."""
+        if self.runner.has_failed:
+            self.runner.close()
+            self.runner = self._successor(self.runner.may_follow_values)
+            self._recovery.runner = self.runner
+            self._bind()
+        timing = self._timing
+        if timing is None:
+            return self.runner.optimizer_step(optimizer, closure, model, **kwargs)
+        timing.stepping = True
+        try:
+            result = self.runner.optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            timing.stepping = False
+        if not timing.manual:
+            timing.end()
+            if timing.is_complete():
+                self._end_timing()
+        return result
+
+    def _end_timing(self) -> None:
+        self._timing = None
+        self._bind()
+        self._settled()

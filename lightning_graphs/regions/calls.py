@@ -31,9 +31,14 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     is_compiled_in_place,
 )
-from lightning_graphs.regions.conditions import moved_values, tensors_in_words
-from lightning_graphs.regions.lifecycle import Check, Plan
+from lightning_graphs.regions.conditions import (
+    Check,
+    CodeOfModules,
+    moved_values,
+    tensors_in_words,
+)
 from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
+from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import listed
@@ -51,7 +56,7 @@ from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.refusals import code_captured
-from lightning_graphs.watch.user_code import CodeOfModules, CompiledCode
+from lightning_graphs.watch.user_code import CompiledCode
 
 # ------------------ The graphs of the calls of one step, what they contain beside tensors, and dep
 
@@ -109,17 +114,17 @@ class CallGuards:
         return ((read.now, read.now()),)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class GraphedCall(Plan):
     """The graphs of one call of a module."""
 
-    call: ObservedCall = field(kw_only=True)
-    graphed: GraphedCallable = field(kw_only=True)
-    baked: CallGuards = field(kw_only=True)  # of its capture
-    cost: CaptureCost = field(kw_only=True)  # what its capture took
-    parameters: list[Parameter] = field(kw_only=True)  # of the module
+    call: ObservedCall
+    graphed: GraphedCallable
+    baked: CallGuards  # of its capture
+    cost: CaptureCost  # what its capture took
+    parameters: list[Parameter]  # of the module
     # What the call writes beside parameters and buffers, by name
-    written: dict[str, Tensor] = field(kw_only=True)
+    written: dict[str, Tensor]
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
 
     @property
@@ -151,9 +156,8 @@ class CapturedStep(Plan):
         baked: CallGuards,
     ) -> None:
         self._orders = list(dict.fromkeys(site.graphed.order for site in captured))
-        begins = tuple(order.begin for order in self._orders)  # pending backward passes are void
         key = kind, observation.pattern(calls), baked.values
-        super().__init__(key, baked.checks, before=begins)
+        super().__init__(key=key, checks=baked.checks)
         self.kind = kind
         self.calls = calls
         self.baked = baked
@@ -199,6 +203,12 @@ class CapturedStep(Plan):
         if call.flags != self.kind.flags or not self.holds():
             return False
         return self._call is None or self._call.match(call.batch, {}) is not None
+
+    def begin(self) -> None:
+        """Begin a step: every backward pass that is still pending is void."""
+        self.uses += 1
+        for order in self._orders:
+            order.begin()
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
         """Refuse a backward pass for some gradients only, where graphs write them themselves."""
@@ -505,8 +515,8 @@ class _Capture(CallableCapture):
             stores = self._stores["forward"], self._stores["backward"]
             graphed = self.finish(stores, partial(_of_module, self.observed.name))
         return GraphedCall(
-            (self.observed.key(), self.observed.kernels, self._baked.values),
-            ((BackendFlags.now, self.observed.kernels), *checks),
+            key=(self.observed.key(), self.observed.kernels, self._baked.values),
+            checks=((BackendFlags.now, self.observed.kernels), *checks),
             call=self.observed,
             graphed=graphed,
             baked=self._baked,

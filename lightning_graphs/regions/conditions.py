@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from operator import attrgetter, getitem, is_, itemgetter
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.cudnn import CapturedDropout, dropout_state_of
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.private.torch import has_gradient_hooks
+from lightning_graphs.private.torch import (
+    accumulation_hooks,
+    gradient_hooks,
+    has_gradient_hooks,
+    hook_tables,
+    hooks_registered,
+    step_hook_tables,
+)
 from lightning_graphs.values.guards import in_words, is_tensor
-from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.memory import AddressGuard
+from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
 from lightning_graphs.watch.user_code import is_lightnings
 
 # ------------------ Everything besides the batch that a captured step depends on
 
+Check = tuple[Callable[[], Any], Any]
+"""Compare: a function that reads something, and what it has given at the capture."""
+
+Instruction = Callable[[], object]
+"""Compute, copy in or emit: a call without arguments, prepared at the capture."""
+
 Values = tuple[tuple[str, Any], ...]
+"""Names, and the value of each."""
 
 
 def moved_values(before: Values, now: Values) -> list[str]:
@@ -42,8 +60,7 @@ def tensors_moved(before: Values, now: Values) -> list[str]:
     return [name for name, *both in pairs if all(map(is_tensor, both))]
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
+class Phase(NamedTuple):
     """Which part of an accumulation window a micro-batch is."""
 
     zeroing: bool  # gradients are zeroed before its backward
@@ -67,19 +84,6 @@ class CaptureKey:
     attributes: Values
     # Which of the optimizer's parameters have one from earlier steps, where the step reads it
     gradients: tuple[bool, ...]
-
-    def holds(self, now: CaptureKey) -> bool:
-        """Whether what was captured under these may run now.
-
-        What other captures have read since, which comes last, is no matter.
-        """
-        return (
-            self.phase == now.phase
-            and self.hyper_parameters == now.hyper_parameters
-            and self.training == now.training
-            and self.gradients == now.gradients
-            and self.attributes == now.attributes[: len(self.attributes)]
-        )
 
     def diff(self, other: CaptureKey) -> list[str]:
         """What changed, a line each; empty only when equal."""
@@ -128,6 +132,317 @@ def differences(before: Signature, after: Signature) -> list[str]:
 def conditions_of(signature: Signature) -> CaptureKey:
     conditions: CaptureKey = signature.extra[0]  # type: ignore[assignment]
     return conditions
+
+
+def without_values(signature: Signature) -> Hashable:
+    """The part of a key without guarded values: shapes, phase, which gradients exist."""
+    conditions = conditions_of(signature)
+    return replace(signature, extra=(conditions.phase, conditions.gradients))
+
+
+def each(get: Callable[[Any], Any], owners: Sequence[Any]) -> Callable[[], list[Any]]:
+    """A function that reads something of each owner, for a check."""
+    return lambda: list(map(get, owners))
+
+
+def where_moved(check: Check, compute: Instruction) -> Instruction:
+    """Compute where the check finds something else than before."""
+    read, known = check
+
+    def instruction() -> None:
+        if read() != known:
+            compute()
+
+    return instruction
+
+
+class CodeOfModules:
+    """Which code runs where modules of a tree are called: classes, and instances' own forwards."""
+
+    def __init__(self, roots: Iterable[nn.Module], *, graphed: bool = False) -> None:
+        roots = list(roots)
+        named = [item for root in roots for item in root.named_modules(prefix=type(root).__name__)]
+        inside = [item for item in named if not (graphed and item[1] in roots)]
+        self._names = [f"class of `{name}`" for name, _ in named]
+        self._names += [f"forward of `{name}`" for name, _ in inside]
+        self._modules = [module for _, module in named]
+        self._tables = [vars(module) for _, module in inside]
+        self.known = self.now()
+
+    def now(self) -> list[Any]:
+        """Class of each module, and the forward that an instance has itself."""
+        return [*map(type, self._modules), *map(dict.get, self._tables, repeat("forward"))]
+
+    def exchanged(self) -> str:
+        """What was exchanged since, for a person to read; empty if nothing was."""
+        if (now := self.now()) == self.known:
+            return ""
+        found = zip(self._names, now, self.known, strict=True)
+        return next(f"the {name} was exchanged" for name, a, b in found if a != b)
+
+
+_LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
+_State = list[tuple[Any, dict[str, Any], list[Any]]]
+
+
+class OptimizerGuard:
+    """Notices other groups, other state and hooks of an optimizer whose step is captured."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.groups, self.state = optimizer.param_groups, optimizer.state
+        self._epoch = -1
+        self._count = len(self.groups)
+        self._lists = [group["params"] for group in self.groups]
+        self._lengths = list(map(len, self._lists))
+        self._members = list(chain.from_iterable(self._lists))
+        # Parameter, its state and what was in it at the last capture; one of each group among them
+        self._known: _State | None = None
+        self._witnesses: _State = []
+        self._hooks = step_hook_tables(optimizer)
+        # Groups, and names of what a capture freezes in them
+        frozen = [(g, k) for g in self.groups for k in g if k not in _LIVE and not is_tensor(g[k])]
+        self._frozen = [group for group, _ in frozen], [name for _, name in frozen]
+
+    def numbers(self) -> Values:
+        """Name and value of all that a capture freezes in the groups; learning rates are live."""
+        found = map(getitem, *self._frozen)
+        values = [tuple(value) if type(value) is list else value for value in found]
+        return tuple(zip(self._frozen[1], values, strict=True))
+
+    def changed(self, epoch: int) -> str:
+        """Why no graph of its step is right any longer; empty as long as they are."""
+        if self.is_replaced(epoch):
+            return "the optimizer's state or parameter groups were replaced"
+        return "a step hook was registered on the optimizer" if any(self._hooks) else ""
+
+    def is_replaced(self, epoch: int) -> bool:
+        """Whether ``load_state_dict``, ``add_param_group`` or a hand put other state in its place.
+
+        Those who put other tensors there do so for a whole group: in the middle of an epoch, one
+        parameter of each stands for the others.
+        """
+        optimizer = self._optimizer
+        if (
+            optimizer.param_groups is not self.groups
+            or optimizer.state is not self.state
+            or len(self.groups) != self._count
+        ):
+            return True
+        lists = list(map(itemgetter("params"), self.groups))
+        if (
+            epoch == self._epoch
+            and self._holds(self._witnesses)
+            and all(map(is_, lists, self._lists))
+            and list(map(len, lists)) == self._lengths
+            and (self._known is None or len(self.state) == len(self._known))
+        ):
+            return False
+        members = list(chain.from_iterable(lists))
+        same = len(members) == len(self._members) and all(map(is_, members, self._members))
+        if not (same and self._holds(self._known or [])):
+            return True
+        self._epoch = epoch
+        if self._known is not None:  # a parameter that was unfrozen has made its own
+            self.remember()
+        return False
+
+    def _holds(self, known: _State) -> bool:
+        for parameter, state, values in known:
+            if self.state.get(parameter) is not state or len(state) < len(values):
+                return False
+            if not all(map(is_, values, state.values())):
+                return False
+        return True
+
+    def remember(self) -> None:
+        """From now on other tensors in the place of these are a replacement; at every capture."""
+        self._known = [(p, state, list(state.values())) for p, state in self.state.items()]
+        firsts = {next(filter(self.state.__contains__, params), None) for params in self._lists}
+        self._witnesses = [known for known in self._known if known[0] in firsts]
+
+
+# ------------------ Guards of all plans of a fit
+
+OF_LIBRARIES = ("gradient clipping", "DDP syncs buffers", *KERNEL_CHOICES)
+"""Names among :meth:`ReplayGuards.attributes` that are no value of user code."""
+_TRAINING = attrgetter("training")
+
+
+class Facts(Protocol):
+    """What was learned of the code of a fit."""
+
+    reads: Any
+    kept: Any  # gradients that user code sees
+    places: Any  # where code stores something
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGuards:
+    """What a client of the engine knows of the coming step."""
+
+    phase: Callable[[], Phase]
+    epoch: Callable[
+        [], int
+    ]  # steps of one are alike: state of the optimizer is exchanged in between
+    flags: Sequence[Callable[[], Any]]  # for the first of :data:`OF_LIBRARIES`
+    of_all: Sequence[tuple[Check, Callable[[], str]]]  # what makes all graphs wrong, and why
+
+
+class ReplayGuards:
+    """Reads the key of the coming step, and finds what makes all graphs of the fit wrong.
+
+    All that it reads is in tables of functions, which a plan compares with what they gave at its
+    capture; where that fails, the same functions tell why.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        optimizer: OptimizerGuard | None,  # None: its step is in no graph
+        parameters: Sequence[Tensor],  # of the optimizer
+        facts: Facts,
+        client: ClientGuards,
+    ) -> None:
+        self._learned = facts
+        self._module = module
+        self._client = client
+        self._known: Values = ()  # what attributes were last
+        self.look_again()
+        self._modules = list(module.modules())
+        self._optimized = parameters
+        self._optimizer = optimizer
+        self._numbers: Callable[[], Values] = tuple if optimizer is None else optimizer.numbers
+        code, hooks, kept = CodeOfModules([module]), _Hooks(module), facts.kept
+        # What makes all graphs wrong, and why; the first two take longest
+        self._of_all: tuple[tuple[Check, Callable[[], str]], ...] = (
+            ((self._are_in_place, True), self._moved),
+            ((code.now, code.known), code.exchanged),
+            ((hooks.have_changed, False), lambda: "a hook was registered or removed"),
+            *client.of_all,
+            ((self._optimizer_changed, ""), self._optimizer_changed),
+            ((kept.holds, True), self._gradient_kept),
+        )
+
+    def look_again(self) -> None:
+        self._guard = AddressGuard.of_module(self._module, exempt=self._learned.places.exempt)
+
+    def reason_to_rebind(self, *, has_graphs: bool = True) -> str:
+        """Why no graph of the fit is right any longer; empty as long as they are.
+
+        As long as there are none, tensors and code are not looked at, which takes longest.
+        """
+        for (read, known), why in self._of_all[0 if has_graphs else 2 :]:
+            if read() != known and (reason := why()):
+                return reason
+        return ""
+
+    def _are_in_place(self) -> bool:
+        guard = self._guard
+        return guard.holds() or (guard.bring_back() and guard.holds())
+
+    def _moved(self) -> str:
+        learned = self._learned.places.learn_moved(self._guard.moved())
+        return "" if learned else self._guard.difference()
+
+    def _optimizer_changed(self) -> str:
+        guard = self._optimizer
+        return "" if guard is None else guard.changed(self._client.epoch())
+
+    def _gradient_kept(self) -> str:
+        kept = self._learned.kept
+        kept.are_copied, kept.is_noticed = True, False
+        return "a gradient of an earlier step is kept, and is copied now"
+
+    # ------------------------------------------------------------------ what tells steps apart
+
+    def conditions(self) -> CaptureKey:
+        """What the coming step depends on next to its batch."""
+        reads = self.attributes(), self._with_gradients()
+        return CaptureKey(self._client.phase(), self._numbers(), self._are_training(), *reads)
+
+    def checks(self, key: CaptureKey) -> tuple[Check, ...]:
+        """What is compared before a replay of what was captured under this key."""
+        own, values = key.attributes[: len(OF_LIBRARIES)], key.attributes[len(OF_LIBRARIES) :]
+        return (
+            (self._client.phase, key.phase),
+            (self._numbers, key.hyper_parameters),
+            (self._are_training, key.training),
+            *([(self._with_gradients, key.gradients)] if key.gradients else ()),
+            (_same_values(self._learned.reads.now, values), True),
+            (self._of_libraries, tuple(value for _, value in own)),
+            *(check for check, _ in reversed(self._of_all)),
+        )
+
+    def _are_training(self) -> tuple[bool, ...]:
+        return tuple(map(_TRAINING, self._modules))
+
+    def _with_gradients(self) -> tuple[bool, ...]:
+        """Which parameters have gradients of earlier steps, where the step reads them."""
+        zeroing, stepping, _ = self._client.phase()
+        if zeroing or not stepping or self._optimizer is None:
+            return ()
+        return tuple([p.grad is not None for p in self._optimized])
+
+    def _of_libraries(self) -> tuple[Any, ...]:
+        return (*[read() for read in self._client.flags], *BackendFlags.now())
+
+    def attributes(self) -> Values:
+        """Name and value of the attributes that are conditions, as they are now."""
+        values = self._learned.reads.now()
+        if values is not self._known:
+            before, self._known = self._known, values
+            bound = tensors_moved(before, values)
+            if bound and self._learned.places.learn_bound(bound):
+                self._known = values = self._learned.reads.now()
+        return (*zip(OF_LIBRARIES, self._of_libraries(), strict=True), *values)
+
+
+def _same_values(read: Callable[[], Values], known: Values) -> Callable[[], bool]:
+    """Whether values begin with known ones: what later captures read comes last, and is no matter.
+
+    The values are one object as long as none of them has changed.
+    """
+    latest: Values | None = None
+
+    def holds() -> bool:
+        nonlocal latest
+        now = read()
+        if now is not latest:
+            if now[: len(known)] != known:
+                return False
+            latest = now
+        return True
+
+    return holds
+
+
+class _Hooks:
+    """The hooks on the modules and parameters of a fit, which a capture makes part of a graph."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._tables = [table for inner in module.modules() for table in hook_tables(inner)]
+        self._parameters = list(module.parameters())
+        self._known = self._now()
+        self._in_use = [table for table in self._tables if table]
+        self._counts = list(map(len, self._in_use))
+        self._number = hooks_registered()
+
+    def _now(self) -> list[tuple[object, ...]]:
+        own = [find(p) for p in self._parameters for find in (gradient_hooks, accumulation_hooks)]
+        return [tuple(table or ()) for table in (*self._tables, *own)]  # type: ignore[arg-type]
+
+    def have_changed(self) -> bool:
+        """Whether any was registered or removed since; as a rule it is one comparison."""
+        if list(map(len, self._in_use)) != self._counts:
+            return True
+        number = hooks_registered()
+        if number == self._number:
+            return False
+        if self._now() != self._known:
+            return True
+        self._number = number
+        return False
 
 
 # ------------------ Recurrent layers: their weights stay in place, and a seed lets cuDNN make its

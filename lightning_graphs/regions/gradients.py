@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import add, attrgetter, gt, is_
+from operator import attrgetter, gt, is_
 from sys import getrefcount
 
 import torch
@@ -26,11 +26,17 @@ from lightning_graphs.private.torch import (
     address_of,
     storage_uses,
     tensor_uses,
-    uses_at,
     without_ownership,
 )
 from lightning_graphs.regions.conditions import Observers, Phase
-from lightning_graphs.values.memory import Owing, StaticInputs, clone_all, gradients_of
+from lightning_graphs.values.memory import (
+    Owing,
+    ReferenceGuard,
+    StaticInputs,
+    clone_all,
+    gradients_of,
+    uses_of,
+)
 
 # ------------------------------------------------------------------ gradients of the batch
 
@@ -155,7 +161,7 @@ class GradientBuffers:
     def _use(self, buffers: Sequence[Tensor]) -> None:
         self.buffers = list(buffers)
         self._are_whole = all(local(b) is b for b in self.buffers)
-        self._storages = [address_of(local(b).untyped_storage()) for b in self.buffers]
+        self.storages = [address_of(local(b).untyped_storage()) for b in self.buffers]
 
     @property
     def held(self) -> int:
@@ -266,8 +272,7 @@ class GradientBuffers:
         before = [] if bound else [(p, p.grad) for p, b in self.pairs() if p.grad is not b]
         if before:
             self._bind_fitting()
-        of_tensors = map(add, map(getrefcount, self.buffers), map(tensor_uses, self.buffers))
-        found = list(map(add, of_tensors, map(uses_at, self._storages)))
+        found = uses_of(self.buffers, self.storages)
         for parameter, gradient in before:
             parameter.grad = gradient
         return found
@@ -340,7 +345,7 @@ class GradientBuffers:
         return not missing and all(p.grad is None for p in self.others)
 
 
-class KeptGradients:
+class KeptGradients(ReferenceGuard):
     """Notices gradients that user code keeps past their step: the next replay would overwrite them.
 
     In eager training each step makes new ones.
@@ -350,23 +355,19 @@ class KeptGradients:
     """
 
     def __init__(self, held: Callable[[], Sequence[int]] = tuple) -> None:
+        super().__init__()
         self._held = held
         self.are_copied = False  # user code has kept some: from now on gradients are copies
-        self.is_noticed = False  # found since this was set to False
-        # The gradients, if ``.grad`` was bound to them when references were counted last
-        self.bound: GradientBuffers | None = None
-        self._tracked: GradientBuffers | None = None
-        self._uses: list[int] = []
 
     def track(self, gradients: GradientBuffers | None) -> None:
         """Record reference counts of the gradients that are about to become visible.
 
         None: ``.grad`` is not a graph's memory.
         """
-        if gradients is None and self._tracked is not None:
-            self._tracked.copy_out()
-        if gradients is not self._tracked:
-            self._tracked = None if gradients is None or gradients.copied else gradients
+        if gradients is None and self.tracked is not None:
+            self.tracked.copy_out()
+        if gradients is not self.tracked:
+            self.tracked = None if gradients is None or gradients.copied else gradients
             self.count()
 
     def count(self) -> None:
@@ -374,12 +375,12 @@ class KeptGradients:
         self._uses = self._now()
 
     def _now(self) -> list[int]:
-        tracked = self._tracked
+        tracked = self.tracked
         return tracked.references(bound=tracked.are_bound()) if tracked is not None else []
 
     def are_held(self) -> bool:
         """Whether user code has kept tracked gradients; to be asked before each replay."""
-        tracked, self.bound = self._tracked, None
+        tracked, self.bound = self.tracked, None
         if tracked is None:
             return False
         if tracked.are_bound():
@@ -434,7 +435,7 @@ class PersistentGradients(KeptGradients, GradientMemory):
             yield
         finally:
             buffers = [*self._buffers.values()]
-            self.bound, self._tracked = None, GradientBuffers([*self._buffers], buffers)
+            self.bound, self.tracked = None, GradientBuffers([*self._buffers], buffers)
             now = self._now()
             known = zip(self._uses, before, now, strict=False)
             self._uses = [u + b - a for u, a, b in known] + now[len(before) :]

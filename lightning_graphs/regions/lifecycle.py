@@ -3,67 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.regions.cache import PlanCache
-
-Check = tuple[Callable[[], Any], Any]
-"""Compare: a function that reads something, and what it has given at the capture."""
-
-Instruction = Callable[[], object]
-"""Compute, copy in or emit: a call without arguments, prepared at the capture."""
-
+from lightning_graphs.regions.plan import Plan
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
 """What becomes of a call; larger numbers are those of plans, which replay it."""
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """A captured region, complete when made.
-
-    A replay compares with ``checks``; where all are equal it runs ``before``, launches ``graphs``
-    and runs ``after``.
-    """
-
-    key: Hashable  # what it is for, with all that its capture has read
-    checks: tuple[Check, ...] = ()
-    before: tuple[Instruction, ...] = ()
-    graphs: Mapping[str, CUDAGraph] = field(default_factory=dict)  # by name, in launch order
-    after: tuple[Instruction, ...] = ()
-    uses: int = 0  # how often it was replayed
-    unverified: bool = False  # it is yet to be compared with the eager region
-    number: int = 0  # equal on all ranks that have captured it together
-
-    def fits(self, call: Any) -> bool:
-        """Whether it is right for a call; if so it is ready for a replay."""
-        return bool(self.key == call)
-
-    def holds(self) -> bool:
-        """Whether all that its checks read is as it was at the capture."""
-        for read, known in self.checks:  # noqa: SIM110 (no generator in a replay)
-            if read() != known:
-                return False
-        return True
-
-    def cancel(self) -> None:
-        """Undo what :meth:`fits` has prepared, since there is no replay."""
-
-    def replay(self) -> None:
-        """Run the whole of it; the caller has asked whether it :meth:`fits`."""
-        self.uses += 1
-        for instruction in self.before:
-            instruction()
-        for graph in self.graphs.values():
-            graph.replay()
-        for instruction in self.after:
-            instruction()
 
 
 Call = TypeVar("Call", contravariant=True)
@@ -74,20 +24,20 @@ _Result = TypeVar("_Result")
 class Region(Protocol[Call, P]):
     """Code that a life cycle captures; a call is one run of it, with what it is given."""
 
-    def key(self, call: Call) -> Hashable:
+    def key(self, call: Call) -> Any:
         """What tells the call from others; None: it runs eagerly, and is not counted.
 
         Raises:
             CaptureError: No graph could be for this call.
         """
 
-    def wait(self, call: Call, key: Hashable) -> None:
+    def wait(self, call: Call, key: Any) -> None:
         """Note that the call is not worth a capture yet; the cache says why."""
 
-    def is_ready(self, call: Call, key: Hashable) -> bool:
+    def is_ready(self, call: Call, key: Any) -> bool:
         """Whether all is there that a capture of the call needs."""
 
-    def capture(self, call: Call, key: Hashable) -> P | None:
+    def capture(self, call: Call, key: Any) -> P | None:
         """Capture the call; None: that would cost more than it saves.
 
         Raises:
@@ -97,8 +47,8 @@ class Region(Protocol[Call, P]):
     def discard(self, plan: P | None) -> None:
         """Release the graphs of a plan that was not entered."""
 
-    def enter(self, plan: P) -> None:
-        """Note that a captured plan is in the cache from now on."""
+    def enter(self, plan: P, call: Call) -> None:
+        """Note that a captured plan is in the cache, and prepare it for its first replay."""
 
     def compare(self, plan: P, call: Call) -> bool:
         """Run the call both ways from one state, and leave all as it was before.
@@ -109,7 +59,7 @@ class Region(Protocol[Call, P]):
             GraphError: The replay computes something else.
         """
 
-    def may_succeed(self, key: Hashable, error: GraphError) -> bool:
+    def may_succeed(self, key: Any, error: GraphError) -> bool:
         """Whether a capture that failed so may succeed in a later call."""
 
     def refuse(self, error: GraphError) -> None:
@@ -226,7 +176,7 @@ class Lifecycle(Generic[Call, P]):
             return None
         plan.number, plan.unverified = next(self._ranks.numbers), self._verifies
         self.cache.add(plan.key, plan)
-        region.enter(plan)
+        region.enter(plan, call)
         is_too_much = self._ranks.any(not self._policy.affords_verification)
         return plan if is_too_much else self._verified(plan, call)
 

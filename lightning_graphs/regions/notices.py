@@ -9,8 +9,7 @@ from types import CodeType
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.callsite import named_at
-from lightning_graphs.regions.conditions import conditions_of, differences
-from lightning_graphs.regions.replay_guards import OF_THE_TRAINER
+from lightning_graphs.regions.conditions import OF_LIBRARIES, conditions_of, differences
 from lightning_graphs.report.messages import Messages, listed
 from lightning_graphs.report.statistics import Statistics
 from lightning_graphs.values.signature import Signature
@@ -88,4 +87,4 @@ def _moved(before: Signature, after: Signature) -> list[str]:
     if replace(before, extra=(same,)) != after:
         return []
     lines = replace(same, attributes=old.attributes).diff(new)
-    return [line for line in lines if not line.startswith(OF_THE_TRAINER)]
+    return [line for line in lines if not line.startswith(OF_LIBRARIES)]

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning_graphs.policy.budget import gather
 from lightning_graphs.private.distributed import local
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import count_for_schedulers, step_hook_tables
+from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.values.snapshot import OptimizerState
 
@@ -128,9 +129,6 @@ def _is_sharded(optimizer: Optimizer) -> bool:
     return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
 
 
-_Known = list[tuple[Any, dict[str, Any], list[Any]]]
-
-
 @contextlib.contextmanager
 def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
     """Let ``optimizer.zero_grad()`` take an eighth of its time while the body runs.
@@ -219,28 +217,14 @@ class CapturableOptimizer:
         self._is_restored = False
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
-        self._groups = optimizer.param_groups
-        self._state = optimizer.state
-        self._epoch = -1
-        self._lists = [group["params"] for group in self._groups]
-        self._lengths = list(map(len, self._lists))
-        self._members = list(chain.from_iterable(self._lists))
-        # Each parameter with its state and the values in it at the last capture; the witnesses are
-        # those of one parameter for each group
-        self._known: _Known | None = None
-        self._witnesses: _Known = []
+        self.guard = OptimizerGuard(optimizer)
+        self._groups = self.guard.groups
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
         self._settle()
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
         self._filled: list[float] = [float("nan")] * len(self._groups)
-        self._frozen = [
-            (group, key)
-            for group in self._groups
-            for key, value in group.items()
-            if key not in _LIVE and not isinstance(value, Tensor)
-        ]
 
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
@@ -271,7 +255,7 @@ class CapturableOptimizer:
         """
         groups = self.optimizer.param_groups
         given = [{key: group[key] for key in _FLAGS if key in group} for group in groups]
-        if self.optimizer.state is not self._state:  # loaded: its counters may be on the host
+        if self.optimizer.state is not self.guard.state:  # loaded: its counters may be on the host
             self._settle()
         taken = self._taken() if self._fused else [True] * len(groups)
         for group, is_taken in zip(groups, taken, strict=True):
@@ -285,67 +269,11 @@ class CapturableOptimizer:
             for group, flags in zip(groups, given, strict=True):
                 group.update(flags)
 
-    def replaced(self, epoch: int) -> bool:
-        """Whether ``load_state_dict``, ``add_param_group`` or user code exchanged state or groups.
-
-        All state of a group is exchanged at once: within an epoch, one parameter of each group is
-        looked at, and all of them in the first step of each epoch.
-        """
-        optimizer = self.optimizer
-        if (
-            optimizer.param_groups is not self._groups
-            or optimizer.state is not self._state
-            or len(self._groups) != len(self._rates)
-        ):
-            return True
-        lists = list(map(itemgetter("params"), self._groups))
-        if (
-            epoch == self._epoch
-            and self._holds(self._witnesses)
-            and all(map(is_, lists, self._lists))
-            and list(map(len, lists)) == self._lengths
-            and (self._known is None or len(self._state) == len(self._known))
-        ):
-            return False
-        self._epoch = epoch
-        members = list(chain.from_iterable(lists))
-        same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        if not (same and self._holds(self._known or [])):
-            return True
-        if self._known is not None:  # a parameter that was unfrozen has made its own
-            self.remember_state()
-        return False
-
-    def reason_to_rebind(self, epoch: int) -> str:
-        """Why every graph of the optimizer's step is wrong by now; empty if none is."""
-        if self.replaced(epoch):
-            return "the optimizer's state or parameter groups were replaced"
-        return "a step hook was registered on the optimizer" if any(self._hooks) else ""
-
-    def _holds(self, known: _Known) -> bool:
-        for parameter, state, values in known:
-            if self._state.get(parameter) is not state or len(state) < len(values):
-                return False
-            if not all(map(is_, values, state.values())):
-                return False
-        return True
-
     def gather_state(self) -> None:
         """Move the state together in memory; to be called before the first capture."""
         if self._device.type == "cuda":
-            values = chain.from_iterable(state.values() for state in self._state.values())
+            values = chain.from_iterable(state.values() for state in self.guard.state.values())
             gather(local(value) for value in values if isinstance(value, Tensor))
-
-    def remember_state(self) -> None:
-        """Remember the tensors of the state, which a capture reads; called after every capture."""
-        self._known = [(p, state, list(state.values())) for p, state in self._state.items()]
-        firsts = {next(filter(self._state.__contains__, params), None) for params in self._lists}
-        self._witnesses = [known for known in self._known if known[0] in firsts]
-
-    def hyper_parameters(self) -> tuple[tuple[str, Any], ...]:
-        """Names and values in the groups that are constants of a capture."""
-        values = [(key, group[key]) for group, key in self._frozen]
-        return tuple([(k, tuple(v) if type(v) is list else v) for k, v in values])
 
     def refresh(self) -> None:
         """Fill the learning rates on the device if they have changed since."""
@@ -363,6 +291,13 @@ class CapturableOptimizer:
             rates = [self._rates[i] for i in moved]
             torch._foreach_zero_(rates)
             torch._foreach_add_(rates, [self._filled[i] for i in moved])
+
+    @property
+    def refreshing(self) -> Instruction:
+        """What brings the learning rates up to date before a replay."""
+        if any(isinstance(group["lr"], Tensor) for group in self._groups):
+            return self.refresh
+        return where_moved((each(itemgetter("lr"), self._groups), self._filled), self.refresh)
 
     def live_rates(self) -> list[Tensor]:
         """Refresh the learning rates on the device, and return them: a scalar for each group."""
@@ -455,7 +390,6 @@ class CapturableOptimizer:
         return not (on_device or isinstance(self.optimizer, torch.optim.ASGD))
 
 
-_LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
 _FLAGS = ("capturable", "fused", "foreach")
 _gradient: Callable[[Tensor], Any] = attrgetter("grad")
 _kind = attrgetter("dtype", "device", "layout")

@@ -1,172 +1,276 @@
-"""Captured steps: their graphs, what replays do beside them, and whether one is for a batch."""
+"""Plans: what the capture of a region has made, in lists of instructions that a replay walks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.lightning.logs import LogRecorder
 from lightning_graphs.private.cudnn import CapturedDropout
-from lightning_graphs.regions.conditions import CaptureKey, conditions_of
+from lightning_graphs.regions.conditions import CaptureKey, Check, Instruction, conditions_of
 from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
-from lightning_graphs.regions.optimizer import CapturableOptimizer
+from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
 from lightning_graphs.watch.batch import BatchChanges
 from lightning_graphs.watch.containers import Readings
 from lightning_graphs.watch.host import HostProgram
-from lightning_graphs.watch.numbers import NumberOnDevice
 from lightning_graphs.watch.side_effects import SideEffects
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """A captured step."""
+class Part(NamedTuple):
+    """One graph of a plan, with what a replay does around it."""
 
+    before: tuple[Instruction, ...]
+    graph: CUDAGraph
+    after: tuple[Instruction, ...]
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Plan:
+    """A captured region, complete when made: lists of instructions that are walked in order.
+
+    A replay compares with ``checks``, takes in what a call brings, and launches its parts: one, or
+    more where code of hooks runs in between.
+    """
+
+    key: Hashable  # what it is for, with all that its capture has read
+    checks: tuple[Check, ...] = ()
+    # Compute and copy in what a call brings; one that gives False ends it: another way is taken
+    takes: tuple[Callable[[Any], object], ...] = ()
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    uses: int = 0  # how often it was replayed
+    unverified: bool = False  # it is yet to be compared with the eager region
+    number: int = 0  # equal on all ranks that have captured it together
+
+    def fits(self, call: Any) -> bool:
+        """Whether it is right for a call; if so it is ready for a replay."""
+        return bool(self.key == call)
+
+    def holds(self) -> bool:
+        """Whether all that its checks read is as it was at the capture."""
+        for read, known in self.checks:  # noqa: SIM110 (no generator in a replay)
+            if read() != known:
+                return False
+        return True
+
+    def take(self, given: Any) -> bool:
+        """Take in what a call brings; False: its code would go another way than the graphs."""
+        for instruction in self.takes:  # noqa: SIM110
+            if instruction(given) is False:
+                return False
+        return True
+
+    def cancel(self) -> None:
+        """Undo what :meth:`fits` has prepared, since there is no replay."""
+
+    def launch(self, name: str) -> None:
+        """Launch the graph of a part."""
+        part = self.parts[name]
+        for instruction in part.before:
+            instruction()
+        part.graph.replay()
+
+    def emit(self, name: str) -> None:
+        """Do what follows the graph of a part."""
+        for instruction in self.parts[name].after:
+            instruction()
+
+    def replay(self, name: str) -> None:
+        """Launch a part, and do what follows."""
+        self.launch(name)
+        self.emit(name)
+
+
+@dataclass(slots=True)
+class Present:
+    """What a plan knows of the coming or the present replay."""
+
+    tensors: Sequence[Tensor] = ()  # of its batch, where it writes any
+    batch: Any = None  # its batch, where it changes containers
+    # Tensors that were handed out, and what is their gradient after the backward pass
+    owing: Owing = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class StepPlan(Plan):
+    """A captured step.
+
+    Its part "forward" is replayed in place of ``training_step``; where they are no part of another
+    one, "backward" in place of the backward pass, "unscale" ahead of the hooks before the optimizer
+    step, and "step" in place of clipping and optimizer step.
+    """
+
+    key: Signature
     inputs: StaticInputs  # the static batch
     outputs: OutputPlan  # what ``training_step`` returned
-    logs: LogRecorder  # its calls of ``self.log`` and of metrics
+    log: Instruction  # makes its calls of loggers and metrics again
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: GradientBuffers
-    outside: GradientBuffers  # the same, of parameters that the optimizer does not have
-    # In the order of their capture. "forward" is replayed in place of ``training_step``; where they
-    # are no part of another one, "backward" in place of the backward pass, "unscale" ahead of the
-    # hooks before the optimizer step, "step" in place of clipping and optimizer step
-    graphs: dict[str, CUDAGraph]
+    outside: GradientBuffers  # of parameters that the optimizer does not have
+    graphs: dict[str, CUDAGraph]  # by the names of the parts, in the order of their capture
     # What the host has of the tensors of a batch
     copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
-    # Checks a batch against the signature and takes its tensors out
-    call: CallPlan = field(init=False)
-    conditions: CaptureKey = field(init=False)  # what it was captured under
+    guards: tuple[Check, ...]  # what must be as it was, for this step and for any other of the fit
+    # Bring up to date what its graphs read of the optimizer, which comes first, and the trainer
+    refreshes: Sequence[Instruction] = ()
     steps: bool = False  # whether the optimizer step is captured at all
     adds: bool = False  # whether its gradients are added to those of earlier steps
-    # What it writes beside parameters and buffers, by name
+    # What it writes next to parameters and buffers, by name
     written: dict[str, Tensor] = field(default_factory=dict)
     writes_batch: Sequence[int] = ()  # the tensors of its batch that it changes in place
     asked: BatchGradients | None = None  # which gradients of its batch it asks for
-    batch: Sequence[Tensor] = ()  # of the coming replay, where it does any of this
-    # Tensors of the present replay, and what is their gradient after its backward pass
-    owing: Owing = field(default_factory=list)
     changes: BatchChanges | None = None  # what it does to the containers of its batch
-    loaded: Any = None  # the batch of the coming replay, where it does something
-    # Attributes that each of its graphs sets, by the graph's name in a capture
+    # Attributes that each of its parts sets
     stores: dict[str, Stores] = field(default_factory=dict)
     # What it finds in places where it stores something, and leaves there; or None
     places: SideEffects | None = None
-    uses: int = 0  # how often it was replayed
-    unverified: bool = False  # it is yet to be compared with the eager step
     # What the gradient scaler knows between ``unscale`` and ``step``
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostProgram | None = None  # what its code computes on the host; None if that is nothing
     dropout: CapturedDropout | None = None  # cuDNN's random state, if its recurrent layers draw
     clocks: Readings | None = None  # what its code reads of clocks; None if that is nothing
-    number: int = 0  # the same on all ranks
-    # What its graphs read of the optimizer and the trainer, to be refreshed before every replay
-    numbers: Sequence[CapturableOptimizer | NumberOnDevice] = ()
+    # Whether user code keeps gradients that were shown to it
+    are_kept: Callable[[], bool] = lambda: False
+    call: CallPlan = field(init=False)  # checks a batch against the key, and takes its tensors out
+    record: GraphRecord = field(init=False)  # where its replays are counted
+    present: Present = field(default_factory=Present)
 
-    def fits(self, batch: Any, conditions: CaptureKey) -> bool:
-        """Whether batch and fit are what it was captured from; if so it is ready for a replay."""
-        if not self.conditions.holds(conditions):
-            return False
-        if self.dropout is not None and not self.dropout.is_current():
-            return False
-        tensors = self.call.match((batch,), {})
-        return tensors is not None and self.fill(tensors)
+    def __post_init__(self) -> None:
+        self.call = CallPlan(self.key, check_modes=True)
+        self.checks = self.guards
+        if self.dropout is not None:
+            self.checks += ((self.dropout.is_current, True),)
+        self.takes = tuple(self._takes())
+        self.parts = {
+            name: Part(tuple(self._before(name)), graph, tuple(self._after(name)))
+            for name, graph in self.graphs.items()
+        }
 
-    def fill(self, batch: Sequence[Tensor]) -> bool:
-        """Copy a batch and what steps before have stored in; compute on the host what it needs.
+    # No instruction refers to the plan itself: its memory is free as soon as nothing else does.
 
-        False: the code would go another way than the graphs.
-        """
-        if self.asked and not self.asked.take(batch):
-            return False
-        if self.places is not None and not self.places.take():
-            return False
-        if self.host is not None and not self.host.run(partial(self.copies, batch)):
-            return False
-        self.inputs.copy_in(batch)
+    def _takes(self) -> Iterator[Callable[[Sequence[Tensor]], object]]:
+        places, host, copies = self.places, self.host, self.copies
+        if self.asked:
+            yield self.asked.take
+        if places is not None:
+            yield lambda _: places.take()
+        if host is not None:
+            yield lambda batch: host.run(partial(copies, batch))
+        yield self.inputs.copy_in
         if self.writes_batch or self.asked:
-            self.batch = batch
-        return True
+            yield partial(setattr, self.present, "tensors")
+
+    def _before(self, name: str) -> Iterator[Instruction]:
+        if name == "unscale":
+            yield self.gradients.load
+        elif name == "step":
+            yield self.refreshes[0]
+            yield partial(self.gradients.bring_in, self.are_kept)
+        elif name == "forward":
+            yield from self.refreshes
+        if name == self.first_backward:
+            yield from self.adopts()
+        if name == "forward" and self.clocks is not None:
+            yield self.clocks.begin
+
+    def _after(self, name: str) -> Iterator[Instruction]:
+        if name == "unscale":
+            yield self.gradients.bind  # copies follow in place
+        if name == "step":
+            yield self.gradients.take_out
+        if name in self.stores:
+            yield partial(set_again, self.stores[name])
+        if name == "forward":
+            if self.clocks is not None:
+                yield self.clocks.end
+            yield self.log
+            yield self.present.owing.clear
+            if self.places is not None:
+                yield partial(self.places.store, self.present.owing)
+
+    def adopts(self) -> Iterator[Instruction]:
+        """Bring in the gradients of earlier steps to which this one adds its own."""
+        if self.adds:
+            yield self.gradients.load
+        if self.outside.parameters:
+            yield self.outside.load
 
     @property
-    def told(self) -> tuple[Hashable, ...]:
-        """What it depends on beside batch and conditions."""
-        places = () if self.places is None else (self.places.signature,)
-        return (*places, *(() if self.host is None else (self.host.read,)))
+    def first_backward(self) -> str:
+        """The part with the backward pass."""
+        return "backward" if "backward" in self.graphs else "forward"
 
     @property
-    def loose(self) -> dict[str, Tensor]:
-        """What it writes beside parameters and buffers now, by name."""
-        return self.written if self.places is None else {**self.written, **self.places.written}
+    def conditions(self) -> CaptureKey:
+        """What it was captured under."""
+        return conditions_of(self.key)
 
-    def rewind_host(self) -> None:
-        """Let the generators of the host be where they were before: there is no replay."""
+    def fits(self, call: tuple[Any, ...]) -> bool:
+        """Whether batch and fit are what it was captured from; if so it is ready for a replay."""
+        if not self.holds():
+            return False
+        tensors = self.call.match(call[:1], {})
+        return tensors is not None and self.take(tensors)
+
+    def cancel(self) -> None:
+        """Put the generators of the host back to where they were before: there is no replay."""
         if self.host is not None:
             self.host.restore()
 
-    def store(self, graph: str) -> None:
-        """Set the attributes that the code in one of its graphs sets."""
-        if graph in self.stores:
-            set_again(self.stores[graph])
+    @property
+    def loose(self) -> dict[str, Tensor]:
+        """What it writes next to parameters and buffers now, by name."""
+        return self.written if self.places is None else {**self.written, **self.places.written}
 
     def hand_out(self, *, copies: bool = True) -> Any:
-        """After a replay of ``forward``: set attributes, log, and return what the step returns."""
-        self.store("forward")
-        if self.clocks is not None:
-            self.clocks.end()
-        self.logs.reissue()
-        self.owing.clear()
-        if self.places is not None:
-            self.places.store(self.owing)
+        """After the launch of "forward": set attributes, log, and return what the step returns."""
+        self.emit("forward")
+        present = self.present
         if self.changes is not None:
-            self.changes.apply(self.loaded, copies=copies)
-            self.loaded = None
-        if self.batch:
+            self.changes.apply(present.batch, copies=copies)
+            present.batch = None
+        if present.tensors:
             self._write_batch()
-        return self.outputs.copies(self.owing) if copies else self.outputs.give_away(self.owing)
+        owing = present.owing
+        return self.outputs.copies(owing) if copies else self.outputs.give_away(owing)
 
     @torch.no_grad()
     def _write_batch(self) -> None:
-        batch, self.batch = self.batch, ()
+        present = self.present
+        batch, present.tensors = present.tensors, ()
         for i in self.writes_batch:
             batch[i].copy_(self.inputs.tensors[i])
         if self.asked:
-            self.asked.hand_out(batch, self.owing)
-
-    def adopt(self) -> None:
-        """Bring in the gradients of earlier steps to which this one adds its own."""
-        if self.adds:
-            self.gradients.load()
-        self.outside.load()
+            self.asked.hand_out(batch, present.owing)
 
     def attach(self, *, bound: bool = False) -> None:
         """Make ``.grad`` of everything what it is after the backward pass."""
-        self.gradients.bind(zeroed=not self.adds, bound=bound)
-        self.outside.bind()
-        if self.owing:
+        gradients = self.gradients
+        if not bound or gradients.copied:
+            gradients.bind(zeroed=not self.adds)
+        elif not self.adds:
+            for parameter in gradients.others:
+                parameter.grad = None
+        if self.outside.parameters:
+            self.outside.bind()
+        if self.present.owing:
             self._settle()
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Let tensors that were handed out have their gradients."""
-        copies = clone_all([gradient for _, gradient in self.owing])
-        for (tensor, _), gradient in zip(self.owing, copies, strict=True):
+        owing = self.present.owing
+        copies = clone_all([gradient for _, gradient in owing])
+        for (tensor, _), gradient in zip(owing, copies, strict=True):
             if tensor.grad is None:
                 tensor.grad = gradient
             else:
                 tensor.grad.copy_(gradient)
-        self.owing.clear()
-
-
-def without_values(signature: Signature) -> Hashable:
-    """What of a signature comes back where the values that a step reads move on."""
-    conditions = conditions_of(signature)
-    return replace(signature, extra=(conditions.phase, conditions.gradients))
+        owing.clear()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +35,9 @@ from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.conditions import (
     Observers,
     Phase,
+    ReplayGuards,
     cast_unseen,
+    conditions_of,
     is_backward_unseen,
     refuse_new_seeds,
 )
@@ -109,6 +113,14 @@ class Segments:
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 
 
+class Outcome(enum.Enum):
+    """What a failed attempt to capture a step comes to."""
+
+    LEARNED = enum.auto()  # another one may succeed, with what was learned of the step
+    TOO_DEAR = enum.auto()  # another one would cost more than it saves
+    REFUSED = enum.auto()
+
+
 class StepCapture(StepBody):
     """Captures training steps of one fit."""
 
@@ -142,11 +154,10 @@ class StepCapture(StepBody):
     @calls_observed
     def capture(
         self,
-        batch: Any,
-        tensors: Sequence[Tensor],  # its tensor leaves, in the order of the signature
-        rest: Sequence[Any],  # further arguments of ``training_step``
-        signature: Signature,  # the signature of ``(batch,)``
-        phase: Phase,  # its part in the accumulation window
+        arguments: Sequence[Any],  # of ``training_step``, the batch first
+        tensors: Sequence[Tensor],  # the tensor leaves of the batch, in the order of the signature
+        signature: Signature,  # of ``(batch,)``, under the conditions of the step
+        watch: ReplayGuards,  # tells what it depends on next to its batch
     ) -> StepPlan | None:
         """Capture the step of this batch; nothing executes.
 
@@ -156,53 +167,70 @@ class StepCapture(StepBody):
         capture. Where none does, all is as before, but for a gradient reducer that waits for
         the rest of a backward pass. None: it could be captured, but costs more than it saves.
         """
-        step = definition_of(self.module.training_step)
-        unread = UnreadValues(signature, step)
+        unread = UnreadValues(signature, definition_of(self.module.training_step))
         if self._units is not None and self.observers.before_backward:
             raise CaptureError(
                 "A captured step under FSDP2 cannot show parameters between forward and backward.",
                 f"{', '.join(self.observers.before_backward)} may read them",
                 "read parameters in on_after_backward or later",
             )
-        while True:
-            self._asked.clear()
-            self.fit.investment.tries_again()
-            compiled = self.fit.compiled.runs
-            try:
-                return self._captured(batch, tensors, rest, phase, unread)
-            except CaptureError as error:
-                raised = isinstance(error, RaisedInCapture)
-                # C code says of a stand-in that it is no list
-                again = raised and self._learned.places.are_used()
-                if again and not waits_for_gradients(self.trainer):
-                    continue
-                unread.refuse_read(error.observed if raised else "")
-                if NO_LINE in error.observed:
-                    add_line(error, "in the code of", step)
-                if isinstance(error, ArenaFull):
-                    self._room_on_device = error.needed
-                final = raised or isinstance(error, NoRoomError)
-                if final or waits_for_gradients(self.trainer):
-                    raise
-                if compiled != self.fit.compiled.runs:
-                    continue  # it was followed as if none of it was compiled
-                if isinstance(error, PlaceUsedError):
-                    self._learned.places.are_used(error.place)
-                elif isinstance(error, ArenaFull) or self._learns():
-                    continue
-                elif isinstance(error, LeftBehindError):
-                    raise
-                elif not (self._learned.has_host_half or compiled):
-                    self._learned.has_host_half = True
-                    if self.fit.ranks.are_one and not self.fit.investment.goes_on_with_host():
-                        return None
-                elif self._learned.is_unseen and self._asked:
-                    self._learned.is_unseen = self._learned.has_host_half = False
-                elif compiled and error.rule == DRAWN.rule:
-                    self._refuse_draws(partial(self._captured, batch, tensors, rest, phase, unread))
-                    raise
-                else:
-                    raise
+        attempt = partial(self._captured, arguments, tensors, signature, watch, unread)
+        while (outcome := self._attempted(attempt, unread)) is Outcome.LEARNED:
+            pass
+        return None if isinstance(outcome, Outcome) else outcome
+
+    def _attempted(
+        self, attempt: Callable[[], StepPlan], unread: UnreadValues
+    ) -> StepPlan | Outcome:
+        """Capture the step once.
+
+        Raises:
+            CaptureError: It is refused, whatever was learned.
+        """
+        self._asked.clear()
+        self.fit.investment.tries_again()
+        compiled = self.fit.compiled.runs
+        try:
+            return attempt()
+        except CaptureError as error:
+            outcome = self._outcome_of(error, unread, compiled=compiled)
+            if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
+                self._refuse_draws(attempt)
+            if outcome is Outcome.REFUSED:
+                raise
+            return outcome
+
+    def _outcome_of(self, error: CaptureError, unread: UnreadValues, *, compiled: bool) -> Outcome:
+        """What a failed attempt comes to; whatever it shows of the step is learned."""
+        learned, raised = self._learned, isinstance(error, RaisedInCapture)
+        waits = waits_for_gradients(self.trainer)
+        # C code says of a tracer that it is no list
+        if raised and learned.places.are_used() and not waits:
+            return Outcome.LEARNED
+        unread.refuse_read(error.observed if raised else "")
+        if NO_LINE in error.observed:
+            add_line(error, "in the code of", definition_of(self.module.training_step))
+        if isinstance(error, ArenaFull):
+            self._room_on_device = error.needed
+        if raised or waits or isinstance(error, NoRoomError):
+            return Outcome.REFUSED
+        if compiled != self.fit.compiled.runs:
+            return Outcome.LEARNED  # it was followed as if none of it was compiled
+        if isinstance(error, PlaceUsedError):
+            learned.places.are_used(error.place)
+            return Outcome.LEARNED
+        if isinstance(error, ArenaFull) or self._learns():
+            return Outcome.LEARNED
+        if isinstance(error, LeftBehindError):
+            return Outcome.REFUSED
+        if not (learned.has_host_half or compiled):
+            learned.has_host_half = True
+            goes_on = not self.fit.ranks.are_one or self.fit.investment.goes_on_with_host()
+            return Outcome.LEARNED if goes_on else Outcome.TOO_DEAR
+        if learned.is_unseen and self._asked:
+            learned.is_unseen = learned.has_host_half = False
+            return Outcome.LEARNED
+        return Outcome.REFUSED
 
     def _refuse_draws(self, captured: Callable[[], StepPlan]) -> None:
         """Refuse the first draw on the host of a step that draws there, with its line."""
@@ -295,12 +323,13 @@ class StepCapture(StepBody):
     @code_captured("A captured step")
     def _captured(
         self,
-        batch: Any,
+        given: Sequence[Any],
         tensors: Sequence[Tensor],
-        rest: Sequence[Any],
-        phase: Phase,
+        signature: Signature,
+        watch: ReplayGuards,
         unread: UnreadValues,
     ) -> StepPlan:
+        (batch, *rest), phase = given, conditions_of(signature).phase
         segments = Segments(self.fit.pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
@@ -357,7 +386,7 @@ class StepCapture(StepBody):
                 self._units.forget_step()
             raise
         if self.capturable is not None:
-            self.capturable.remember_state()
+            self.capturable.guard.remember()
         stores = segments.stores
         if places is not None:
             stores = {name: places.without_numbers(found) for name, found in stores.items()}
@@ -365,14 +394,21 @@ class StepCapture(StepBody):
         output.finish_capture()
         if places is not None:
             places.finish_capture()
-        numbers = self.capturable, *self._numbers.on_device.values()
+        refreshes = [] if self.capturable is None else [self.capturable.refreshing]
+        refreshes += [number.refresh for number in self._numbers.on_device.values()]
+        conditions = replace(conditions_of(signature), attributes=watch.attributes())
+        read: list[Any] = [] if places is None else [places.signature]
+        read += [] if host is None else [host.read]
         return StepPlan(
+            key=replace(signature, extra=(conditions, *read)),
+            guards=watch.checks(conditions),
+            are_kept=self._learned.kept.are_held,
             inputs=inputs,
             writes_batch=written,
             asked=asked,
             changes=None if changes.are_none else changes,
             outputs=output,
-            logs=recorder,
+            log=recorder.reissue,
             gradients=gradients,
             outside=others,
             graphs=segments.graphs,
@@ -386,7 +422,7 @@ class StepCapture(StepBody):
             host=host,
             dropout=segments.dropout,
             clocks=self._clocks or None,
-            numbers=[n for n in numbers if n is not None],
+            refreshes=refreshes,
         )
 
     def was_in_a_branch(self) -> bool:

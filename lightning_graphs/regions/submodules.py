@@ -201,7 +201,7 @@ class ModuleGraphs:
             if step.uses < SETTLED or self._verifier.budget.is_tight:
                 self._verifier.budget.settle()
             stage.elsewhere = self._elsewhere
-            step.replay()
+            step.begin()
         for module, forward in self._graphed.items():
             forward.begin(() if step is None else step.sites.get(module, ()))
 
@@ -303,7 +303,7 @@ class ModuleGraphs:
             fits = site is None or site.accepts(*call)
             if site is not None and fits and is_free and not any(step.hook_tables):
                 self._last = self._plans.get(step.key)
-                step.replay()
+                step.begin()
                 for other, forward in self._graphed.items():
                     forward.sites = step.sites.get(other, ())
                 return site
@@ -457,14 +457,14 @@ class ModuleGraphs:
             if not self._plans_of(plan.kind):
                 self._searches.pop(plan.kind, None)
 
-    def enter(self, plan: CapturedStep) -> None:
+    def enter(self, plan: CapturedStep, call: StepCall) -> None:
         statistics = self._fit.statistics
         plan.enter(statistics)
-        for call in plan.calls:
-            forward = self._graphed[call.module] = self._forwards[call.module]
+        for made in plan.calls:
+            forward = self._graphed[made.module] = self._forwards[made.module]
             forward.is_graphed = True
         statistics.captures += 1
-        self._fit.messages.chosen(list(dict.fromkeys(call.name for call in plan.calls)))
+        self._fit.messages.chosen(list(dict.fromkeys(made.name for made in plan.calls)))
         if self._last is not None:
             change = self._last.change(plan)
             self._fit.messages.recaptured(f"captured other graphs, because {change}", change)

@@ -24,7 +24,7 @@ from lightning_graphs.regions.gradients import (
     GradientBuffers,
     PersistentGradients,
 )
-from lightning_graphs.regions.lifecycle import Lifecycle, Plan
+from lightning_graphs.regions.lifecycle import Lifecycle
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
     StateAwaited,
@@ -32,9 +32,10 @@ from lightning_graphs.regions.optimizer import (
     scaler_of,
     state_undone,
 )
+from lightning_graphs.regions.plan import Part, Plan
 from lightning_graphs.regions.verified_steps import Verification
 from lightning_graphs.regions.verify import Verifier
-from lightning_graphs.values.memory import AddressGuard, same_pointers
+from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.watch.refusals import code_captured
 from lightning_graphs.watch.tracers import rates_exchanged
 
@@ -112,14 +113,15 @@ class CapturedUpdate:
         if not hooked:
             announce_optimizer_step(self._fit.trainer, self.optimizer)
         self._moves.replays += 1
-        plan.replay()
+        plan.uses += 1
+        plan.replay("step")
         return True
 
     def _plan_for(self, capturable: CapturableOptimizer) -> Plan | None:
-        reason = capturable.reason_to_rebind(self._fit.trainer.current_epoch)
-        if not (reason or same_pointers(*self._guard.places) or self._guard.bring_back()):
+        reason = capturable.guard.changed(self._fit.trainer.current_epoch)
+        if not (reason or self._guard.is_in_place() or self._guard.bring_back()):
             reason = "a parameter has moved"
-        numbers = capturable.hyper_parameters()
+        numbers = capturable.guard.numbers()
         if reason or self._moves.are_too_many(numbers):
             self._rebind(reason)
             return None
@@ -154,19 +156,23 @@ class CapturedUpdate:
                 gradients.bind()
                 with self._pool.capture() as captured:
                     self._body.update()
-        capturable.remember_state()
+        capturable.guard.remember()
         return Plan(
             key=key,
-            before=(capturable.refresh, partial(self._gradients.bring_in, gradients)),
-            # It unscales and clips them where no hook looks in between, and takes the step.
-            graphs={"update": captured},
-            after=(gradients.take_out,),
+            parts={
+                # It unscales and clips them where no hook looks in between, and takes the step.
+                "step": Part(
+                    (capturable.refreshing, partial(self._gradients.bring_in, gradients)),
+                    captured,
+                    (gradients.take_out,),
+                )
+            },
         )
 
     def compare(self, plan: Plan, call: Hashable) -> bool:
         self._gradients.are_held()  # first: the comparison keeps them itself
         with replaced(self._gradients, "are_held", nothing):
-            self._checks.check_update(plan.replay)
+            self._checks.check_update(partial(plan.replay, "step"))
         return True
 
     def may_succeed(self, key: Hashable, error: GraphError) -> bool:
@@ -179,12 +185,12 @@ class CapturedUpdate:
 
     def discard(self, plan: Plan | None) -> None:
         if plan is not None:
-            self._pool.release(plan.graphs["update"])
+            self._pool.release(plan.parts["step"].graph)
 
     def wait(self, *_: Any) -> None:
         """Nothing is said of it: the rest of the step has its graphs."""
 
-    def enter(self, plan: Plan) -> None:
+    def enter(self, plan: Plan, call: Hashable) -> None:
         """Note that no eager step has run beside its memory."""
         self.is_new = True
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_graphs.autograd.graphed import set_again
 from lightning_graphs.device.generators import Generators, RandomState
 from lightning_graphs.lightning.logs import LogRecorder
 from lightning_graphs.regions.body import StepBody
@@ -58,9 +59,9 @@ class Verification(StepBody):
         """Verify a plan with the batch that is about to be trained on."""
         batch = plan.call.match((args[0],), {})
         assert batch is not None, "the plan was found for this batch"
-        plan.rewind_host()
-        for name in plan.stores:  # another step may have set them otherwise
-            plan.store(name)
+        plan.cancel()
+        for stores in plan.stores.values():  # another step may have set them otherwise
+            set_again(stores)
         state, budget = self._state(plan.loose, plan.outside.parameters), self._verifier.budget
 
         def take() -> Snapshot:
@@ -77,7 +78,7 @@ class Verification(StepBody):
         )
         with budget.nothing_kept():
             self._verifier.compare(ways, "a captured step was not verified")
-        plan.fill(batch)
+        plan.take(batch)
 
     def _eager(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: RegionState
@@ -117,12 +118,13 @@ class Verification(StepBody):
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: RegionState
     ) -> list[Result]:
         """Replay the step; the results of :meth:`_eager`, under their names."""
-        plan.fill(batch)
-        for number in plan.numbers:
-            number.refresh()
+        plan.take(batch)
+        for refresh in plan.refreshes:
+            refresh()
         for name, graph in plan.graphs.items():
-            if name == ("backward" if "backward" in plan.graphs else "forward"):
-                plan.adopt()
+            if name == plan.first_backward:
+                for adopt in plan.adopts():
+                    adopt()
             graph.replay()
         plan.attach()
         stored = [] if plan.places is None else plan.places.results()

@@ -9,9 +9,10 @@ import enum
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_, itemgetter
+from operator import add, attrgetter, is_, itemgetter
+from sys import getrefcount
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from lightning_graphs.private.torch import (
     pointers_equal,
     storage_uses,
     tables_of,
+    tensor_uses,
+    uses_at,
     version_of,
 )
 from lightning_graphs.values.aliases import AliasedBuffer
@@ -32,6 +35,7 @@ from lightning_graphs.values.tree import alias_groups, flatten, substitute
 # ------------------ Memory that graphs are captured over: static inputs and guarded addresses
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_GRADIENT = attrgetter("grad")
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -51,13 +55,6 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
-
-
-def same_pointers(tensors: list[Tensor], pointers: list[int], indices: list[int]) -> bool:
-    """Whether every tensor is at its address."""
-    if pointers_equal is not None:
-        return bool(pointers_equal(tensors, pointers, indices))
-    return list(map(Tensor.data_ptr, tensors)) == pointers
 
 
 class StaticInputs:
@@ -174,7 +171,7 @@ class AddressGuard:
         self._local = list(map(local, self._tensors))
         self._tensor_names = [names[i] for i in watched]
         self._pointers = list(map(Tensor.data_ptr, self._local))
-        self.places = self._local, self._pointers, list(range(len(watched)))
+        self._indices = list(range(len(watched)))
         self._homes = list(map(Tensor.untyped_storage, self._local))  # graphs read and write there
         self._trainable = [t for t in self._tensors if t.requires_grad]
         self._frozen = [t for t in self._tensors if not t.requires_grad]
@@ -205,23 +202,41 @@ class AddressGuard:
             ]
         return cls(tables, {owner for owner, key in exempt if key == "data"})
 
-    def check(self, *, trainable: bool = True) -> None:
-        """Compares every watched tensor with what it was; the cost grows with their number.
+    def holds(self, *, trainable: bool = True) -> bool:
+        """Whether every watched tensor is what it was; the cost grows with their number.
 
         With ``trainable=False`` what required grad need not do so any more: an autograd node that
         is given the tensors tells.
         """
         found = list(chain.from_iterable(self._values))
-        if (
+        return not (
             any(self._empty)
             or len(found) != len(self._objects)
             or not all(map(is_, found, self._objects))
-            or not same_pointers(*self.places)
+            or not self.is_in_place()
             or any(map(_REQUIRES_GRAD, self._frozen))
             or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
             or (self._sparse and list(map(version_of, self._sparse)) != self._versions)
-        ):
-            self._refuse()
+        )
+
+    def is_in_place(self) -> bool:
+        """Whether every watched tensor has the memory that it had."""
+        if pointers_equal is not None:
+            return pointers_equal(self._local, self._pointers, self._indices)
+        return list(map(Tensor.data_ptr, self._local)) == self._pointers
+
+    def check(self, *, trainable: bool = True) -> None:
+        """Refuse a replay where it does not hold."""
+        if not self.holds(trainable=trainable):
+            raise ReplayError(
+                "A graph can replay only over the tensors of its capture, in the same memory.",
+                self.difference(),
+                "change values in place (`copy_`, `load_state_dict`), or capture again",
+            )
+
+    def difference(self) -> str:
+        """What has changed first, in words."""
+        return next(self._differences())[0]
 
     def bring_back(self) -> bool:
         """Let tensors be where they were, with the values that ``tensor.data = ...`` gave them.
@@ -257,13 +272,6 @@ class AddressGuard:
                 return []
             moves.append((move[0].split("`")[1], *move[1:]))
         return moves
-
-    def _refuse(self) -> NoReturn:
-        raise ReplayError(
-            "A graph can replay only over the tensors of its capture, in the same memory.",
-            next(self._differences())[0],
-            "change values in place (`copy_`, `load_state_dict`), or capture again",
-        )
 
     def _differences(self) -> Iterator[tuple[str, _Move | None]]:
         """What has changed since capture, in words, and where it is a tensor that has moved."""
@@ -353,6 +361,36 @@ def storage_address(tensor: Tensor) -> int:
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def uses_of(tensors: list[Tensor], storages: list[int]) -> list[int]:
+    """How many references there are to each tensor and to its storage, given as addresses."""
+    of_tensors = map(add, map(getrefcount, tensors), map(tensor_uses, tensors))
+    return list(map(add, of_tensors, map(uses_at, storages)))
+
+
+class ReferenceGuard:
+    """Notices references to gradients that user code keeps past their step."""
+
+    def __init__(self) -> None:
+        self.is_noticed = False  # such references were found since this was set last
+        self.tracked: Any = None  # gradients that ``.grad`` is, in memory that a replay overwrites
+        self.bound: Any = None  # these, if ``.grad`` was them when they were looked at last
+        self._uses: list[int] = []  # when they became visible
+
+    def holds(self) -> bool:
+        """Whether there are no more references than there were."""
+        tracked = self.bound = self.tracked
+        if tracked is None or self.is_noticed:
+            return not self.is_noticed
+        are_bound = all(map(is_, map(_GRADIENT, tracked.parameters), tracked.buffers))
+        return (
+            are_bound and uses_of(tracked.buffers, tracked.storages) == self._uses
+        ) or not self.are_held()
+
+    def are_held(self) -> bool:
+        """Count again, wherever the gradients are; whether there are more references."""
+        raise NotImplementedError
 
 
 # ------------------ Hands out what a graphed callable returns: tensors of the caller's own
@@ -465,7 +503,7 @@ class OutputPlan:
 
     def _take(self, indices: Sequence[int]) -> list[Tensor]:
         tensors, itself = self.tensors, self._itself
-        if not itself:
+        if not itself and len(tensors) > 2:
             return clone_all([tensors[i] for i in indices])
         return [tensors[i].detach() if i in itself else tensors[i].clone() for i in indices]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from itertools import repeat
 from pathlib import PurePath
 from types import FrameType, MethodType
 from typing import Any
@@ -31,30 +30,6 @@ def is_lightnings(definition: object, *files: str) -> bool:
     """
     module = getattr(definition, "__module__", None)
     return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
-
-
-class CodeOfModules:
-    """Which code runs where modules of a tree are called: classes, and instances' own forwards."""
-
-    def __init__(self, roots: Iterable[nn.Module], *, graphed: bool = False) -> None:
-        roots = list(roots)
-        named = [item for root in roots for item in root.named_modules(prefix=type(root).__name__)]
-        inside = [item for item in named if not (graphed and item[1] in roots)]
-        self._names = [f"class of `{name}`" for name, _ in named]
-        self._names += [f"forward of `{name}`" for name, _ in inside]
-        self._modules = [module for _, module in named]
-        self._tables = [vars(module) for _, module in inside]
-        self._known = self._now()
-
-    def _now(self) -> list[Any]:
-        return [*map(type, self._modules), *map(dict.get, self._tables, repeat("forward"))]
-
-    def exchanged(self) -> str:
-        """What was exchanged since, for a person to read; empty if nothing was."""
-        if (now := self._now()) == self._known:
-            return ""
-        found = zip(self._names, now, self._known, strict=True)
-        return next(f"the {name} was exchanged" for name, a, b in found if a != b)
 
 
 def function_of(value: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.lightning import summary
-from lightning_graphs.lightning.handler import StrategyHandler
+from lightning_graphs.lightning.runner import StrategyHandler
 from lightning_graphs.policy.timing import SAMPLES, StepTiming, Verdict, judge
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.statistics import Statistics
