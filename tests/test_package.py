@@ -52,9 +52,6 @@ LAYERS = (
 # Imports that still run upward: none may be added.
 UPWARD = {
     ("regions.body", "lightning.context"),
-    ("regions.body", "lightning.logs"),
-    ("regions.body", "lightning.ranks"),
-    ("regions.body", "lightning.strategy"),
     ("regions.dispatch", "lightning.context"),
     ("regions.step", "lightning.context"),
     ("regions.step", "lightning.logs"),

@@ -16,6 +16,7 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.findings import why_no_whole_step
+from lightning_graphs.lightning.hooks import moves_batches_itself
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts
 from lightning_graphs.lightning.progress import ProgressValues
@@ -35,7 +36,7 @@ from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.policy.worth import CapturePolicy, steps_left
 from lightning_graphs.private.callsite import stacklevel_of_user
-from lightning_graphs.regions.conditions import flattened_once, moves_batches_itself
+from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.report import Report
 from lightning_graphs.report.messages import PATIENCE, Messages
 from lightning_graphs.report.statistics import Statistics

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.device.rules import COMPILED, Obstacle
+from lightning_graphs.lightning.hooks import observers_of
 from lightning_graphs.private.callsite import definition_of, is_library
 from lightning_graphs.private.torch import is_compiled, module_hooks
-from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.watch.refusals import obstacle_in
@@ -118,7 +118,7 @@ def judge_fit(
         for hook in module_hooks(child) if only_submodules else ():
             if not is_library((site := definition_of(hook)).file):
                 add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
-    observers = Observers.of(trainer, module)
+    observers = observers_of(trainer, module)
     owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
     for name in dict.fromkeys((*observers.before_backward, *observers.before_step)):
         kind, _, method = name.rpartition(".")

@@ -37,7 +37,6 @@ from lightning_graphs.regions.conditions import (
     CaptureKey,
     ClientGuards,
     NewSeeds,
-    Observers,
     Phase,
     ReplayGuards,
     signature_in_words,
@@ -120,7 +119,7 @@ class StepRunner:
         """Look at the optimizer, parameters and modules as they are now."""
         if self._trainer.optimizers[0] is not self._optimizer:
             self._optimizer, self._obstacle = self._trainer.optimizers[0], None
-        self._observers = Observers.of(self._trainer, self._module)
+        self._observers = self._fit.watch.observers()
         given = self._fit.pool.backend.device_type, self._trainer.precision_plugin
         # Once eager it stays so: it may be in the middle of its own step.
         obstacle = self._obstacle or capture_obstacle(self._module, self._optimizer, *given)

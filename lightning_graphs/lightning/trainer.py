@@ -10,15 +10,19 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
+from lightning_graphs.lightning.hooks import cast_unseen, is_backward_unseen, observers_of
 from lightning_graphs.lightning.logs import refuse_log
 from lightning_graphs.lightning.private import kept_log_caught
-from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.lightning.ranks import unseen_by_ddp
+from lightning_graphs.lightning.strategy import log_exchanged, loss_of
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
-from lightning_graphs.private.exchange import Absence, subclassed
+from lightning_graphs.private.exchange import Absence, replaced, subclassed
+from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.object_graph import HELD_ELSEWHERE, know_base
@@ -52,6 +56,27 @@ _LASTING = frozenset(
 _CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _LOGGERS = ("logger", "loggers")
+
+
+@contextlib.contextmanager
+def _without_autocast_cache(plugin: Any) -> Iterator[None]:
+    """Keep autocast from caching the casts of weights, whatever the plugin says.
+
+    A cached cast would be made by one graph and read by another, or by eager code.
+    """
+    manager = getattr(plugin, "autocast_context_manager", None)
+    if manager is None:
+        yield
+        return
+
+    @contextlib.contextmanager
+    def uncached() -> Iterator[None]:
+        with manager():
+            torch.set_autocast_cache_enabled(False)
+            yield
+
+    with replaced(plugin, "autocast_context_manager", uncached):
+        yield
 
 
 class TrainerWatch:
@@ -88,6 +113,28 @@ class TrainerWatch:
         kind = type(self._trainer)  # the module's own loggers read the trainer's
         loggers = [(kind, name, f"trainer.{name}") for name in _LOGGERS]
         return [(LightningModule, "print", "self.print"), *loggers]
+
+    def observers(self) -> Observers:
+        """The overridden hooks that run within a step."""
+        return observers_of(self._trainer, self._module)
+
+    def is_backward_unseen(self, loss: Tensor) -> bool:
+        """See :func:`is_backward_unseen`."""
+        return is_backward_unseen(self._trainer, self._module, loss)
+
+    def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:
+        """See :func:`cast_unseen`."""
+        return cast_unseen(self._trainer, self._module, loss)
+
+    def loss_of(self, returned: Any) -> Tensor:
+        """The loss in what ``training_step`` has returned."""
+        return loss_of(returned)
+
+    @contextlib.contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Let DDP and autocast keep nothing of the body, a step that is captured or compared."""
+        with unseen_by_ddp(self._trainer), _without_autocast_cache(self._trainer.precision_plugin):
+            yield
 
     def reading(
         self,

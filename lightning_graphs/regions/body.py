@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -16,9 +16,6 @@ from lightning_graphs.device.generators import Generators
 from lightning_graphs.device.rules import OLD_GRADIENTS
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.context import TrainingContext
-from lightning_graphs.lightning.logs import LogRecorder
-from lightning_graphs.lightning.ranks import unseen_by_ddp
-from lightning_graphs.lightning.strategy import loss_of
 from lightning_graphs.private.callsite import add_line, calls_observed, returned_by
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import scaling_states
@@ -34,25 +31,14 @@ _UNSCALES_ITSELF = "_step_supports_amp_scaling"
 divides gradients by the loss scale itself, and its hooks see scaled ones."""
 
 
-@contextlib.contextmanager
-def without_autocast_cache(plugin: Precision) -> Iterator[None]:
-    """Keep autocast from caching the casts of weights, whatever the plugin says.
+class Recorder(Protocol):
+    """Records what a step logs."""
 
-    A cached cast would be made by one graph and read by another, or by eager code.
-    """
-    manager = getattr(plugin, "autocast_context_manager", None)
-    if manager is None:
-        yield
-        return
+    def recording(self) -> AbstractContextManager[None]:
+        """Record what the body logs."""
 
-    @contextlib.contextmanager
-    def uncached() -> Iterator[None]:
-        with manager():
-            torch.set_autocast_cache_enabled(False)
-            yield
-
-    with replaced(plugin, "autocast_context_manager", uncached):
-        yield
+    def finish(self) -> None:
+        """Called at the end of the step's own code, as a part of it."""
 
 
 @dataclass(eq=False)
@@ -72,7 +58,7 @@ class StepBody:
     @contextlib.contextmanager
     def surrounded(
         self,
-        recorder: LogRecorder,
+        recorder: Recorder,
         places: Places,
         generators: Generators,
         listed: Callable[[Sequence[str]], str] = ", ".join,  # tells the author's line of names, too
@@ -80,10 +66,9 @@ class StepBody:
         """What is around a step that is captured, or compared with its graphs."""
         with (
             places.left(generators, listed),
-            unseen_by_ddp(self.trainer),
+            self.fit.watch.around_step(),
             recorder.recording(),
             torch.enable_grad(),
-            without_autocast_cache(self._plugin),
         ):
             yield
 
@@ -92,7 +77,7 @@ class StepBody:
         self,
         arguments: tuple[Any, ...],
         phase: Phase,
-        recorder: LogRecorder,
+        recorder: Recorder,
         *,
         # Called with the name of the next part, where somebody looks in between
         cut: Callable[[str], None] = lambda _: None,
@@ -111,15 +96,13 @@ class StepBody:
             self.update(cut)
         return output
 
-    def forward(
-        self, arguments: tuple[Any, ...], recorder: LogRecorder
-    ) -> tuple[OutputPlan, Tensor]:
+    def forward(self, arguments: tuple[Any, ...], recorder: Recorder) -> tuple[OutputPlan, Tensor]:
         """What ``training_step`` returns, and the loss in it."""
         returned = self.fit.own.training_step(*arguments)
         try:
             refuse_stand_ins(returned)
             output = OutputPlan(returned, static=False)
-            loss = loss_of(returned)
+            loss = self.fit.watch.loss_of(returned)
         except CaptureError as error:
             add_line(error, "returned at", returned_by(self.module.training_step))
             raise

@@ -5,25 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.cudnn import CapturedDropout, dropout_state_of
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
     accumulation_hooks,
     gradient_hooks,
-    has_gradient_hooks,
     hook_tables,
     hooks_registered,
     step_hook_tables,
@@ -31,7 +27,6 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import in_words, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
-from lightning_graphs.watch.user_code import is_lightnings
 
 # ------------------ Everything besides the batch that a captured step depends on
 
@@ -298,7 +293,7 @@ class ReplayGuards:
 
     def __init__(
         self,
-        module: LightningModule,
+        module: nn.Module,
         optimizer: OptimizerGuard | None,  # None: its step is in no graph
         parameters: Sequence[Tensor],  # of the optimizer
         facts: Facts,
@@ -420,7 +415,7 @@ def _same_values(read: Callable[[], Values], known: Values) -> Callable[[], bool
 class _Hooks:
     """The hooks on the modules and parameters of a fit, which a capture makes part of a graph."""
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._tables = [table for inner in module.modules() for table in hook_tables(inner)]
         self._parameters = list(module.parameters())
         self._known = self._now()
@@ -508,14 +503,6 @@ def refuse_new_seeds(dropout: CapturedDropout | None) -> None:
         )
 
 
-# ------------------ Finds the hooks that run within a step: its graph is cut where they look
-
-_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
-_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
-
-_BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
-
-
 @dataclass(frozen=True, slots=True)
 class Observers:
     """Names of the overridden hooks that run between two parts of a step."""
@@ -523,61 +510,3 @@ class Observers:
     before_backward: tuple[str, ...]  # they run after the forward pass and before the backward pass
     before_step: tuple[str, ...]  # they run after the backward pass and before the optimizer step
     own_zero_grad: bool  # the module decides by itself how gradients are zeroed
-
-    @classmethod
-    def of(cls, trainer: Trainer, module: LightningModule) -> Observers:
-        before = _observers(trainer, module, _BEFORE_BACKWARD)
-        after = _observers(trainer, module, _BEFORE_STEP)
-        # Who looks before the backward pass may also move what the optimizer step reads.
-        return cls(before, after or before, overrides(module, "optimizer_zero_grad"))
-
-
-def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether the user's own code runs while a batch is moved to the device.
-
-    It may read what the running step writes, so it must wait for the step.
-    """
-    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
-    owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
-    return any(overrides(owner, hook) for owner in owners for hook in hooks)
-
-
-def overrides(instance: object, method: str) -> bool:
-    """Whether anything but Lightning's base classes defines the method."""
-    if method in vars(instance):
-        return True
-    own = getattr(type(instance), method, None)
-    return own is not None and not is_lightnings(own, *_BASES)
-
-
-def _observers(
-    trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]
-) -> tuple[str, ...]:
-    owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
-    pairs = ((owner, hook) for hook in hooks for owner in owners if overrides(owner, hook))
-    return tuple(f"{type(owner).__name__}.{hook}" for owner, hook in pairs)
-
-
-def is_backward_unseen(trainer: Trainer, module: LightningModule, loss: Tensor) -> bool:
-    """Whether nobody sees ``.grad`` in the backward pass: autograd's own operators alone run."""
-    return (
-        not overrides(module, "backward")
-        and not overrides(trainer.precision_plugin, "backward")
-        and not has_python_nodes([loss], compiled=False)
-        and not any(map(has_gradient_hooks, leaves_behind([loss])))
-    )
-
-
-def cast_unseen(
-    trainer: Trainer, module: LightningModule, loss: Tensor
-) -> AbstractContextManager[None]:
-    """Around a backward pass that nobody sees, on one device: cast gradients together.
-
-    Those that wait for their cast are not in ``.grad`` yet.
-    """
-    is_alone = is_lightnings(type(trainer.strategy), "strategies.single_device") and not (
-        torch.distributed.is_available() and torch.distributed.is_initialized()
-    )
-    if not (is_alone and is_backward_unseen(trainer, module, loss)):
-        return contextlib.nullcontext()
-    return cast_together([loss], [p for p in module.parameters() if p.requires_grad])

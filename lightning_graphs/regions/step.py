@@ -31,14 +31,12 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     version_of,
 )
-from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.body import Recorder, StepBody
 from lightning_graphs.regions.conditions import (
     Observers,
     Phase,
     ReplayGuards,
-    cast_unseen,
     conditions_of,
-    is_backward_unseen,
     refuse_new_seeds,
 )
 from lightning_graphs.regions.gradients import (
@@ -451,9 +449,7 @@ class StepCapture(StepBody):
         ):
             yield
 
-    def forward(
-        self, arguments: tuple[Any, ...], recorder: LogRecorder
-    ) -> tuple[OutputPlan, Tensor]:
+    def forward(self, arguments: tuple[Any, ...], recorder: Recorder) -> tuple[OutputPlan, Tensor]:
         numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
         host: AbstractContextManager[None] = nullcontext()
         followed: AbstractContextManager[None] = nullcontext()
@@ -474,14 +470,14 @@ class StepCapture(StepBody):
         return result
 
     def _backward(self, loss: Tensor) -> None:
-        parts, reduction = (self.trainer, self.module, loss), self._reduction
+        watch, reduction = self.fit.watch, self._reduction
         casts: AbstractContextManager[None] = nullcontext()
-        if reduction is not None and not self._registers_hooks and is_backward_unseen(*parts):
+        if reduction is not None and not self._registers_hooks and watch.is_backward_unseen(loss):
             casts = reduction.reducing(loss)
         elif reduction is not None:
             reduction.leave_to_ddp()
         elif not self._registers_hooks:
-            casts = cast_unseen(*parts)
+            casts = watch.cast_unseen(loss)
         recording = self._recording
         host = recording if recording is not None and recording.in_backward else nullcontext()
         with casts, self._unseen(), host:

@@ -19,7 +19,6 @@ from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.cache import PlanCache
-from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.gradients import (
     GradientBuffers,
     PersistentGradients,
@@ -56,7 +55,7 @@ class CapturedUpdate:
         self._pool = fit.pool.beside()
         self._gradients = gradients
         self._verifier = verifier
-        self._observers = Observers.of(fit.trainer, fit.module)
+        self._observers = fit.watch.observers()
         self._moves = HyperParameterChurn(fit.trainer)
         self._awaited = StateAwaited()
         cache: PlanCache[Any, Plan] = PlanCache(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_graphs
-from lightning_graphs.regions.conditions import Observers, moves_batches_itself
+from lightning_graphs.lightning.hooks import moves_batches_itself, observers_of
+from lightning_graphs.regions.conditions import Observers
 from tests.training.fits import batches, close
 
 pl = pytest.importorskip("pytorch_lightning")
@@ -103,5 +104,5 @@ def test_its_command_line_takes_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_its_base_classes_do_not_look_at_a_step(tmp_path: Path) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, default_root_dir=str(tmp_path))
-    assert Observers.of(trainer, Net()) == Observers((), (), own_zero_grad=False)
+    assert observers_of(trainer, Net()) == Observers((), (), own_zero_grad=False)
     assert not moves_batches_itself(trainer, Net())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from lightning_graphs.regions.conditions import Observers, moves_batches_itself
+from lightning_graphs.lightning.hooks import moves_batches_itself, observers_of
 from tests.training.fits import Net
 
 
@@ -54,9 +54,9 @@ def test_code_of_the_user_that_moves_batches(module: Any, data: Any, expected: b
 
 
 def test_observers_are_named_with_their_hooks() -> None:
-    nobody = Observers.of(_trainer(), Net())
+    nobody = observers_of(_trainer(), Net())
     assert (nobody.before_backward, nobody.before_step, nobody.own_zero_grad) == ((), (), False)
-    somebody = Observers.of(_trainer(Looking()), Zeroing())
+    somebody = observers_of(_trainer(Looking()), Zeroing())
     assert somebody.before_backward == ("Zeroing.optimizer_zero_grad",)
     assert somebody.before_step == ("Looking.on_after_backward",)
     assert somebody.own_zero_grad
