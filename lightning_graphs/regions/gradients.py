@@ -358,6 +358,7 @@ class KeptGradients(ReferenceGuard):
         super().__init__()
         self._held = held
         self.are_copied = False  # user code has kept some: from now on gradients are copies
+        self.are_kept = False  # found when references were counted last
 
     def track(self, gradients: GradientBuffers | None) -> None:
         """Record reference counts of the gradients that are about to become visible.
@@ -380,7 +381,7 @@ class KeptGradients(ReferenceGuard):
 
     def are_held(self) -> bool:
         """Whether user code has kept tracked gradients; to be asked before each replay."""
-        tracked, self.bound = self.tracked, None
+        tracked, self.bound, self.are_kept = self.tracked, None, False
         if tracked is None:
             return False
         if tracked.are_bound():
@@ -390,8 +391,9 @@ class KeptGradients(ReferenceGuard):
             return False
         if ours := Counter(self._held()):
             now = [n - ours[id(b)] for n, b in zip(now, tracked.buffers, strict=True)]
-        found = any(map(gt, now, self._uses))
+        self.are_kept = found = any(map(gt, now, self._uses))
         self._uses = list(map(min, now, self._uses))  # what a capture itself lets go of late
+        self.are_copied |= found
         self.is_noticed |= found
         return found
 
@@ -419,12 +421,6 @@ class PersistentGradients(KeptGradients, GradientMemory):
     def clear(self) -> None:
         self._buffers.clear()
         self.track(None)
-
-    def are_held(self) -> bool:
-        """Whether user code has kept gradients; to be asked before the buffers are written."""
-        self.are_kept = super().are_held()
-        self.are_copied |= self.are_kept
-        return self.are_kept
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:

@@ -79,13 +79,21 @@ class Ranks(Protocol):
     """Lets all ranks do the same with a call."""
 
     are_one: bool
+    whole_steps_only: bool  # parameters are sharded, and filled again in each step
+    ddp: Any  # the wrapper whose reducer sums gradients over ranks; None if there is none
     numbers: itertools.count[int]  # of plans, above CAPTURE and equal on all ranks
 
     def settle(self, choice: int, wish: bool) -> tuple[int, bool]: ...
 
     def any(self, value: bool) -> bool: ...
 
-    def together(self, run: Callable[[], _Result], undo: Callable[[_Result], None]) -> _Result: ...
+    def together(
+        self,
+        run: Callable[[], _Result],
+        undo: Callable[[_Result], None] = ...,
+        *,
+        exchanges: bool = False,  # it exchanges data with other ranks before it raises
+    ) -> _Result: ...
 
 
 class Lifecycle(Generic[Call, P]):

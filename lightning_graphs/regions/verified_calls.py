@@ -18,7 +18,7 @@ from lightning_graphs.errors import (
     VerificationError,
     in_one_line,
 )
-from lightning_graphs.policy.budget import MemoryBudget, is_out_of_memory
+from lightning_graphs.policy.budget import is_out_of_memory
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import without_hooks
 from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
@@ -31,7 +31,6 @@ from lightning_graphs.values.snapshot import (
     PythonSnapshot,
     RegionState,
     Result,
-    Snapshot,
     results_in,
 )
 from lightning_graphs.values.tree import leaves_of, substitute
@@ -64,11 +63,11 @@ class CallChecks:
         if not self._verifier.is_on:
             return
         call = site.call
-        run = _CallRun(self._verifier.budget, self._root, self._device, site, again=again)
+        run = _CallRun(self._root, self._device, site, again=again)
         code = call.module, call.training, call.frozen, call.grad_enabled, call.recomputed
         written = self._verifier.written[code]
-        ways = Comparison(run.eager, run.replayed, run.take, written)
-        tolerance = Tolerance(run.device.type, call.autocast)
+        ways = Comparison(run.state, run.eager, run.replayed, run.parts, written)
+        tolerance = Tolerance(self._device.type, call.autocast)
         try:
             self._verifier.compare(ways, "a captured module was not verified", tolerance)
         except GraphError as error:
@@ -81,17 +80,9 @@ class _CallRun:
     """One captured call with its arguments, and the state that it changes."""
 
     def __init__(
-        self,
-        budget: MemoryBudget,
-        root: nn.Module,
-        device: torch.device,
-        site: GraphedCall,
-        *,
-        again: bool,
+        self, root: nn.Module, device: torch.device, site: GraphedCall, *, again: bool
     ) -> None:
-        self._root = root
-        self.device = device
-        self._budget = budget
+        self._device = device
         self._site = site
         call = site.call
         signature, samples = Signature.of(call.args, call.kwargs)
@@ -100,29 +91,26 @@ class _CallRun:
         self._backward = site.graphed.backward_pass
         tensors = {f"buffer `{call.name}.{n}`": b for n, b in call.module.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in site.written.items()}
-        self._parameters = self._differentiable()
+        self._parameters = self._differentiable(root)
         unseen = [*site.baked.environment.loose.small, *call.module.parameters()]
         parameters = {name: parameter for parameter, name in self._parameters.items()}
-        self._state = RegionState(tensors, parameters, unseen)
-        self._python = (
+        self.state = RegionState(tensors, parameters, unseen)
+        self.parts = (
             PythonSnapshot(iter_objects(call.module)),
             Generators(iter_objects(root), device),
+            RandomState(device, root.modules()),
         )
 
-    def _differentiable(self) -> dict[Tensor, str]:
+    def _differentiable(self, root: nn.Module) -> dict[Tensor, str]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
         call, backward = self._site.call, self._backward
         found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
         if backward is not None:
             direct = backward.direct
             found |= dict.fromkeys(backward.parameters.own if direct is None else direct.parameters)
-        names: dict[Tensor, str] = {p: f"`{name}`" for name, p in self._root.named_parameters()}
+        names: dict[Tensor, str] = {p: f"`{name}`" for name, p in root.named_parameters()}
         trained = (p for p in found if p not in call.frozen)
         return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
-
-    def take(self) -> Snapshot:
-        random = RandomState(self.device, self._root.modules())
-        return self._state.take(self._budget.room_for, *self._python, random)
 
     def eager(self) -> list[Result]:
         try:
@@ -153,7 +141,7 @@ class _CallRun:
         with torch.inference_mode(False), as_observed(call), without_hooks(list(self._parameters)):
             returned = forward(*args, **kwargs)
             outputs = leaves_of(returned, Tensor)
-            with torch.autocast(self.device.type, enabled=False):
+            with torch.autocast(self._device.type, enabled=False):
                 self._pull_back(outputs, tensors, direct=direct)
         found = results_in(returned, "output", f" of `{call.name}`")
         for name, tensor in zip(self._names, tensors, strict=True):
@@ -162,7 +150,7 @@ class _CallRun:
             found.append(Result(f"{title} after the call", tensor.detach()))
             if tensor.is_leaf and tensor.grad is not None:
                 found.append(Result(f"the gradient of {title}", tensor.grad, is_gradient=True))
-        return found + self._state.results()
+        return found
 
     def _pull_back(
         self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], *, direct: bool
@@ -173,7 +161,7 @@ class _CallRun:
         wanted = [*dict.fromkeys(t for t in (*arguments, *self._parameters) if t.requires_grad)]
         if self._backward is None or not outputs or not wanted:
             return
-        generator = torch.Generator(self.device).manual_seed(0)
+        generator = torch.Generator(self._device).manual_seed(0)
         buffers = self._backward.output_gradients.buffers  # in the strides that training gives
         layouts = buffers if len(buffers) == len(outputs) else outputs
         pairs = zip(outputs, layouts, strict=True)

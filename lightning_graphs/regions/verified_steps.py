@@ -23,7 +23,6 @@ from lightning_graphs.values.snapshot import (
     PythonSnapshot,
     RegionState,
     Result,
-    Snapshot,
     results_in,
 )
 from lightning_graphs.values.tree import substitute
@@ -46,9 +45,6 @@ class Verification(StepBody):
         parts = self.module, self.optimizer, self._scaler
         return RegionState.of_step(*parts, written=written, unseen=unseen, others=others)
 
-    def _take(self, state: RegionState, room: Callable[[int], int], *parts: Part) -> Snapshot:
-        return state.take(room, *parts, RandomState(self.module.device, self.module.modules()))
-
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """With rates on the device: kernels round others otherwise."""
         rates = None if self.capturable is None else self.capturable.live_rates()
@@ -62,28 +58,27 @@ class Verification(StepBody):
         plan.cancel()
         for stores in plan.stores.values():  # another step may have set them otherwise
             set_again(stores)
-        state, budget = self._state(plan.loose, plan.outside.parameters), self._verifier.budget
-
-        def take() -> Snapshot:
-            parts = () if plan.host is None else (plan.host,)
-            # The gradients of the graph lie where the eager step would compute
-            return self._take(state, lambda n: budget.room_for(n, plan.gradients.held), *parts)
-
+        parts: list[Part] = [self._random()] if plan.host is None else [plan.host, self._random()]
         ways = Comparison(
-            partial(self._eager, plan, args, batch, state),
-            partial(self._replayed, plan, args, batch, state),
-            take,
+            self._state(plan.loose, plan.outside.parameters),
+            partial(self._eager, plan, args, batch),
+            partial(self._replayed, plan, args, batch),
+            parts,
             self._verifier.written[plan.conditions],
             plan.gradients.buffers,
+            plan.gradients.held,  # they lie where the eager step would compute
         )
-        with budget.nothing_kept():
+        with self._verifier.budget.nothing_kept():
             self._verifier.compare(ways, "a captured step was not verified")
         plan.take(batch)
 
+    def _random(self) -> RandomState:
+        return RandomState(self.module.device, self.module.modules())
+
     def _eager(
-        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: RegionState
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
     ) -> list[Result]:
-        """Run the step eagerly; return what it computed and changed, without copies."""
+        """Run the step eagerly; return what it computed besides its state."""
         if not plan.adds:
             for group in self.optimizer.param_groups:
                 drop_gradients(group["params"])
@@ -112,10 +107,10 @@ class Verification(StepBody):
         if plan.changes is not None:
             stored += new_results(arguments[0], own)
         output.finish_capture()
-        return _returned(output.hand_out()) + state.results() + stored
+        return _returned(output.hand_out()) + stored
 
     def _replayed(
-        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor], state: RegionState
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
     ) -> list[Result]:
         """Replay the step; the results of :meth:`_eager`, under their names."""
         plan.take(batch)
@@ -133,23 +128,14 @@ class Verification(StepBody):
             changed = substitute(args[0], own)
             plan.changes.apply(changed, copies=False)
             stored += new_results(changed, own)
-        return _returned(plan.outputs.hand_out()) + state.results() + stored
+        return _returned(plan.outputs.hand_out()) + stored
 
     def check_update(self, replay: Callable[[], None]) -> None:
         """Verify a captured optimizer step on the gradients that there are."""
-        if not self._verifier.is_on:
-            return
-        state, room = self._state({}), self._verifier.budget.room_for
         held = list(iter_objects(self.module))
-        python = PythonSnapshot(held), Generators(held, self.module.device)
-
-        def results(step: Callable[[], None]) -> list[Result]:
-            step()
-            return state.results()
-
-        runs = partial(results, self.update), partial(results, replay)
+        parts = PythonSnapshot(held), Generators(held, self.module.device), self._random()
         written = self._verifier.written["update"]
-        ways = Comparison(*runs, partial(self._take, state, room, *python), written)
+        ways = Comparison(self._state({}), self.update, replay, parts, written)
         self._verifier.compare(ways, "the captured optimizer step was not verified")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,15 +18,16 @@ from lightning_graphs.errors import GraphError, VerificationError, first_line
 from lightning_graphs.policy.budget import MemoryBudget, is_out_of_memory
 from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.torch import storage_reference
+from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.tolerance import NONE, Tolerance, difference, size
 from lightning_graphs.values.memory import bytes_of, storage_address
 from lightning_graphs.values.snapshot import (
+    Part,
+    RegionState,
     Result,
     Snapshot,
     fingerprints_of,
 )
-
-_Computed = TypeVar("_Computed")
 
 _RULE = "A replay must compute what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
@@ -85,27 +86,18 @@ class WrittenMemory:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A region that can run eagerly, and replay, from one state."""
+    """A region that can run eagerly, and replay, from one state.
 
-    eager: Callable[[], list[Result]]  # runs it eagerly; what it computed and changed, in place
-    replayed: Callable[[], list[Result]]  # replays it; the same results under the same names
-    take: Callable[[], Snapshot]  # of the state from which both start
+    Both ways return what they computed besides their state, without copies, under equal names.
+    """
+
+    state: RegionState  # what both may change
+    eager: Callable[[], list[Result] | None]
+    replayed: Callable[[], list[Result] | None]
+    parts: Sequence[Part] = ()  # what else is put back, as it is now
     written: WrittenMemory | None = None  # what both write outside of that state
     spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
-
-
-class Together(Protocol):
-    """Lets several ranks run and decide together; with one rank these cost nothing."""
-
-    are_one: bool  # there is one rank only
-    whole_steps_only: bool  # parameters are sharded, and filled again in each step
-    ddp: Any  # the wrapper whose reducer sums gradients over ranks; None if there is none
-
-    def together(self, run: Callable[[], _Computed], *, exchanges: bool = False) -> _Computed:
-        """Run something on all ranks, and raise on all where it raises on one."""
-
-    def any(self, value: bool) -> bool:
-        """Whether it is true on any rank."""
+    beside: int = 0  # bytes that copies of the state leave to the eager run
 
 
 class Listener(Protocol):
@@ -135,7 +127,7 @@ class Verifier:
         verify: bool | int,  # never, once for each capture, or again every so many steps
         tolerance: Tolerance,
         budget: MemoryBudget,
-        ranks: Together,
+        ranks: Ranks,
         listener: Listener,
         step: Callable[[], int],  # how many optimizer steps were taken
     ) -> None:
@@ -161,12 +153,13 @@ class Verifier:
         """
         self._listener.compared()
         try:
-            state = self.ranks.together(ways.take)
+            state = self.ranks.together(partial(self._take, ways))
             try:
                 # FSDP2 frees and fills all parameters in every step
                 if ways.written is not None and not self.ranks.whole_steps_only:
                     shown = partial(self._run_unreduced, ways.eager)
-                    ways.written.add_to(state, shown, ways.spare, self._run)
+                    run = partial(self.ranks.together, exchanges=True)
+                    ways.written.add_to(state, shown, ways.spare, run)
                 self._require(ways, state, tolerance or self._tolerance)
             finally:
                 state.restore()
@@ -185,16 +178,20 @@ class Verifier:
         with reduced:
             way()
 
-    def _run(self, way: Callable[[], _Computed]) -> _Computed:
-        return self.ranks.together(way, exchanges=True)
+    def _take(self, ways: Comparison) -> Snapshot:
+        return ways.state.take(lambda n: self.budget.room_for(n, ways.beside), *ways.parts)
+
+    def _run(self, ways: Comparison, way: Callable[[], list[Result] | None]) -> list[Result]:
+        """Run it one way on all ranks; what it computed, and its state after it."""
+        return self.ranks.together(lambda: (way() or []) + ways.state.results(), exchanges=True)
 
     def _require(self, ways: Comparison, state: Snapshot, tolerance: Tolerance) -> None:
-        expected = self._run(ways.eager)
+        expected = self._run(ways, ways.eager)
         names = [result.name for result in expected]
         known = fingerprints_of([result.value for result in expected], together=True)
         del expected
         state.restore()
-        found = self._run(ways.replayed)
+        found = self._run(ways, ways.replayed)
         self.ranks.together(partial(self._require_names, names, [r.name for r in found]))
         now = fingerprints_of([result.value for result in found], together=True)
         del found
@@ -210,7 +207,7 @@ class Verifier:
         differing: set[str],  # and what shares a fingerprint with these
         rule: Tolerance,
     ) -> None:
-        again = self._run(ways.eager)
+        again = self._run(ways, ways.eager)
         known = {r.name: r.value.detach().clone() for r in again if r.name in differing}
         updates = {
             r.name: difference(r.value, state.saved(r.value).to(r.value.device)).norm
@@ -220,11 +217,11 @@ class Verifier:
         gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
         del again
         state.restore()
-        third = self._run(ways.eager)
+        third = self._run(ways, ways.eager)
         noise = {r.name: difference(r.value, known[r.name]) for r in third if r.name in known}
         del third
         state.restore()
-        results = self._run(ways.replayed)
+        results = self._run(ways, ways.replayed)
 
         def judge() -> None:
             changed, unjudged = set(), set()

@@ -329,9 +329,6 @@ def _is_of_transformers(value: Any) -> bool:
 
 # ------------------------------------------------------------------ tensors, and all parts
 
-_AT_ONCE = 2**24
-"""Bytes that are gathered for one copy between device and host: each has to wait for the device."""
-
 
 class Part(Protocol):
     """Something that is no tensor, remembered as it was when this was made."""
@@ -362,45 +359,32 @@ class Snapshot:
         self._parts = [*parts]
         self._tensors = [local(t) for t in tensors if t.layout is torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]
-        self._addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
+        # Where the storages begin whose values are saved
+        self.addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
         storages: dict[torch.device, dict[int, torch.UntypedStorage]] = {}
-        for tensor, address in zip(self._tensors, self._addresses, strict=True):
+        for tensor, address in zip(self._tensors, self.addresses, strict=True):
             if address:
                 found = tensor.untyped_storage()
                 storages.setdefault(tensor.device, {}).setdefault(address, found)
         size = sum(found.nbytes() for own in storages.values() for found in own.values())
         on_device = room(size)
         self._saved: list[tuple[list[Tensor], list[Tensor]]] = []  # storages and their copies
-        # By the first of the storages that are gathered: where on the device
-        self._gathered: dict[Tensor, Tensor] = {}
         with torch.inference_mode(False), torch.no_grad():
             for own in storages.values():
                 here, there = _split(map(bytes_of, own.values()), on_device)
                 if here:
                     self._saved.append((here, clone_all(here)))
-                self._save_on_host(there)
+                if there:
+                    sizes = [view.nbytes for view in there]
+                    copies = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
+                    for copy, view in zip(copies, there, strict=True):
+                        copy.copy_(view)
+                    self._saved.append((there, copies))
         self._copies = {
             view.data_ptr(): copy
             for own, copies in self._saved
             for view, copy in zip(own, copies, strict=True)
         }
-
-    def _save_on_host(self, views: list[Tensor]) -> None:
-        memory: Tensor | None = None
-        for part in _parts(views):
-            if len(part) == 1:
-                self._saved.append((part, [part[0].to("cpu", copy=True)]))
-                continue
-            if memory is None:  # kept: to restore must need no memory that may be gone by then
-                memory = part[0].new_empty(min(_AT_ONCE, sum(view.nbytes for view in views)))
-            gathered = self._gathered[part[0]] = memory[: sum(view.nbytes for view in part)]
-            torch.cat(part, out=gathered)
-            self._saved.append((part, _apart(gathered.to("cpu", copy=True), part)))
-
-    @property
-    def addresses(self) -> list[int]:
-        """Where the storages begin whose values are saved."""
-        return self._addresses
 
     def saved(self, tensor: Tensor) -> Tensor:
         """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
@@ -425,15 +409,12 @@ class Snapshot:
                 its former one again.
         """
         moved = []
-        for i, (tensor, address) in enumerate(zip(self._tensors, self._addresses, strict=True)):
+        for i, (tensor, address) in enumerate(zip(self._tensors, self.addresses, strict=True)):
             if tensor.untyped_storage().data_ptr() != address:
                 moved.append(i)
                 tensor.data = self._memory[i]
         with torch.no_grad():
             for views, values in self._saved:
-                if (gathered := self._gathered.get(views[0])) is not None:
-                    gathered.copy_(bytes_of(values[0].untyped_storage()))
-                    values = _apart(gathered, views)
                 copy_all(views, values)
         for part in self._parts:
             part.restore()
@@ -464,24 +445,6 @@ def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Ten
         else:
             there.append(view)
     return here, there
-
-
-def _parts(views: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Those that are copied at once; a large one alone, which then needs no memory beside it."""
-    part: list[Tensor] = []
-    size = 0
-    for view in views:
-        if part and size + view.nbytes > _AT_ONCE:
-            yield part
-            part, size = [], 0
-        part.append(view)
-        size += view.nbytes
-    if part:
-        yield part
-
-
-def _apart(together: Tensor, views: Sequence[Tensor]) -> list[Tensor]:
-    return list(torch.split(together, [view.numel() for view in views]))
 
 
 # ------------------------------------------------------------------ parts

@@ -15,13 +15,12 @@ from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.report.messages import Messages
 from lightning_graphs.report.statistics import Statistics
-from lightning_graphs.values.snapshot import Result, Snapshot
+from lightning_graphs.values.snapshot import RegionState, Result
 
 CPU = torch.device("cpu")
 
 
-def nothing() -> Snapshot:
-    return Snapshot([])
+NOTHING = RegionState({}, {})
 
 
 def verifier() -> Verifier:
@@ -37,7 +36,7 @@ def compared(eager: list[float], replayed: list[float]) -> None:
     def run(way: str) -> list[Result]:
         return [Result("x", torch.tensor([next(values[way])]))]
 
-    ways = Comparison(lambda: run("eager"), lambda: run("replayed"), nothing)
+    ways = Comparison(NOTHING, lambda: run("eager"), lambda: run("replayed"))
     verifier().compare(ways, "it was not verified")
     assert [list(left) for left in values.values()] == [[], []]
 
@@ -67,9 +66,9 @@ def test_without_memory_for_copies_it_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_result_of_one_way_only_is_named() -> None:
     ways = Comparison(
+        NOTHING,
         lambda: [Result("x", torch.ones(1))],
         lambda: [Result("y", torch.ones(1))],
-        nothing,
     )
     with pytest.raises(VerificationError, match="at step 3, only the eager step has x"):
         verifier().compare(ways, "it was not verified")
