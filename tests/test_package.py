@@ -62,7 +62,7 @@ UPWARD = {
     ("regions.submodules", "lightning.strategy"),
     ("regions.update", "lightning.context"),
     ("regions.update", "lightning.private"),
-    ("regions.verified_steps", "lightning.logs"),
+    ("regions.verified", "lightning.logs"),
     ("watch.refusals", "policy.budget"),
 }
 # Imported inside the functions that need them, never while a module of ours is being imported.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -24,11 +24,9 @@ class UndoingRecorder(Recorder):
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
         if not known.born and known.id not in self._saved:
             storage = tensor.untyped_storage()
-            self._saved[known.id] = storage, self._copy(storage)
-
-    def _copy(self, storage: UntypedStorage) -> UntypedStorage:
-        copy: UntypedStorage = storage.clone()
-        return copy
+            # A GPU's allocator may be giving out memory of a graph, which its replay overwrites
+            copy = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+            self._saved[known.id] = storage, copy
 
     def restore(self) -> None:
         """Give every storage that was written its value back; may be called again."""
@@ -64,11 +62,6 @@ class WriteWatch(UndoingRecorder):
         if known.address not in self._left_out:
             super().before_write(tensor, known)
 
-    def _copy(self, storage: UntypedStorage) -> UntypedStorage:
-        # The allocator may be giving out memory of a graph, which its replay overwrites.
-        return super()._copy(storage) if storage.device.type == "cpu" else storage.cpu()
-
-    def found(self) -> Iterator[UntypedStorage]:
+    def found(self) -> list[UntypedStorage]:
         """The storages that it has copied."""
-        for storage, _ in self._saved.values():
-            yield storage
+        return [storage for storage, _ in self._saved.values()]

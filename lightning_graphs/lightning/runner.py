@@ -48,7 +48,7 @@ from lightning_graphs.regions.notices import StepMessages
 from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
-from lightning_graphs.regions.verified_steps import Verification
+from lightning_graphs.regions.verified import Verification
 from lightning_graphs.report.statistics import Statistics, capture_cost
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues

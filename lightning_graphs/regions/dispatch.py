@@ -29,7 +29,7 @@ from lightning_graphs.regions.calls import (
     release,
 )
 from lightning_graphs.regions.observe import ObservedCall, StepObserver
-from lightning_graphs.regions.verified_calls import CallDiffers
+from lightning_graphs.regions.verified import CallDiffers
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()

@@ -38,7 +38,7 @@ from lightning_graphs.regions.dispatch import MOVED, Arguments, DispatchState, F
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.lifecycle import Lifecycle
 from lightning_graphs.regions.observe import Observation, StepObserver
-from lightning_graphs.regions.verified_calls import CallChecks, CallDiffers
+from lightning_graphs.regions.verified import CallChecks, CallDiffers
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report.messages import FEW, PATIENCE
 from lightning_graphs.watch.reads import GlobalReads

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
 from lightning_graphs.device.graph import CUDAGraph, is_current_stream_capturing
-from lightning_graphs.regions.verified_calls import CallChecks
-from lightning_graphs.regions.verified_steps import Verification
+from lightning_graphs.regions.verified import CallChecks, Verification
 from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.values.snapshot import Snapshot
 from tests.training import fits

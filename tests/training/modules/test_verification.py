@@ -14,8 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
-from lightning_graphs.regions.verified_calls import CallChecks
-from lightning_graphs.regions.verified_steps import Verification
+from lightning_graphs.regions.verified import CallChecks, Verification
 from lightning_graphs.regions.verify import Comparison, Verifier
 from tests.training.fits import (
     GradientTrace,
