@@ -9,7 +9,7 @@ from collections.abc import Iterator
 FIX = "\n  Fix: "  # begins the second line of a message
 OF_PACKAGE = "of the installed package"  # precedes a package's name behind a line of its code
 _OF_PACKAGE = re.compile(rf"\({OF_PACKAGE} ([\w.-]+)\)")
-_OPTIONS = "GraphCapture(", "Trainer(", "scope=", "precision=", "config."  # which users set
+USER_OPTIONS = ["scope=", "precision=", "config."]  # which users set
 _LONGEST = 300  # characters of what was observed that a message shows; a report has all
 
 
@@ -50,7 +50,7 @@ class GraphError(RuntimeError):
     def _whose(self, observed: str) -> str:
         """Who can follow the remedy, where the line is another author's than its reader's."""
         package = _OF_PACKAGE.search(observed)
-        if package is None or any(option in self.remedy for option in _OPTIONS):
+        if package is None or any(option in self.remedy for option in USER_OPTIONS):
             return ""
         return (
             f"; that is for the authors of {package[1]}: as its user look for an option that "

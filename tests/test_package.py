@@ -171,14 +171,14 @@ def test_a_package_that_is_found_through_an_unusual_path(backend: str, tmp_path:
     assert done.returncode == 0, done.stderr
 
 
-ENGINE = ("private", "values", "device", "autograd", "core")
+LOWER = ("private", "values", "device", "autograd", "core")
 OF_LIGHTNING = re.compile(r"self\.log\b|training_step|Trainer\(|GraphCapture|scope=['\"]")
 
 
 def test_the_engine_does_not_speak_of_lightning() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
-        for folder in ENGINE
+        for folder in LOWER
         for path in sorted((PACKAGE / folder).rglob("*.py"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if OF_LIGHTNING.search(line)
@@ -330,6 +330,30 @@ def test_imports_go_downward(path: Path) -> None:
     if own <= LAYERS.index("core"):
         tops = {name.partition(".")[0] for name in names}
         assert not tops & LIGHTNING, f"{module} must work without Lightning"
+
+
+ENGINE = {
+    *("errors", "private", "values", "device", "autograd", "core", "report", "watch"),
+    *("policy", "regions", "doctor"),
+}
+WORDS = re.compile(r"self\.log\b|training_step|Trainer\(")
+# Files that are yet to lose what they know of Lightning: none may be added.
+UNEASY = {
+    *("regions/body.py", "regions/conditions.py", "regions/plan.py"),
+    *("regions/step.py", "regions/submodules.py", "watch/numbers.py", "watch/side_effects.py"),
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_engine_knows_nothing_of_lightning(path: Path) -> None:
+    """Neither its modules, nor the words of a remedy, which come from the client."""
+    module, package = module_and_package(path)
+    name = path.relative_to(PACKAGE).as_posix()
+    if module.split(".")[1:2] and module.split(".")[1] in ENGINE and name not in UNEASY:
+        text = path.read_text(encoding="utf-8")
+        tops = {n.partition(".")[0] for n in imported_names(ast.parse(text), package)}
+        assert not tops & (LIGHTNING | {"torchmetrics"})
+        assert WORDS.findall(text) == []
 
 
 def test_no_circle_of_imports() -> None:

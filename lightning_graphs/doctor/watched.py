@@ -37,7 +37,7 @@ from lightning_graphs.device.trace import (
     tensors_in,
 )
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinder
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of
@@ -452,7 +452,7 @@ class BatchReads:
             try:
                 containers.look()
             except CaptureError as error:
-                self._changed.append(error.observed.removeprefix("training_step changes "))
+                self._changed.append(error.observed.removeprefix(f"{LIBRARIES.step} changes "))
             _each(batch, "batch", lambda _, leaf: leaf.value if isinstance(leaf, Told) else leaf)
 
     def _telling(self, name: str, value: Any) -> Any:

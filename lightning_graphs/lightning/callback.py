@@ -30,11 +30,11 @@ from lightning_graphs.lightning.runner import Runner, StepRunner, StrategyHandle
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.summary import FitSummary
-from lightning_graphs.lightning.trainer import TrainerWatch
+from lightning_graphs.lightning.trainer import TrainerWatch, steps_left
 from lightning_graphs.lightning.transfer import BatchTransfer
 from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
-from lightning_graphs.policy.worth import CapturePolicy, steps_left
+from lightning_graphs.policy.worth import CapturePolicy
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.report import Report

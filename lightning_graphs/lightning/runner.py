@@ -109,7 +109,7 @@ class StepRunner:
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
         # What keeps the optimizer capturable; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
-        self._moves = HyperParameterChurn(fit.trainer)
+        self._moves = HyperParameterChurn(fit.watch.cycles)
         self._awaited = StateAwaited()
         self._optimizer: Optimizer = fit.trainer.optimizers[0]
         self._obstacle: str | None = None

@@ -56,6 +56,9 @@ _LASTING = frozenset(
 _CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _LOGGERS = ("logger", "loggers")
+_CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
+_MANY = 10_000
+"""Steps that are left in a fit without an end."""
 
 
 @contextlib.contextmanager
@@ -101,6 +104,15 @@ class TrainerWatch:
     def schedulers(self) -> list[object]:
         """What moves learning rates."""
         return [config.scheduler for config in self._trainer.lr_scheduler_configs]
+
+    @property
+    def cycles(self) -> str:
+        """Why a graph cannot hold the optimizer's numbers from the beginning; empty if it may."""
+        for config in self._trainer.lr_scheduler_configs:
+            if config.interval == "step" and getattr(config.scheduler, "cycle_momentum", False):
+                name = type(config.scheduler).__name__
+                return f"{name} moves momentum or betas at every step, {_CYCLES}"
+        return ""
 
     @property
     def accumulates(self) -> bool:
@@ -205,3 +217,16 @@ def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | No
 
 def _found_in(trainer: Trainer, key: str) -> Any:
     return getattr(trainer, key, Absence.ABSENT)
+
+
+def steps_left(trainer: Trainer) -> int:
+    """How many micro-batches are left in a fit, as far as one can tell."""
+    left = float(_MANY)
+    each = trainer.num_training_batches
+    if trainer.max_epochs not in (None, -1) and each != float("inf"):
+        done = trainer.fit_loop.epoch_loop.batch_idx
+        left = (trainer.max_epochs - trainer.current_epoch) * each - done
+    if trainer.max_steps not in (None, -1):
+        ahead = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        left = min(left, ahead)
+    return int(left)

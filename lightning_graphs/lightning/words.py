@@ -23,6 +23,7 @@ from lightning_graphs.device.rules import (
     STORED_OUTSIDE,
     speak,
 )
+from lightning_graphs.errors import USER_OPTIONS
 from lightning_graphs.private.callsite import LIBRARIES
 
 WORDS = {
@@ -124,4 +125,6 @@ _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_u
 _LOGGERS = ("tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml")
 
 speak(WORDS)
+LIBRARIES.step = "training_step"
+USER_OPTIONS.extend(("GraphCapture(", "Trainer("))
 LIBRARIES.add((*_LIGHTNING, "torchmetrics"), _LOGGERS)

@@ -91,10 +91,10 @@ class _Sample:
 class StepTiming:
     """Times steps, for as long as there are times to take.
 
-    A step is a micro-batch, from the begin of ``training_step`` to the end of the backward pass
-    or, where the optimizer steps, of that; with manual optimization it is ``training_step``. Of
-    each shape the first eager step (kernels are loaded, state is made) is left out, and so is every
-    step with a capture, a refusal or a verification in it.
+    A step is a micro-batch, from its begin to the end of the backward pass or, where the optimizer
+    steps, of that; with manual optimization it is the call of its function. Of each shape the first
+    eager step (kernels are loaded, state is made) is left out, and so is every step with a capture,
+    a refusal or a verification in it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class StepTiming:
         self._times: defaultdict[Hashable, list[float]] = defaultdict(list)
 
     def begin(self, args: tuple[Any, ...]) -> None:
-        """Begin a step, with the arguments of ``training_step``."""
+        """Begin a step, with the arguments of its function."""
         tensors = leaves_of(args[:1], Tensor)
         shapes = tuple((None if t.is_nested else t.shape, t.dtype) for t in tensors)
         batch, counted = (shapes, self.stepping), _counted(self._statistics)

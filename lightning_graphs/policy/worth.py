@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
 
-from lightning.pytorch import Trainer
-
 from lightning_graphs.policy.options import Options
 from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE
 from lightning_graphs.report.statistics import Statistics, StepTimes
@@ -36,11 +34,8 @@ _MARGIN, _FURTHER_MARGIN = 1.5, 1.25
 """How much more than its cost a capture must be expected to save: the first one, and others."""
 _FOR_VERIFICATION = 0.02
 """The part of the fit's time that verifying further graphs may take."""
-_MANY = 10_000
-"""Steps that are left in a fit without an end."""
 
 _BUSY = "the GPU is busy all the time, and graphs save the time between kernels only"
-_CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _OFTEN = "which a graph would freeze; leave it alone, or move it every 20 steps at most"
 """The number is :data:`PAYBACK`."""
 
@@ -183,25 +178,12 @@ class CapturePolicy:
             self._verification = took
 
 
-def steps_left(trainer: Trainer) -> int:
-    """How many micro-batches are left in a fit, as far as one can tell."""
-    left = float(_MANY)
-    each = trainer.num_training_batches
-    if trainer.max_epochs not in (None, -1) and each != float("inf"):
-        done = trainer.fit_loop.epoch_loop.batch_idx
-        left = (trainer.max_epochs - trainer.current_epoch) * each - done
-    if trainer.max_steps not in (None, -1):
-        ahead = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        left = min(left, ahead)
-    return int(left)
-
-
 class HyperParameterChurn:
     """Watches the hyper-parameters that graphs freeze, for the length of a fit."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, obstacle: str = "") -> None:
         # Why the optimizer step is eager; empty as long as it is captured
-        self.obstacle = _cycled(trainer)
+        self.obstacle = obstacle
         self._before: tuple[tuple[str, object], ...] = ()
         self._in_a_row = 0
         self.replays = 0  # since the last move
@@ -221,11 +203,3 @@ class HyperParameterChurn:
         names = ", ".join(sorted(moved))
         self.obstacle = f"a scheduler or a hook moves {names} time and again, {_OFTEN}"
         return True
-
-
-def _cycled(trainer: Trainer) -> str:
-    for config in trainer.lr_scheduler_configs:
-        if config.interval == "step" and getattr(config.scheduler, "cycle_momentum", False):
-            name = type(config.scheduler).__name__
-            return f"{name} moves momentum or betas at every step, {_CYCLES}"
-    return ""

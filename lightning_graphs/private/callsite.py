@@ -56,6 +56,7 @@ class Libraries:
         # Packages whose objects keep state of their own; lines of these are shown
         self.opaque = frozenset({"torch", "lightning_graphs", "transformers"})
         self.roots = _own_roots()
+        self.step = "the step"  # what user code calls the function that is captured as a step
 
     def add(self, framework: Iterable[str], opaque: Iterable[str] = ()) -> None:
         """Take code of these packages for that of libraries, too; the client names its own."""

@@ -56,7 +56,7 @@ class CapturedUpdate:
         self._gradients = gradients
         self._verifier = verifier
         self._observers = fit.watch.observers()
-        self._moves = HyperParameterChurn(fit.trainer)
+        self._moves = HyperParameterChurn(fit.watch.cycles)
         self._awaited = StateAwaited()
         cache: PlanCache[Any, Plan] = PlanCache(
             fit.investment, self.discard, capacity=fit.options.max_graphs

@@ -60,7 +60,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """``file.py:12 in training_step: the line``; empty where no line is to blame."""
+        """``file.py:12 in forward: the line``; empty where no line is to blame."""
         if not self.file:
             return ""
         inside = self.file.startswith(os.path.join(os.getcwd(), ""))

@@ -62,7 +62,7 @@ class StepTime:
     Attributes:
         step: Position of the micro-batch in the fit, from 0.
         kind: Whether it ran eagerly or was replayed.
-        ms: From the begin of ``training_step`` to the end of backward pass or optimizer step, in
+        ms: From the begin of the step to the end of backward pass or optimizer step, in
             milliseconds: on the GPU by its own clock, else by the host's.
     """
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_graphs.device.rules import BATCH_CHANGED, BATCH_VALUE
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, bound
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import (
@@ -61,7 +61,7 @@ def objects_left(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterator
     """Refuse what the body, a capture, writes into the objects of its own batch, and undo it."""
 
     def refuse(names: Sequence[str]) -> None:
-        raise BATCH_CHANGED.refused(f"training_step changes {listed(names)}")
+        raise BATCH_CHANGED.refused(f"{LIBRARIES.step} changes {listed(names)}")
 
     with objects_of(batch).left(refuse):
         yield
@@ -85,7 +85,7 @@ def written_tensors(
         raise CaptureError(
             "A captured step cannot change tensors of its batch that share memory, because a graph "
             "has a copy of each.",
-            "training_step changes one of them in place",
+            f"{LIBRARIES.step} changes one of them in place",
             "make a new tensor: write x = x + 1, not x += 1",
         )
     return written
@@ -425,7 +425,7 @@ def _differ(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
 
 
 def _refused(observed: str) -> CaptureError:
-    return BATCH_CHANGED.refused(f"training_step changes {observed}")
+    return BATCH_CHANGED.refused(f"{LIBRARIES.step} changes {observed}")
 
 
 def new_results(batch: Any, known: Sequence[Tensor]) -> Iterator[Result]:

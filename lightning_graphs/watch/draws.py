@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from lightning_graphs.device.generators import PythonGenerator, shared_generators
 from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
+from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.torch import out_of_sight
 from lightning_graphs.values.guards import is_plain
@@ -88,7 +89,7 @@ def draws_exchanged(
 def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
     """The functions of plain values in modules from which the step draws right now."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name != "training_step":
+    while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
         code, around = frame.f_code, frame.f_back
         if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
             count = code.co_argcount + code.co_kwonlyargcount

@@ -171,7 +171,7 @@ class StepNumbers(Numbers):
         return ArrayTracer if type(value) is numpy.ndarray else ScalarTracer
 
     def argument(self, value: Any) -> Any:
-        """What ``training_step`` gets for an argument beside the batch."""
+        """What the step gets for an argument other than the batch."""
         if type(value) is not int:
             return value
         loop = self._trainer.fit_loop.epoch_loop
@@ -204,7 +204,7 @@ class StepNumbers(Numbers):
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """What gives the present value of a plain number that is logged; None if it is not ours.
 
-        To be called by what stands for ``LightningModule.log``.
+        To be called by what stands for a logging function.
         """
         # What the code has in its text is what it is by the outcome of a guard.
         is_ours = type(value) is float and self.has_guards

@@ -24,7 +24,7 @@ from torch.autograd import Function
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.generators import OF_TORCH
 from lightning_graphs.device.rules import CLOCK, DRAWN
-from lightning_graphs.private.callsite import codes_in, is_library, named_at
+from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
 from lightning_graphs.private.exchange import Absence, bind, bound, replaced
 from lightning_graphs.private.torch import (
     accumulation_hooks,
@@ -271,7 +271,6 @@ def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) ->
 # ------------------ Finds values outside of modules that code which ran names: globals, closures,
 
 _DEFAULTS = attrgetter("__defaults__")
-_ENTRIES = ("training_step", "forward")  # which no code of the author's names
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
@@ -290,7 +289,7 @@ class GlobalReads:
         *listeners: Callable[[str, Any], object],
         held: Iterable[tuple[str, Any]] | None = None,
     ) -> None:
-        self.words: set[str] = set(_ENTRIES)  # every name in the code that ran
+        self.words: set[str] = set((LIBRARIES.step, "forward"))  # every name in the code that ran
         self._module = module
         self._own = own
         # Called with the name of a clock that code reads for which nothing stands
@@ -331,7 +330,7 @@ class GlobalReads:
         profiled = sys.getprofile() is not None
         hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
         for kind in {base for child in hidden for base in type(child).__mro__}:
-            for name in _ENTRIES:
+            for name in (LIBRARIES.step, "forward"):
                 self._assume(vars(kind).get(name))
         if profiled:
             yield
