@@ -35,9 +35,8 @@ from lightning_graphs.autograd.nodes import (
     nodes_behind,
     saved_for_graphs,
 )
-from lightning_graphs.device.backend import BackendName, PoolHandle
 from lightning_graphs.device.generators import random_place, random_states, rewinding_refused
-from lightning_graphs.device.graph import GraphPool, get_backend, refuse_nested
+from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
 from lightning_graphs.device.rules import REBOUND
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
@@ -46,6 +45,7 @@ from lightning_graphs.private.engine import (
     stale_gradient_nodes_tolerated,
 )
 from lightning_graphs.private.torch import (
+    PoolHandle,
     has_gradient_hooks,
     hooks_registered,
     nodes_recorded,

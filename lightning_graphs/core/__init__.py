@@ -4,8 +4,8 @@ import sys
 
 from lightning_graphs.autograd.callables import make_graphed_callables
 from lightning_graphs.device import inspect as inspect
-from lightning_graphs.device.backend import BackendName
 from lightning_graphs.device.graph import (
+    BackendName,
     CUDAGraph,
     graph,
     graph_pool_handle,

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_graphs.device.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.device.inspect import GraphInfo, capture_frontier, count_kinds, from_cuda
 from lightning_graphs.device.rules import known_remedy
 from lightning_graphs.device.trace import (
@@ -29,7 +28,7 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.cudnn import CapturedDropout, DropoutCapture
-from lightning_graphs.private.torch import abandon_capture_pool, empty_host_cache
+from lightning_graphs.private.torch import PoolHandle, abandon_capture_pool, empty_host_cache
 
 _REFUSALS = (
     "when stream is capturing",
@@ -54,7 +53,7 @@ _REFUSALS = (
 """Fragments of the messages with which CUDA and torch refuse an operation inside a capture."""
 
 
-class CudaBackend(Backend):
+class CudaBackend:
     """Captures with ``torch.cuda.CUDAGraph``; owns one default capture stream per device."""
 
     name: Literal["cuda"] = "cuda"
@@ -68,7 +67,7 @@ class CudaBackend(Backend):
         self._replacements: dict[PoolHandle, PoolHandle] = {}
         self._graphs_of: dict[PoolHandle, weakref.WeakSet[CudaGraph]] = {}
 
-    def new_graph(self, keep_graph: bool) -> CapturedGraph:
+    def new_graph(self, keep_graph: bool) -> CudaGraph:
         return CudaGraph(self, keep_graph)
 
     def usable_pool(self, pool: PoolHandle | None) -> PoolHandle:
@@ -165,8 +164,8 @@ class _JoinedStream(torch.cuda.StreamContext):
             torch.cuda.current_stream().wait_stream(self.stream)
 
 
-class CudaGraph(CapturedGraph):
-    dropout: CapturedDropout | None
+class CudaGraph:
+    dropout: CapturedDropout | None  # cuDNN's random state, where the graph draws from it
 
     def __init__(self, backend: CudaBackend, keep_graph: bool) -> None:
         self._backend = backend

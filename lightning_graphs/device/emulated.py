@@ -10,14 +10,14 @@ import contextlib
 import itertools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_graphs.device.backend import Backend, CapturedGraph, PoolHandle
 from lightning_graphs.device.inspect import GraphInfo, from_recording
 from lightning_graphs.device.rules import MOVED_STORAGE
 from lightning_graphs.device.trace import (
@@ -33,6 +33,7 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.device.undo import UndoingRecorder
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.private.torch import (
+    PoolHandle,
     announced_as_cuda_capture,
     current_autograd_node,
     dispatch_modes,
@@ -223,7 +224,7 @@ class RecordingCapture(UndoingRecorder):
         return Recording(self.operations, [*self._born.values()])
 
 
-class EmulatedBackend(Backend):
+class EmulatedBackend:
     """Captures and replays on the CPU, in the calling thread."""
 
     name: Literal["emulated"] = "emulated"
@@ -233,11 +234,29 @@ class EmulatedBackend(Backend):
         self._pools = itertools.count(1)
         self.unreplayed: weakref.WeakSet[Recording] = weakref.WeakSet()
 
-    def new_graph(self, keep_graph: bool) -> CapturedGraph:
+    def new_graph(self, keep_graph: bool) -> EmulatedGraph:
         return EmulatedGraph(self)
 
     def new_pool(self) -> PoolHandle:
         return (0, next(self._pools))
+
+    def default_capture_stream(self, last: torch.cuda.Stream | None) -> None:
+        """A CPU has no streams."""
+
+    def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def side_stream(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def prepare_capture(self) -> None:
+        """Memory of a CPU has room."""
+
+    def synchronize(self) -> None:
+        """A CPU has computed what it was given."""
+
+    def refusal(self, error: BaseException | None) -> None:
+        """The recorder has refused already what it refuses."""
 
     def is_capturing(self) -> bool:
         return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
@@ -262,7 +281,7 @@ class EmulatedBackend(Backend):
 _captures = itertools.count()
 
 
-class EmulatedGraph(CapturedGraph):
+class EmulatedGraph:
     """A recording, which is template and executable graph at once."""
 
     dropout = None  # on a CPU recurrent layers draw from torch's generator
@@ -361,6 +380,9 @@ class EmulatedGraph(CapturedGraph):
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         self._generators.append(generator)
+
+    def node_counts(self) -> Mapping[str, int]:
+        return self.inspection().counts
 
     def inspection(self) -> GraphInfo:
         assert self.recording is not None

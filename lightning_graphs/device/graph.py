@@ -9,13 +9,12 @@ import gc
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from lightning_graphs.device.backend import Backend, BackendName, PoolHandle
-from lightning_graphs.device.cuda import CudaBackend
-from lightning_graphs.device.emulated import EmulatedBackend
+from lightning_graphs.device.cuda import CudaBackend, CudaGraph
+from lightning_graphs.device.emulated import EmulatedBackend, EmulatedGraph
 from lightning_graphs.device.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.private.cudnn import CapturedDropout
@@ -24,6 +23,20 @@ from lightning_graphs.private.engine import (
     renew_gradient_nodes,
     stale_gradient_nodes_tolerated,
 )
+from lightning_graphs.private.torch import PoolHandle
+
+BackendName = Literal["auto", "cuda", "emulated"]
+
+Backend = CudaBackend | EmulatedBackend
+"""What a process needs of a backend outside of a single graph; a CPU needs no streams."""
+
+CapturedGraph = CudaGraph | EmulatedGraph
+"""One graph of one backend, under :class:`CUDAGraph`.
+
+The methods mean what torch documents for ``torch.cuda.CUDAGraph``; ``abandon`` leaves a capture
+that failed. Capture has no effect on the world: afterwards every tensor that existed before, every
+random generator, the allocator and the modes are as they were.
+"""
 
 
 @functools.cache
@@ -83,7 +96,7 @@ class CUDAGraph:
         self.backend = get_backend(backend)
         """The backend that captures and replays this graph."""
         self._keep_graph = keep_graph
-        self._captured = self.backend.new_graph(keep_graph)
+        self._captured: CapturedGraph = self.backend.new_graph(keep_graph)
         self._capturing = self._is_annotated = False
         self._replay = _replay_of_nothing
 

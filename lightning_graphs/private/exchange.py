@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
@@ -50,28 +51,16 @@ def bind(owner: Any, key: Any, value: Any) -> None:
         kind.__setattr__(owner, key, value)
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let an object, a class or a module of Python have another member while the body runs.
-
-    Of objects it is set in their ``__dict__``, past ``nn.Module.__setattr__``.
-    """
-    table = owner if isinstance(owner, type) else vars(owner)
-    before = bound(table, name)
-    bind(table, name, value)
-    try:
-        yield
-    finally:
-        bind(table, name, before)
-
-
 Member = tuple[Any, str, Any]
 """An object, a class or a module of Python, a name in it, and a value for that."""
 
 
 @contextlib.contextmanager
 def exchanged(members: Iterable[Member]) -> Iterator[None]:
-    """Let all of these be members while the body runs; see :func:`replaced`."""
+    """Let all of these be members while the body runs.
+
+    Of objects they are set in their ``__dict__``, past ``nn.Module.__setattr__``.
+    """
     before = []
     try:
         for owner, name, value in members:
@@ -82,6 +71,11 @@ def exchanged(members: Iterable[Member]) -> Iterator[None]:
     finally:
         for place in reversed(before):
             bind(*place)
+
+
+def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """Let an object, a class or a module of Python have another member while the body runs."""
+    return exchanged([(owner, name, value)])
 
 
 @contextlib.contextmanager

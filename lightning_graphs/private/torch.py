@@ -358,6 +358,10 @@ def empty_host_cache() -> None:
     getattr(torch._C, "_host_emptyCache", _nothing)()
 
 
+PoolHandle = tuple[int, int]
+"""By what torch knows a memory pool of graphs."""
+
+
 def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
     """Stop routing allocations to the pool of a capture that failed, and give the pool back.
 

@@ -10,8 +10,8 @@ from time import perf_counter
 
 import torch
 
-from lightning_graphs.device.backend import Backend, PoolHandle
-from lightning_graphs.device.graph import CUDAGraph
+from lightning_graphs.device.graph import Backend, CUDAGraph
+from lightning_graphs.private.torch import PoolHandle
 from lightning_graphs.report import GraphRecord, Report, StepTime
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_graphs.core import graph_pool_handle, make_graphed_callables
-from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import BackendName
 from lightning_graphs.errors import CaptureError, GraphError
 from tests.core.callables_support import (
     Net,

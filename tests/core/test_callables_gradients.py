@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core import make_graphed_callables
-from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import BackendName
 from lightning_graphs.errors import CaptureError, ReplayError
 from tests.core.callables_support import both_ways, two_three_one
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from lightning_graphs.core import make_graphed_callables
-from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import BackendName
 from lightning_graphs.errors import CaptureError, ReplayError, SignatureError
 from tests.core.callables_support import (
     Net,

@@ -21,8 +21,7 @@ from lightning_graphs.autograd.nodes import (
     leaves_behind,
 )
 from lightning_graphs.core import make_graphed_callables
-from lightning_graphs.device.backend import BackendName
-from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.device.graph import BackendName, GraphPool
 from lightning_graphs.values.aliases import ReplayOrder
 from tests.core.callables_support import assert_same, both_ways, gradients_of
 

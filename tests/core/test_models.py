@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.core import CUDAGraph, graph, make_graphed_callables
-from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import BackendName
 from tests.core.models import CASES, Batch, Case, Training, side_stream
 
 STEPS, WARMUP = 20, 3

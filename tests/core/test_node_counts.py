@@ -10,7 +10,7 @@ import torch
 
 from lightning_graphs import core
 from lightning_graphs.device import inspect as driver
-from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import BackendName
 from lightning_graphs.device.inspect import inspect
 from lightning_graphs.errors import ReplayError
 from tests.core.test_driver import GRAPH, STREAM, bindings

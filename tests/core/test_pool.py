@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from lightning_graphs.core import graph_pool_handle, is_current_stream_capturing
-from lightning_graphs.device.backend import BackendName
 from lightning_graphs.device.cuda import CudaBackend
-from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.device.graph import BackendName, GraphPool
 from lightning_graphs.errors import CaptureError, ReplayError
 
 

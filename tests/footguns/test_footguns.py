@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.core import CUDAGraph, graph, make_graphed_callables
-from lightning_graphs.device.backend import BackendName
+from lightning_graphs.device.graph import BackendName
 from lightning_graphs.errors import CaptureError, GraphError
 
 Graphing = Callable[..., Any]
