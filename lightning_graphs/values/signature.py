@@ -23,7 +23,6 @@ from lightning_graphs.values.tree import (
     alias_groups,
     first_change,
     flatten,
-    frozen_context,
     leaf_changes,
     open_container,
 )
@@ -289,7 +288,7 @@ class CallPlan:
                 found += value.values()
             else:
                 opened = open_container(value)
-                if opened is None or frozen_context(kind, opened) != context:
+                if opened is None or opened.frozen_context != context:
                     return None
                 if len(opened.values) != len(node.children):
                     return None

@@ -184,6 +184,11 @@ class Opened(NamedTuple):
 
     context: Any
     values: Sequence[Any]
+    is_registered: bool = False  # only torch's pytree registry knows how to open it
+
+    @property
+    def frozen_context(self) -> Hashable:
+        return _frozen(self.context) if self.is_registered else self.context
 
 
 def is_registered(kind: type) -> bool:
@@ -205,12 +210,12 @@ def flatten(
     kind, start = type(value), len(leaves)
     labels = _labels(value, opened)
     pairs = zip(opened.values, labels, strict=True)
-    inside = () if is_registered(kind) else closed
+    inside = () if opened.is_registered else closed
     children = tuple(flatten(child, name + label, leaves, inside) for child, label in pairs)
     if name in closed and not any(isinstance(leaf, Tensor) for _, leaf in leaves[start:]):
         leaves[start:] = [(name, value)]
         return None
-    return Node(kind, frozen_context(kind, opened), children, tuple(labels))
+    return Node(kind, opened.frozen_context, children, tuple(labels))
 
 
 def leaves_of(value: Any, kind: type = object) -> list[Any]:
@@ -252,7 +257,7 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
             return value
         kind: Any = type(value)
         clone = None
-        if not (isinstance(value, (tuple, list)) or is_registered(kind)):
+        if not (isinstance(value, (tuple, list)) or opened.is_registered):
             clone = self._clones[id(value)] = copy.copy(value)
             if attributes_of(value) is value:  # a dict whose items are its attributes, too
                 object.__setattr__(clone, "__dict__", clone)
@@ -262,7 +267,7 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
         values = [self.of(child, name + label) for child, label in pairs]
         if kind is tuple or kind is list:
             return kind(values)
-        if is_registered(kind):
+        if opened.is_registered:
             return pytree.SUPPORTED_NODES[kind].unflatten_fn(values, opened.context)
         if isinstance(value, tuple):
             return kind(*values)
@@ -299,7 +304,7 @@ def open_container(value: Any) -> Opened | None:
         return Opened(len(value), value)
     if is_registered(kind):
         values, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-        return Opened(context, list(values))
+        return Opened(context, list(values), True)
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return Opened(kind._fields, value)
     if isinstance(value, MutableMapping):
@@ -317,7 +322,7 @@ def open_container(value: Any) -> Opened | None:
 def _labels(value: Any, opened: Opened) -> list[str]:
     """What follows the name of a container to reach what is in it."""
     kind = type(value)
-    if is_registered(kind):
+    if opened.is_registered:
         with_keys: Any = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
         if with_keys is not None:
             entries = [entry for entry, _ in with_keys(value)[0]]
@@ -353,10 +358,6 @@ def _attributes_beside(value: Any) -> dict[str, Any]:
 def item_label(key: Any) -> str:
     """What follows the name of a list or a mapping to reach an item."""
     return f"[{json.dumps(key, ensure_ascii=False) if type(key) is str else reprlib.repr(key)}]"
-
-
-def frozen_context(kind: type, opened: Opened) -> Hashable:
-    return _frozen(opened.context) if is_registered(kind) else opened.context
 
 
 def _frozen(context: Any) -> Hashable:
