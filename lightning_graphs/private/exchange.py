@@ -61,12 +61,16 @@ def exchanged(members: Iterable[Member]) -> Iterator[None]:
 
     Of objects they are set in their ``__dict__``, past ``nn.Module.__setattr__``.
     """
-    before = []
+    before: list[Member] = []
     try:
         for owner, name, value in members:
-            table = owner if isinstance(owner, type) else vars(owner)
-            before.append((table, name, bound(table, name)))
-            bind(table, name, value)
+            if isinstance(owner, type):
+                before.append((owner, name, bound(owner, name)))
+                bind(owner, name, value)
+            else:
+                table: Any = vars(owner)
+                before.append((table, name, table.get(name, Absence.ABSENT)))
+                table[name] = value
         yield
     finally:
         for place in reversed(before):
