@@ -15,8 +15,7 @@ from typing_extensions import override
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
 from lightning_graphs.lightning.context import TrainingContext
-from lightning_graphs.lightning.findings import why_no_whole_step
-from lightning_graphs.lightning.hooks import moves_batches_itself
+from lightning_graphs.lightning.findings import moves_batches_itself, why_no_whole_step
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts
 from lightning_graphs.lightning.progress import ProgressValues

@@ -9,12 +9,13 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.device.rules import COMPILED, Obstacle
-from lightning_graphs.lightning.hooks import observers_of
 from lightning_graphs.private.callsite import definition_of, is_library
 from lightning_graphs.private.torch import is_compiled, module_hooks
+from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.watch.refusals import obstacle_in
+from lightning_graphs.watch.user_code import is_lightnings
 
 CONFIGURATION = Obstacle(
     "GraphCapture can capture on one device, under DDP or FSDP2, and without detect_anomaly.",
@@ -70,6 +71,46 @@ CHANGING_NUMBER = Obstacle(
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(number)  # in on_train_batch_start",
 )
+
+
+_BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
+_BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
+
+_BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
+
+
+def observers_of(trainer: Trainer, module: LightningModule) -> Observers:
+    """The overridden hooks of callbacks and of the module."""
+    before = _observers(trainer, module, _BEFORE_BACKWARD)
+    after = _observers(trainer, module, _BEFORE_STEP)
+    # Who looks before the backward pass may also move what the optimizer step reads.
+    return Observers(before, after or before, overrides(module, "optimizer_zero_grad"))
+
+
+def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether the user's own code runs while a batch is moved to the device.
+
+    It may read what the running step writes, so it must wait for the step.
+    """
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
+    return any(overrides(owner, hook) for owner in owners for hook in hooks)
+
+
+def overrides(instance: object, method: str) -> bool:
+    """Whether anything but Lightning's base classes defines the method."""
+    if method in vars(instance):
+        return True
+    own = getattr(type(instance), method, None)
+    return own is not None and not is_lightnings(own, *_BASES)
+
+
+def _observers(
+    trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]
+) -> tuple[str, ...]:
+    owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
+    pairs = ((owner, hook) for hook in hooks for owner in owners if overrides(owner, hook))
+    return tuple(f"{type(owner).__name__}.{hook}" for owner, hook in pairs)
 
 
 def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:

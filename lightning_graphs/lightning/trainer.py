@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -14,22 +14,24 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
-from lightning_graphs.lightning.hooks import cast_unseen, is_backward_unseen, observers_of
+from lightning_graphs.lightning.findings import observers_of, overrides
 from lightning_graphs.lightning.logs import refuse_log
 from lightning_graphs.lightning.private import kept_log_caught
 from lightning_graphs.lightning.ranks import unseen_by_ddp
 from lightning_graphs.lightning.strategy import log_exchanged, loss_of
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed
+from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.values.guards import is_object, is_plain
-from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.environment import AsRead, Environment
 from lightning_graphs.watch.object_graph import HELD_ELSEWHERE, know_base
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.refusals import Effect
 from lightning_graphs.watch.tracers import rates_exchanged
-from lightning_graphs.watch.user_code import UserCode
+from lightning_graphs.watch.user_code import UserCode, is_lightnings
 
 # `log` and `forward` are exchanged in instances while a step or a module is captured; the state
 # is that of toggle_optimizer().
@@ -131,12 +133,25 @@ class TrainerWatch:
         return observers_of(self._trainer, self._module)
 
     def is_backward_unseen(self, loss: Tensor) -> bool:
-        """See :func:`is_backward_unseen`."""
-        return is_backward_unseen(self._trainer, self._module, loss)
+        """Whether autograd's own operators alone run in a backward pass, which see no ``.grad``."""
+        return (
+            not overrides(self._module, "backward")
+            and not overrides(self._trainer.precision_plugin, "backward")
+            and not has_python_nodes([loss], compiled=False)
+            and not any(map(has_gradient_hooks, leaves_behind([loss])))
+        )
 
     def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:
-        """See :func:`cast_unseen`."""
-        return cast_unseen(self._trainer, self._module, loss)
+        """Around a backward pass that is unseen, on one device: cast gradients together.
+
+        Those that wait for their cast are not in ``.grad`` yet.
+        """
+        is_alone = is_lightnings(type(self._trainer.strategy), "strategies.single_device") and not (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        )
+        if not (is_alone and self.is_backward_unseen(loss)):
+            return contextlib.nullcontext()
+        return cast_together([loss], [p for p in self._module.parameters() if p.requires_grad])
 
     def loss_of(self, returned: Any) -> Tensor:
         """The loss in what ``training_step`` has returned."""
@@ -148,14 +163,33 @@ class TrainerWatch:
         with unseen_by_ddp(self._trainer), _without_autocast_cache(self._trainer.precision_plugin):
             yield
 
+    @contextlib.contextmanager
     def reading(
-        self,
-        on_use: OnUse,
-        reads: AttributeGuards | None,
-        number: Callable[[str, Callable[[], Any]], Any] | None,
-    ) -> AbstractContextManager[None]:
-        """See :func:`counters_watched`."""
-        return counters_watched(self._trainer, on_use, reads=reads, counter=number)
+        self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
+    ) -> Iterator[None]:
+        """Meet what the body reads of the trainer: counters, and other values that move.
+
+        The trainer's class is exchanged for a subclass. Counters are nobody's to read: the module's
+        own read the trainer's. What else changes, as its metrics do, only libraries may look at;
+        values that user code finds there and that can be compared are noted. It may set none.
+        """
+        original: Any = type(self._trainer)
+
+        def read(owner: Trainer, key: str) -> Any:
+            if key in _COUNTERS and number is not None:
+                return number(f"trainer.{key}", partial(original.__getattribute__, owner, key))
+            lasts = key in _LASTING or key.startswith("__")
+            if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
+                _note(owner, key, on_use, reads)
+            return original.__getattribute__(owner, key)
+
+        def store(owner: Trainer, key: str, value: Any) -> None:
+            if not is_library(sys._getframe(1).f_code.co_filename):
+                on_use(STORED, f"trainer.{key}", f"trainer.{key} is set", CallSiteFinder().here())
+            object.__setattr__(owner, key, value)
+
+        with subclassed(self._trainer, {"__getattribute__": read, "__setattr__": store}):
+            yield
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -166,40 +200,6 @@ class TrainerWatch:
             stack.enter_context(log_exchanged(self._module, refuse_log))
             stack.enter_context(kept_log_caught(self._trainer, refuse_log))
             yield
-
-
-@contextlib.contextmanager
-def counters_watched(
-    trainer: Trainer,
-    on_use: OnUse = refuse,
-    *,
-    reads: AttributeGuards | None = None,  # learns what can be compared
-    # What a counter is read as, of its name and what gives the value
-    counter: Callable[[str, Callable[[], Any]], Any] | None = None,
-) -> Iterator[None]:
-    """While capturing, reading a counter or another moving value of the trainer is refused.
-
-    The trainer's class is exchanged for a subclass. Counters are nobody's to read: the module's own
-    read the trainer's. What else changes, as its metrics do, only libraries may look at; values
-    that an author's code finds there and that can be compared are noted. It may set none.
-    """
-    original: Any = type(trainer)
-
-    def read(owner: Trainer, key: str) -> Any:
-        if key in _COUNTERS and counter is not None:
-            return counter(f"trainer.{key}", partial(original.__getattribute__, owner, key))
-        lasts = key in _LASTING or key.startswith("__")
-        if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
-            _note(owner, key, on_use, reads)
-        return original.__getattribute__(owner, key)
-
-    def store(owner: Trainer, key: str, value: Any) -> None:
-        if not is_library(sys._getframe(1).f_code.co_filename):
-            on_use(STORED, f"trainer.{key}", f"trainer.{key} is set", CallSiteFinder().here())
-        object.__setattr__(owner, key, value)
-
-    with subclassed(trainer, {"__getattribute__": read, "__setattr__": store}):
-        yield
 
 
 def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | None) -> None:

@@ -47,7 +47,7 @@ def test_a_captured_step_casts_gradients_together(
     copies: int,
 ) -> None:
     together = nodes_of(backend, tmp_path, module=module)
-    monkeypatch.setattr("lightning_graphs.lightning.hooks.cast_together", by_autograd)
+    monkeypatch.setattr("lightning_graphs.lightning.trainer.cast_together", by_autograd)
     assert nodes_of(backend, tmp_path, module=module) - together == casts - copies
 
 
