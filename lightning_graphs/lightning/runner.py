@@ -32,7 +32,6 @@ from lightning_graphs.policy.budget import MemoryKept, NoRoomError
 from lightning_graphs.policy.timing import StepTiming
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.conditions import (
     CaptureKey,
     ClientGuards,
@@ -43,7 +42,7 @@ from lightning_graphs.regions.conditions import (
     without_values,
 )
 from lightning_graphs.regions.gradients import KEPT_LATE
-from lightning_graphs.regions.lifecycle import EAGER, Lifecycle
+from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, Region
 from lightning_graphs.regions.notices import StepMessages
 from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
@@ -62,7 +61,7 @@ _WRAPPED = (
 )
 
 
-class StepRunner:
+class StepRunner(Region[tuple[Any, ...], StepPlan]):
     """Runs the steps of a fit as a whole."""
 
     def __init__(self, fit: TrainingContext) -> None:
@@ -76,21 +75,10 @@ class StepRunner:
         self._investment = fit.investment
         options = fit.options
         self._verifier = fit.verifier()
-        self._cache: PlanCache[Any, StepPlan] = PlanCache(
-            fit.investment,
-            self._release,
-            capacity=options.max_graphs,
-            shape=lru_cache(without_values),  # which is asked for time and again in an eager step
-        )
-        verifier = self._verifier
-        self._life: Lifecycle[tuple[Any, ...], StepPlan] = Lifecycle(
-            self,
-            self._cache,
-            fit.investment,
-            fit.ranks,
-            verifies=verifier.is_on,
-            again=(lambda: verifier.is_due) if verifier.every else None,
-        )
+        # The part of a key without values is asked for time and again in an eager step.
+        self._life: Lifecycle[tuple[Any, ...], StepPlan]
+        self._life = Lifecycle(self, fit, self._verifier, lru_cache(without_values))
+        self._cache = self._life.cache
         self._notices = StepMessages(options, fit.statistics, fit.messages)
         self._captures_unseen = True
         self._moved = ""
@@ -172,15 +160,15 @@ class StepRunner:
         self._cache.drop_all()
         self._watch.look_again()
 
-    def _release(self, plan: StepPlan) -> None:
+    def release(self, plan: StepPlan) -> None:
         self._kept.track(None)
         self._statistics.released(plan.graphs["forward"])
         if plan is self._active:  # the rest of its step is still to come: the pool keeps it
             return
         self.discard(plan)
 
-    def discard(self, plan: StepPlan | None) -> None:
-        for graph in () if plan is None else plan.graphs.values():
+    def discard(self, plan: StepPlan) -> None:
+        for graph in plan.graphs.values():
             self._fit.pool.release(graph)
 
     @property

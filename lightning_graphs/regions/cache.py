@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
+from lightning_graphs.policy.worth import CapturePolicy
+
 Key = TypeVar("Key", bound=Hashable)
-Plan = TypeVar("Plan")
+Plan = TypeVar("Plan", bound="Used")
 
 _KEYS = 512
 """How many keys are remembered: shapes without end must not make a book grow without end."""
@@ -18,15 +20,10 @@ _RECENT = 1024
 """Sightings after which older ones count half."""
 
 
-class Worth(Protocol):
-    """Decides from sightings what is worth a capture."""
+class Used(Protocol):
+    """A plan."""
 
-    @property
-    def break_even(self) -> float:
-        """How many replays repay a capture."""
-
-    def why_not(self, seen: int, share: float, lost: int, uses: int, *, moved: bool) -> str:
-        """Why a key is not worth a capture yet; empty if it is."""
+    uses: int  # how often it was replayed
 
 
 class PlanCache(Generic[Key, Plan]):
@@ -34,16 +31,13 @@ class PlanCache(Generic[Key, Plan]):
 
     def __init__(
         self,
-        investment: Worth,
+        investment: CapturePolicy,
         release: Callable[[Plan], None],  # called with a plan that leaves the cache
-        *,
         capacity: int | None = None,  # number of plans at most; None: as many as are worth it
         # What of a key comes back, where the rest are values that may move on
         shape: Callable[[Key], Hashable] = lambda key: key,
-        uses: Callable[[Plan], int] = attrgetter("uses"),  # how often a plan was used
     ) -> None:
         self._investment = investment
-        self._uses = uses
         self._release = release
         self._capacity = float("inf") if capacity is None else capacity
         self._shape = shape
@@ -63,14 +57,6 @@ class PlanCache(Generic[Key, Plan]):
 
     def plans(self) -> list[Plan]:
         return list(reversed(self.by_key.values()))
-
-    def find(self, fits: Callable[[Plan], bool]) -> Plan | None:
-        """The first plan that fits, from the most recently used one on; see :meth:`get`."""
-        for key, plan in reversed(self.by_key.items()):
-            if fits(plan):
-                self.by_key[key] = self.by_key.pop(key)
-                return plan
-        return None
 
     def get(self, key: Key) -> Plan | None:
         """The plan of ``key``, which becomes the most recently used one; None if there is none."""
@@ -101,7 +87,7 @@ class PlanCache(Generic[Key, Plan]):
         shapes = {self._shape(other) for other in self.by_key}
         # How many were refused or dropped, or gave way to another one of their shape
         lost = self._captures - len(shapes)
-        uses = self._past_uses + sum(map(self._uses, self.by_key.values()))
+        uses = self._past_uses + sum(map(attrgetter("uses"), self.by_key.values()))
         moved = shape in shapes  # there are plans for it, for other values
         self.why_not = self._investment.why_not(seen, share, lost, uses, moved=moved)
         self.is_full = not self.why_not and not self._has_room(shape)
@@ -128,7 +114,7 @@ class PlanCache(Generic[Key, Plan]):
 
     def _count_uses(self) -> None:
         for key, plan in self.by_key.items():
-            uses, shape = self._uses(plan), self._shape(key)
+            uses, shape = plan.uses, self._shape(key)
             self._shapes[shape] = self._shapes.get(shape, 0.0) + uses - self._counted[key]
             self._counted[key] = uses
         if sum(self._shapes.values()) > _RECENT:
@@ -162,11 +148,11 @@ class PlanCache(Generic[Key, Plan]):
         self._seen.pop(key, None)
         self._captures += 1
         self.by_key[key] = plan
-        self._counted[key] = self._uses(plan) + 1  # the coming one has been seen already
+        self._counted[key] = plan.uses + 1  # the coming one has been seen already
 
     def drop(self, key: Key) -> None:
         plan = self.by_key.pop(key)
-        self._past_uses += self._uses(plan)
+        self._past_uses += plan.uses
         del self._counted[key]
         self._release(plan)
 

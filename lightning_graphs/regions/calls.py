@@ -133,6 +133,9 @@ class GraphedCall(Plan):
         frozen = self.call.frozen
         return not any(p.requires_grad is (p in frozen) for p in self.parameters)
 
+    def fits(self, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> bool:
+        return self.accepts(*call)
+
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return self.is_as_captured and self.holds() and self.graphed.accepts(args, kwargs)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,21 +12,20 @@ from torch import nn
 
 from lightning_graphs.errors import (
     ArgumentElsewhereError,
-    CaptureError,
+    GraphError,
     ReplayError,
     SignatureError,
 )
 from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.private.torch import COMPILED_CALL, in_transform, is_compiled_in_place
-from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.calls import (
-    CallRefused,
     CaptureConfig,
     GraphedCall,
     capture_alone,
     enter,
     release,
 )
+from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.observe import ObservedCall, StepObserver
 from lightning_graphs.regions.verified import CallDiffers
 
@@ -65,7 +63,7 @@ class DispatchState:
         return self.has_replayed or self.seeded
 
 
-class ForwardDispatcher:
+class ForwardDispatcher(Region[Arguments, GraphedCall]):
     """Stands for a module's ``forward``, or for what ``module.compile()`` has put around it.
 
     It is there while a step's own code runs and at no other time: in hooks between steps the module
@@ -73,8 +71,9 @@ class ForwardDispatcher:
 
     A call with a graph is a replay; others run the original. In a training step the n-th call of a
     graphed module under autograd has the n-th of its sites. Calls without autograd need no backward
-    and share graphs by signature. Who observes a step is told of every call. One serves all
-    observations and captures of a fit: compiled code that calls the module knows it again.
+    and share graphs by signature: they are a region. The observer of a step sees every call. One
+    dispatcher serves all observations and captures of a fit: compiled code that calls the module
+    knows it again.
     """
 
     def __init__(self, name: str, module: nn.Module, stage: DispatchState) -> None:
@@ -86,13 +85,7 @@ class ForwardDispatcher:
         self._stage = stage
         self._calls = 0
         self._missing = ""
-        fit = stage.fit
-        self._without_autograd: PlanCache[Hashable, GraphedCall] = PlanCache(
-            fit.investment,
-            lambda site: release([site], fit.statistics),
-            capacity=fit.options.max_graphs,
-            uses=attrgetter("record.replays"),
-        )
+        self._alone = Lifecycle[Arguments, GraphedCall](self, stage.fit, None)
         self._look()
 
     def _look(self) -> None:
@@ -154,7 +147,8 @@ class ForwardDispatcher:
         if not self.is_graphed or not (stage.stepping or stage.evaluating):
             return _NONE
         if not torch.is_grad_enabled():
-            return self._answer_without_autograd(args, kwargs)
+            site = None if in_transform() else self._alone.plan_for((args, kwargs))
+            return _NONE if site is None else self._replayed(site, args, kwargs)
         if not stage.stepping:
             return _NONE
         index = self._calls
@@ -199,47 +193,50 @@ class ForwardDispatcher:
             if site.is_as_captured:
                 self._stage.stale = MOVED
             return _NONE
+        site.uses += 1
         site.record.replays += 1
         self._stage.has_replayed = True
         return answer
 
-    def _answer_without_autograd(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if in_transform():
-            return _NONE
-        stage, cache = self._stage, self._without_autograd
-        site = cache.find(lambda s: s.accepts(args, kwargs))
-        if site is not None:
-            return self._replayed(site, args, kwargs)
-        device_type = stage.means.pool.backend.device_type
-        this = self._label, self._module, self._original
-        call = ObservedCall(*this, args, kwargs, device_type)
+    # ------------------------------------------------------------------ calls without autograd
+
+    def key(self, call: Arguments) -> Hashable:
+        observed = self._observed(call)
         # What earlier captures have read: a value that never returns is not worth a graph.
-        read = frozenset(item for site in cache.plans() for item in site.baked.reads.now())
-        key = call.key(), call.kernels, read
-        if not cache.is_due(key):
-            return _NONE
+        plans = self._alone.cache.plans()
+        read = frozenset(item for site in plans for item in site.baked.reads.now())
+        return observed.key(), observed.kernels, read
+
+    def _observed(self, call: Arguments) -> ObservedCall:
+        this = self._label, self._module, self._original
+        return ObservedCall(*this, *call, self._stage.means.pool.backend.device_type)
+
+    def capture(self, call: Arguments, key: Any) -> GraphedCall:
+        stage = self._stage
         # Modules inside of this one answer by themselves.
         before = stage.stepping, stage.evaluating
         stage.stepping = stage.evaluating = False
         try:
-            site = capture_alone(call, stage.means)
-        except CaptureError as error:
-            if isinstance(error, CallRefused):
-                cache.refuse(key)
-            if isinstance(error, CallDiffers) and stage.fit.options.on_failure == "raise":
-                raise
-            stage.fit.messages.note(f"`{self._label}` runs eagerly without autograd", error)
-            return _NONE
+            return capture_alone(self._observed(call), stage.means)
         finally:
             stage.stepping, stage.evaluating = before
-        enter([site], stage.fit.statistics, "; without autograd")
-        cache.add(site.key, site)
-        return self._replayed(site, args, kwargs)
+
+    def enter(self, plan: GraphedCall, call: Arguments) -> None:
+        enter([plan], self._stage.fit.statistics, "; without autograd")
+
+    def refuse(self, error: GraphError) -> None:
+        fit = self._stage.fit
+        if isinstance(error, CallDiffers) and fit.options.on_failure == "raise":
+            raise error
+        fit.messages.note(f"`{self._label}` runs eagerly without autograd", error)
+
+    def discard(self, plan: GraphedCall) -> None:
+        release([plan], self._stage.fit.statistics)
 
     def forget(self) -> None:
         """Release the graphs that are not a step's."""
         self.sites = ()
-        self._without_autograd.clear()
+        self._alone.cache.clear()
 
     def remove(self) -> None:
         """Have no graphs any longer, and give the module its own back; may be called again."""

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.policy.options import Options
+from lightning_graphs.policy.worth import CapturePolicy
 from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.plan import Plan
+from lightning_graphs.regions.verify import Ranks, Verifier
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
 """What becomes of a call; larger numbers are those of plans, which replay it."""
 
 
-Call = TypeVar("Call", contravariant=True)
+Call = TypeVar("Call")
 P = TypeVar("P", bound=Plan)
-_Result = TypeVar("_Result")
 
 
-class Region(Protocol[Call, P]):
+class Region(ABC, Generic[Call, P]):
     """Code that a life cycle captures; a call is one run of it, with what it is given."""
 
     def key(self, call: Call) -> Any:
@@ -30,22 +31,22 @@ class Region(Protocol[Call, P]):
         Raises:
             CaptureError: No graph could be for this call.
         """
+        return call
 
     def wait(self, call: Call, key: Any) -> None:
         """Note that the call is not worth a capture yet; the cache says why."""
 
     def is_ready(self, call: Call, key: Any) -> bool:
         """Whether all is there that a capture of the call needs."""
+        return True
 
+    @abstractmethod
     def capture(self, call: Call, key: Any) -> P | None:
         """Capture the call; None: that would cost more than it saves.
 
         Raises:
             GraphError: It cannot be captured.
         """
-
-    def discard(self, plan: P | None) -> None:
-        """Release the graphs of a plan that was not entered."""
 
     def enter(self, plan: P, call: Call) -> None:
         """Note that a captured plan is in the cache, and prepare it for its first replay."""
@@ -58,42 +59,34 @@ class Region(Protocol[Call, P]):
         Raises:
             GraphError: The replay computes something else.
         """
+        return True
 
     def may_succeed(self, key: Any, error: GraphError) -> bool:
         """Whether a capture that failed so may succeed in a later call."""
+        return False
 
+    @abstractmethod
     def refuse(self, error: GraphError) -> None:
         """Tell that such calls run eagerly, or raise."""
 
+    @abstractmethod
+    def discard(self, plan: P) -> None:
+        """Release the graphs of a plan."""
 
-class Policy(Protocol):
-    """Decides when plans are compared with eager runs."""
+    def release(self, plan: P) -> None:
+        """Let a plan go that was entered."""
+        self.discard(plan)
+
+
+class Context(Protocol):
+    """What all regions of a fit share."""
 
     @property
-    def affords_verification(self) -> bool: ...
-
-    def verifying(self) -> AbstractContextManager[None]: ...
-
-
-class Ranks(Protocol):
-    """Lets all ranks do the same with a call."""
-
-    are_one: bool
-    whole_steps_only: bool  # parameters are sharded, and filled again in each step
-    ddp: Any  # the wrapper whose reducer sums gradients over ranks; None if there is none
-    numbers: itertools.count[int]  # of plans, above CAPTURE and equal on all ranks
-
-    def settle(self, choice: int, wish: bool) -> tuple[int, bool]: ...
-
-    def any(self, value: bool) -> bool: ...
-
-    def together(
-        self,
-        run: Callable[[], _Result],
-        undo: Callable[[_Result], None] = ...,
-        *,
-        exchanges: bool = False,  # it exchanges data with other ranks before it raises
-    ) -> _Result: ...
+    def investment(self) -> CapturePolicy: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def options(self) -> Options: ...
 
 
 class Lifecycle(Generic[Call, P]):
@@ -102,20 +95,16 @@ class Lifecycle(Generic[Call, P]):
     def __init__(
         self,
         region: Region[Call, P],
-        cache: PlanCache[Any, P],
-        policy: Policy,
-        ranks: Ranks,
-        *,
-        verifies: bool,  # plans are compared with eager runs before their first replay
-        # Whether known plans are compared again in the present call; None: they never are
-        again: Callable[[], bool] | None = None,
+        context: Context,
+        verifier: Verifier | None,  # None: a capture has verified what it made
+        # What of a key comes back, where the rest are values that may move on
+        shape: Callable[[Any], Hashable] = lambda key: key,
     ) -> None:
         self._region = region
-        self.cache = cache
-        self._policy = policy
-        self._ranks = ranks
-        self._verifies = verifies
-        self._again = again
+        self._policy, self._ranks = context.investment, context.ranks
+        self._verifier = verifier
+        capacity = context.options.max_graphs
+        self.cache = PlanCache[Any, P](self._policy, region.release, capacity, shape)
         self.is_failing = False  # this rank gives up as soon as all do
         self.has_failed = False  # all ranks gave up
 
@@ -143,7 +132,8 @@ class Lifecycle(Generic[Call, P]):
             return self.capture(call, region.key(call) if key is None else key)
         if choice <= EAGER or plan is None:
             return None
-        again = self._again is not None and self._again()
+        verifier = self._verifier
+        again = verifier is not None and verifier.every > 0 and verifier.is_due
         return self._verified(plan, call) if wish or again else plan
 
     def _find(self, call: Call) -> P | None:
@@ -175,22 +165,27 @@ class Lifecycle(Generic[Call, P]):
         """Capture and verify a call whose key was due; None where that fails."""
         region = self._region
         try:
-            plan = self._ranks.together(partial(region.capture, call, key), region.discard)
+            plan = self._ranks.together(partial(region.capture, call, key), self._undo)
         except GraphError as error:
             if not region.may_succeed(key, error):
                 self._refuse(key, error)
             return None
         if plan is None:
             return None
-        plan.number, plan.unverified = next(self._ranks.numbers), self._verifies
+        plan.number = next(self._ranks.numbers)
+        plan.unverified = self._verifier is not None and self._verifier.is_on
         self.cache.add(plan.key, plan)
         region.enter(plan, call)
         is_too_much = self._ranks.any(not self._policy.affords_verification)
         return plan if is_too_much else self._verified(plan, call)
 
+    def _undo(self, plan: P | None) -> None:
+        if plan is not None:  # another rank has none
+            self._region.discard(plan)
+
     def _verified(self, plan: P, call: Call) -> P | None:
         """The plan if it computes what the eager call does; else it is dropped."""
-        if not self._verifies:
+        if self._verifier is None or not self._verifier.is_on:
             return plan
         plan.unverified = False
         try:

@@ -315,7 +315,9 @@ class StepCapture(StepBody):
             self.observers,
             in_place=self._learned.has_several_passes or (ddp is not None and phase.stepping),
         )
-        self._reduction = reduction_of(ddp, adds=targets.adds) if phase.stepping else None
+        self._reduction = (
+            reduction_of(ddp, adds=targets.adds) if ddp is not None and phase.stepping else None
+        )
         return targets
 
     @code_captured("A captured step")

@@ -19,7 +19,6 @@ from lightning_graphs.lightning.ranks import wrapper_of
 from lightning_graphs.lightning.strategy import requests_watched
 from lightning_graphs.policy.budget import SETTLED
 from lightning_graphs.private.callsite import add_line, named_at, reached_by_name, with_keyword
-from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.calls import (
     CallRefused,
     CaptureConfig,
@@ -36,7 +35,7 @@ from lightning_graphs.regions.choose import ModuleSelection
 from lightning_graphs.regions.conditions import moved_values
 from lightning_graphs.regions.dispatch import MOVED, Arguments, DispatchState, ForwardDispatcher
 from lightning_graphs.regions.gradients import PersistentGradients
-from lightning_graphs.regions.lifecycle import Lifecycle
+from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.observe import Observation, StepObserver
 from lightning_graphs.regions.verified import CallChecks, CallDiffers
 from lightning_graphs.regions.verify import Verifier
@@ -97,7 +96,7 @@ def _adds_gradients(module: LightningModule) -> bool:
     return own or trainer.accumulate_grad_batches > 1 or any(schedules)
 
 
-class ModuleGraphs:
+class ModuleGraphs(Region[StepCall, CapturedStep]):
     """Observes, captures and replays the calls of chosen submodules, step by step."""
 
     def __init__(
@@ -137,17 +136,8 @@ class ModuleGraphs:
             nn.Module, ForwardDispatcher
         ] = {}  # of modules that were ever observed
         self._graphed: dict[nn.Module, ForwardDispatcher] = {}  # of those that have graphs
-        self._plans: PlanCache[Any, CapturedStep] = PlanCache(
-            fit.investment, self.discard, capacity=options.max_graphs, shape=itemgetter(0)
-        )
-        self._life: Lifecycle[StepCall, CapturedStep] = Lifecycle(
-            self,
-            self._plans,
-            fit.investment,
-            fit.ranks,
-            verifies=verifier.is_on,
-            again=(lambda: verifier.is_due) if verifier.every else None,
-        )
+        self._life = Lifecycle[StepCall, CapturedStep](self, fit, verifier, itemgetter(0))
+        self._plans = self._life.cache
         self._last: CapturedStep | None = None
         self._forgotten = 0  # how often all graphs were
         self._observed: Observed | None = None
@@ -440,9 +430,6 @@ class ModuleGraphs:
             observation, ', scope="step" tries the whole step' * self._may_be_whole
         )
 
-    def may_succeed(self, key: Hashable, error: GraphError) -> bool:
-        return False
-
     def refuse(self, error: GraphError) -> None:
         if self._fit.options.on_failure == "raise":
             raise error
@@ -451,11 +438,10 @@ class ModuleGraphs:
         else:
             self._fit.messages.note("a step runs eagerly", error)
 
-    def discard(self, plan: CapturedStep | None) -> None:
-        if plan is not None:
-            release(plan.captured, self._fit.statistics)
-            if not self._plans_of(plan.kind):
-                self._searches.pop(plan.kind, None)
+    def discard(self, plan: CapturedStep) -> None:
+        release(plan.captured, self._fit.statistics)
+        if not self._plans_of(plan.kind):
+            self._searches.pop(plan.kind, None)
 
     def enter(self, plan: CapturedStep, call: StepCall) -> None:
         statistics = self._fit.statistics

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,12 +17,11 @@ from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.body import StepBody
-from lightning_graphs.regions.cache import PlanCache
 from lightning_graphs.regions.gradients import (
     GradientBuffers,
     PersistentGradients,
 )
-from lightning_graphs.regions.lifecycle import Lifecycle
+from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
     StateAwaited,
@@ -41,7 +39,7 @@ from lightning_graphs.watch.tracers import rates_exchanged
 _CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
 
 
-class CapturedUpdate:
+class CapturedUpdate(Region[Hashable, Plan]):
     """Takes the optimizer steps of a fit as graph launches; a region whose calls bring nothing."""
 
     def __init__(
@@ -58,17 +56,7 @@ class CapturedUpdate:
         self._observers = fit.watch.observers()
         self._moves = HyperParameterChurn(fit.watch.cycles)
         self._awaited = StateAwaited()
-        cache: PlanCache[Any, Plan] = PlanCache(
-            fit.investment, self.discard, capacity=fit.options.max_graphs
-        )
-        self._life: Lifecycle[Hashable, Plan] = Lifecycle(
-            self,
-            cache,
-            fit.investment,
-            fit.ranks,
-            verifies=verifier.is_on,
-            again=(lambda: verifier.is_due) if verifier.every else None,
-        )
+        self._life = Lifecycle[Hashable, Plan](self, fit, verifier)
         self._bind()
 
     def _bind(self) -> None:
@@ -131,9 +119,6 @@ class CapturedUpdate:
 
     # ------------------------------------------------------------------ the region
 
-    def key(self, call: Hashable) -> Hashable:
-        return call
-
     def is_ready(self, call: Hashable, key: Hashable) -> bool:
         return self.capturable is not None and self.capturable.has_stepped
 
@@ -182,12 +167,8 @@ class CapturedUpdate:
             raise error
         self._fit.messages.note("the optimizer step runs eagerly", error)
 
-    def discard(self, plan: Plan | None) -> None:
-        if plan is not None:
-            self._pool.release(plan.parts["step"].graph)
-
-    def wait(self, *_: Any) -> None:
-        """Nothing is said of it: the rest of the step has its graphs."""
+    def discard(self, plan: Plan) -> None:
+        self._pool.release(plan.parts["step"].graph)
 
     def enter(self, plan: Plan, call: Hashable) -> None:
         """Note that no eager step has run beside its memory."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,7 +19,6 @@ from lightning_graphs.errors import GraphError, VerificationError, first_line
 from lightning_graphs.policy.budget import MemoryBudget, is_out_of_memory
 from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.torch import storage_reference
-from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.tolerance import NONE, Tolerance, difference, size
 from lightning_graphs.values.memory import bytes_of, storage_address
 from lightning_graphs.values.snapshot import (
@@ -29,11 +29,33 @@ from lightning_graphs.values.snapshot import (
     fingerprints_of,
 )
 
+_Result = TypeVar("_Result")
 _RULE = "A replay must compute what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
     "look for Python values that the step reads and that change out of sight (a context variable, "
     "the state of a library, a file), and make them tensors or attributes"
 )
+
+
+class Ranks(Protocol):
+    """Lets all ranks do the same with a call."""
+
+    are_one: bool
+    whole_steps_only: bool  # parameters are sharded, and filled again in each step
+    ddp: Any  # the wrapper whose reducer sums gradients over ranks; None if there is none
+    numbers: itertools.count[int]  # of plans, above CAPTURE and equal on all ranks
+
+    def settle(self, choice: int, wish: bool) -> tuple[int, bool]: ...
+
+    def any(self, value: bool) -> bool: ...
+
+    def together(
+        self,
+        run: Callable[[], _Result],
+        undo: Callable[[_Result], None] = ...,
+        *,
+        exchanges: bool = False,  # it exchanges data with other ranks before it raises
+    ) -> _Result: ...
 
 
 class WrittenMemory:
