@@ -17,8 +17,14 @@ from lightning_graphs.private.torch import (
     has_gradient_hooks,
     hooks_registered,
 )
-from lightning_graphs.values.aliases import AliasedBuffer
-from lightning_graphs.values.memory import clone_all, copy_all, extent, linear, overlap_span
+from lightning_graphs.values.memory import (
+    AliasedBuffer,
+    clone_all,
+    copy_all,
+    extent,
+    linear,
+    overlap_span,
+)
 
 _gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
@@ -394,13 +400,10 @@ class DirectGradients:
         self, chosen: Collection[Tensor], held: Sequence[int], old: Sequence[Tensor]
     ) -> None:
         """Add to buffers what was in them, in place as autograd; the others have it back."""
-        buffers = [self.buffers[i] for i in held]
-        is_chosen = [self.parameters[i] in chosen for i in held]
-        if held and all(is_chosen):
-            torch._foreach_add_(buffers, list(old))
-            return
-        for buffer, value, adds in zip(buffers, old, is_chosen, strict=True):
-            buffer.add_(value) if adds else buffer.copy_(value)
+        for combine, adds in ((torch._foreach_add_, True), (torch._foreach_copy_, False)):
+            own = [k for k, i in enumerate(held) if (self.parameters[i] in chosen) is adds]
+            if own:
+                combine([self.buffers[held[k]] for k in own], [old[k] for k in own])
 
     def _accumulate(
         self,

@@ -53,8 +53,13 @@ from lightning_graphs.private.torch import (
     saved_tensors_hooks,
     version_of,
 )
-from lightning_graphs.values.aliases import ReplayOrder, SharedArgument, Source
-from lightning_graphs.values.memory import OutputPlan, StaticInputs
+from lightning_graphs.values.memory import (
+    OutputPlan,
+    ReplayOrder,
+    SharedArgument,
+    Source,
+    StaticInputs,
+)
 from lightning_graphs.values.signature import CallPlan, Modes, Signature
 from lightning_graphs.values.snapshot import Snapshot, contents_left, contents_of, fingerprints_of
 from lightning_graphs.values.tree import substitute

@@ -27,13 +27,15 @@ from lightning_graphs.private.torch import (
     version_of,
     will_execute,
 )
-from lightning_graphs.values.aliases import (
+from lightning_graphs.values.memory import (
+    AddressGuard,
+    OutputPlan,
     PendingBackward,
     ReplayOrder,
     SharedArgument,
     Source,
+    StaticInputs,
 )
-from lightning_graphs.values.memory import AddressGuard, OutputPlan, StaticInputs
 from lightning_graphs.values.signature import CallPlan
 
 Stores = tuple[tuple[nn.Module, str, Any], ...]

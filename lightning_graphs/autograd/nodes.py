@@ -32,8 +32,6 @@ from lightning_graphs.private.torch import (
     without_hooks,
 )
 
-# ------------------ Reads what autograd has recorded behind the outputs of a call, and asks for it
-
 gradients_of = torch.autograd.grad
 """Torch's own function: while a user's step runs, another one may watch in its place."""
 

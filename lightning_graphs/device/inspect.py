@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from lightning_graphs.device.trace import Operation
 
 
-# ------------------ Describes what a captured graph consists of, and compares two captures
-
 Edge = tuple[int, int]
 
 KINDS = ("kernel", "memcpy", "memset", "host", "child", "event", "empty", "alloc", "free")
@@ -277,7 +275,7 @@ def _unequal(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, tup
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
 
-# ------------------ The only place that calls ``cuda.bindings``: raw graph handles, through the dr
+# ---------------------------------------------------------------------- the driver API
 
 _KINDS = {
     "KERNEL": "kernel",

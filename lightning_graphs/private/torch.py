@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.private.exchange import replaced
 
-# ------------------ Private corners of dispatch modes, which see every operator of a thread
+# ---------------------------------------------------------------------- dispatch modes
 
 
 def dispatch_modes() -> list[Any]:
@@ -91,7 +91,7 @@ def eager_attention(operator: Any) -> Callable[..., Any] | None:
     return kernels.get(key) if is_attention else None
 
 
-# ------------------ The private corners of torch that the core cannot do without
+# ---------------------------------------------------------------------- tensors and hooks
 
 gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""

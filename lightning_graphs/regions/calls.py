@@ -43,7 +43,7 @@ from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import listed
 from lightning_graphs.report.statistics import CaptureCost, Statistics, capture_cost
-from lightning_graphs.values.aliases import ReplayOrder, Source
+from lightning_graphs.values.memory import ReplayOrder, Source
 from lightning_graphs.values.signature import (
     EVERYTHING,
     BackendFlags,

@@ -309,6 +309,12 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
+def members_of(value: Any) -> dict[str, Any]:
+    """What an object itself has, in slots, too, by name."""
+    in_slots = {key: in_slot(value, key) for key in slots_of(type(value))}
+    return {**attributes_of(value), **in_slots}
+
+
 def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
     """Label, key and value of what is inside of a container or an object; None if nothing can be.
 
@@ -319,12 +325,7 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
         return [(label_of(key, place), key, held) for place, (key, held) in named]
     if isinstance(value, _SEQUENCES):
         return [(f"[{index}]", index, held) for index, held in enumerate(value)]
-    own: list[tuple[str, Any]] | None = None
-    if has_attributes(value):
-        own = [*attributes_of(value).items()]
-        own += [(key, in_slot(value, key)) for key in slots_of(type(value))]
-    else:
-        own = brought_along(value)
+    own = [*members_of(value).items()] if has_attributes(value) else brought_along(value)
     return None if own is None else [(f".{key}", key, held) for key, held in own]
 
 

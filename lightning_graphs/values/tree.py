@@ -33,17 +33,17 @@ from torch.nn import Parameter
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import is_of_library
-from lightning_graphs.private.exchange import in_slot
 from lightning_graphs.values.guards import (
     Constant,
     Inside,
     as_hashable,
     attributes_of,
     is_object,
+    members_of,
     slots_of,
 )
 
-# ------------------ The leaves of a call's arguments: tensors as specs, everything else as constan
+# ---------------------------------------------------------------------- leaves
 
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
 
@@ -160,7 +160,7 @@ def _commas(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-# ------------------ Trees of a call's arguments: containers as hashable nodes, and everything else
+# ---------------------------------------------------------------------- containers
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -312,9 +312,7 @@ def open_container(value: Any) -> Opened | None:
         beside = [_attributes_beside(value)] if has_more(kind) else []
         return Opened(keys, [*map(value.__getitem__, keys), *beside])
     if is_dataclass(kind) or _moves_itself(value):
-        # Those of a dataclass may be in slots.
-        slots = slots_of(kind) if is_dataclass(kind) else ()
-        table = {**attributes_of(value), **{key: in_slot(value, key) for key in slots}}
+        table = members_of(value)
         return Opened(tuple(table), list(table.values()))
     return None
 

@@ -22,7 +22,7 @@ from lightning_graphs.autograd.nodes import (
 )
 from lightning_graphs.core import make_graphed_callables
 from lightning_graphs.device.graph import BackendName, GraphPool
-from lightning_graphs.values.aliases import ReplayOrder
+from lightning_graphs.values.memory import ReplayOrder
 from tests.core.callables_support import assert_same, both_ways, gradients_of
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.autograd.backward import OutputGradients
 from lightning_graphs.autograd.callables import CallableCapture
-from lightning_graphs.values.aliases import AliasedBuffer, SharedArgument
-from lightning_graphs.values.memory import OutputPlan
+from lightning_graphs.values.memory import AliasedBuffer, OutputPlan, SharedArgument
 from tests.training.fits import Net, batches, compare, fit_twice
 
 CAPTURE: dict[str, Any] = {"scope": "modules", "modules": ["blocks.*"]}
