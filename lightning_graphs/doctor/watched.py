@@ -41,11 +41,12 @@ from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinde
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of
-from lightning_graphs.watch.batch import BatchChanges, objects_of
+from lightning_graphs.watch.batch import objects_of
 from lightning_graphs.watch.host import OF_SHAPES, READS, SHAPES, SMALL, HostTape, is_exact, name_of
 from lightning_graphs.watch.host_trace import FACTORIES, FROM_PYTHON, is_made_ahead
 from lightning_graphs.watch.numbers import WAYS, Numbers, TracedNumber
 from lightning_graphs.watch.operators import form_of
+from lightning_graphs.watch.side_effects import SideEffects
 
 # ------------------ A real step under the rules of a capture: what that would refuse is noted, and
 
@@ -443,7 +444,7 @@ class BatchReads:
         self._given.append({})
         self._is_over = False
         told = _each(batch, "batch", self._telling)
-        containers, objects = BatchChanges(told), objects_of(told)
+        containers, objects = SideEffects(batch=told), objects_of(told)
         try:
             yield told
         finally:

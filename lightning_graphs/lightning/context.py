@@ -65,7 +65,9 @@ class CaptureFacts:
 
     def __init__(self, module: LightningModule, on_change: Callable[[], object]) -> None:
         self.reads = AttributeGuards()  # attributes that captured steps read
-        self.places = Places(module, self.reads, on_change)  # where steps store something
+        self.places = Places(  # where steps store something
+            module, self.reads, on_change, lambda: module.trainer.optimizers
+        )
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
         self.has_host_half = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own

@@ -83,9 +83,9 @@ from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.batch import BatchValues
-from lightning_graphs.watch.containers import clocks_exchanged
 from lightning_graphs.watch.draws import (
     SETTERS,
+    clocks_exchanged,
     drawing_functions,
     drawn_by,
     draws_exchanged,
@@ -197,8 +197,7 @@ class Doctor:
         self.diagnosis.steps += 1
         batch, *rest = args
         self._numbers.begin()
-        number = functools.partial(self._numbers.number, "batch_idx")
-        watched = [number(functools.partial(int, v)) if type(v) is int else v for v in rest]
+        watched = self._watch.arguments(rest, self._numbers.number)
         # The observer sees what torch draws.
         self._has_moved |= any(any(held.changes()) for held in self._before)
         around = self._watch.environment(on_use=self._met, seen=())
@@ -414,7 +413,7 @@ class Doctor:
         # Lightning itself sets the second in toggle_optimizer.
         metrics = (f"self.{name}." for name, _ in self._metrics)
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
-        trained, whole = trained_parameters(self._trainer), not self._only_submodules
+        trained, whole = trained_parameters(self._trainer.optimizers), not self._only_submodules
         found = []
         for change in attributes.changes():
             self._reads.kept(change.now, site_naming(change.name, outside.codes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MethodType
@@ -101,6 +101,12 @@ class TrainerWatch:
     ) -> Environment:
         """An environment for code of the whole step, or of these modules; made before it runs."""
         return Environment(self._module, self, modules=modules, on_use=on_use, seen=seen)
+
+    def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> list[Any]:
+        """What ``training_step`` is given beside its batch, with a tracer for the index of that."""
+        loop = self._trainer.fit_loop.epoch_loop
+        read = partial(getattr, loop, "batch_idx")
+        return [number("batch_idx", read) if type(v) is int else v for v in given]
 
     @property
     def schedulers(self) -> list[object]:

@@ -18,8 +18,7 @@ from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
-from lightning_graphs.watch.batch import BatchChanges
-from lightning_graphs.watch.containers import Readings
+from lightning_graphs.watch.draws import Readings
 from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.side_effects import SideEffects
 
@@ -94,6 +93,7 @@ class Present:
 
     tensors: Sequence[Tensor] = ()  # of its batch, where it writes any
     batch: Any = None  # its batch, where it changes containers
+    copies: bool = True  # the graph replays again: what is handed out must not be its memory
     # Tensors that were handed out, and what is their gradient after the backward pass
     owing: Owing = field(default_factory=list)
 
@@ -109,6 +109,7 @@ class StepPlan(Plan):
 
     key: Signature
     inputs: StaticInputs  # the static batch
+    effects: SideEffects  # what it finds in places, and does there and to containers of its batch
     outputs: OutputPlan  # what ``training_step`` returned
     log: Instruction  # makes its calls of loggers and metrics again
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
@@ -126,11 +127,8 @@ class StepPlan(Plan):
     written: dict[str, Tensor] = field(default_factory=dict)
     writes_batch: Sequence[int] = ()  # the tensors of its batch that it changes in place
     asked: BatchGradients | None = None  # which gradients of its batch it asks for
-    changes: BatchChanges | None = None  # what it does to the containers of its batch
     # Attributes that each of its parts sets
     stores: dict[str, Stores] = field(default_factory=dict)
-    # What it finds in places where it stores something, and leaves there; or None
-    places: SideEffects | None = None
     # What the gradient scaler knows between ``unscale`` and ``step``
     scaling: dict[str, Any] = field(default_factory=dict)
     host: HostProgram | None = None  # what its code computes on the host; None if that is nothing
@@ -156,11 +154,11 @@ class StepPlan(Plan):
     # No instruction refers to the plan itself: its memory is free as soon as nothing else does.
 
     def _takes(self) -> Iterator[Callable[[Sequence[Tensor]], object]]:
-        places, host, copies = self.places, self.host, self.copies
+        host, copies = self.host, self.copies
         if self.asked:
             yield self.asked.take
-        if places is not None:
-            yield lambda _: places.take()
+        if self.effects.is_needed:
+            yield self.effects.take
         if host is not None:
             yield lambda batch: host.run(partial(copies, batch))
         yield self.inputs.copy_in
@@ -192,8 +190,8 @@ class StepPlan(Plan):
                 yield self.clocks.end
             yield self.log
             yield self.present.owing.clear
-            if self.places is not None:
-                yield partial(self.places.store, self.present.owing)
+            if self.effects.is_needed:
+                yield partial(self.effects.store, self.present)
 
     def adopts(self) -> Iterator[Instruction]:
         """Bring in the gradients of earlier steps to which this one adds its own."""
@@ -227,15 +225,14 @@ class StepPlan(Plan):
     @property
     def loose(self) -> dict[str, Tensor]:
         """What it writes next to parameters and buffers now, by name."""
-        return self.written if self.places is None else {**self.written, **self.places.written}
+        return {**self.written, **self.effects.written}
 
     def hand_out(self, *, copies: bool = True) -> Any:
         """After the launch of "forward": set attributes, log, and return what the step returns."""
-        self.emit("forward")
         present = self.present
-        if self.changes is not None:
-            self.changes.apply(present.batch, copies=copies)
-            present.batch = None
+        present.copies = copies
+        self.emit("forward")
+        present.batch = None
         if present.tensors:
             self._write_batch()
         owing = present.owing

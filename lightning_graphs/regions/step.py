@@ -49,9 +49,9 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.reduction import BucketReduction, reduction_of
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.batch import BatchChanges, UnreadValues, objects_left, written_tensors
-from lightning_graphs.watch.containers import PlaceUsedError, Readings, clocks_exchanged
-from lightning_graphs.watch.draws import draws_recorded, draws_refused
+from lightning_graphs.watch.batch import UnreadValues, objects_left, written_tensors
+from lightning_graphs.watch.containers import PlaceUsedError
+from lightning_graphs.watch.draws import Readings, clocks_exchanged, draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.host_trace import ArenaFull, HostTracer
 from lightning_graphs.watch.numbers import StepNumbers
@@ -139,7 +139,7 @@ class StepCapture(StepBody):
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
         self._recording: HostTracer | None = None
-        self._numbers = StepNumbers(self.trainer, learned.reads, self.module.device)
+        self._numbers = StepNumbers(learned.reads, self.module.device)
         self._has_branched = self._finds_draws = False
         self._clocks = Readings()
         self._conversions: frozenset[Conversion] = frozenset()
@@ -291,7 +291,7 @@ class StepCapture(StepBody):
             copies, room = self._copies(tensors), self._room_on_device
             self._recording = HostTracer(device, inputs.tensors, copies, room)
         tape = None if self._recording is None else self._recording.tape
-        parts = self.trainer, self._learned.reads, device, tape, self._could_follow
+        parts = self._learned.reads, device, tape, self._could_follow
         self._numbers = StepNumbers(*parts)
         return self._recording
 
@@ -336,23 +336,16 @@ class StepCapture(StepBody):
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(self.scaling())
-            look()
+            effects.look()
             segments.cut(name)
 
-        def look() -> None:
-            changes.look()
-            if places is not None:
-                places.look()
-
         try:
-            places = self._learned.places.capturing()
             inputs = StaticInputs(tensors)
             versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
             recording = self._follow_host(tensors, inputs)
             own = unread.left_out(batch, inputs.tensors)
-            state = (*self.module.parameters(), *self.module.buffers())
-            changes = BatchChanges(own, state)
-            arguments = (own, *map(self._numbers.argument, rest))
+            effects = self._learned.places.capturing(own)
+            arguments = (own, *self.fit.watch.arguments(rest, self._numbers.number))
             environment = self.fit.watch.environment()
             targets = self._targets(phase, environment)
             recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
@@ -360,14 +353,14 @@ class StepCapture(StepBody):
             with (
                 state_undone(self.optimizer, targets.parameters),
                 self.fit.compiled.watching(),
-                self._surrounded(environment, recorder, places),
+                self._surrounded(environment, recorder, effects),
                 objects_left(own, environment.outside.listed),
             ):
                 targets.begin()
                 renew_gradient_nodes(targets.parameters)
                 with segments.capturing("forward"), self._passes_counted(adds=targets.adds):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
-                    look()
+                    effects.look()
                 copied = self._learned.kept.are_copied
                 gradients = targets.buffers_of(inside=True, copied=copied)
                 others = targets.buffers_of(inside=False)
@@ -375,8 +368,8 @@ class StepCapture(StepBody):
             refuse_new_seeds(segments.dropout)
             self._refuse_recorded_beside_compiled()
             self._numbers.finish()
-            if places is not None and "type" in environment.outside.words:
-                places.refuse_untouched()
+            if "type" in environment.outside.words:
+                effects.refuse_untouched()
             host = None if recording is None else recording.finish()
             written = written_tensors(tensors, inputs.tensors, versions)
             asked.finish_capture()
@@ -387,18 +380,14 @@ class StepCapture(StepBody):
             raise
         if self.capturable is not None:
             self.capturable.guard.remember()
-        stores = segments.stores
-        if places is not None:
-            stores = {name: places.without_numbers(found) for name, found in stores.items()}
+        stores = {n: effects.without_numbers(found) for n, found in segments.stores.items()}
         environment.outside.read_into(self._learned.reads)
         output.finish_capture()
-        if places is not None:
-            places.finish_capture()
+        effects.finish_capture()
         refreshes = [] if self.capturable is None else [self.capturable.refreshing]
         refreshes += [number.refresh for number in self._numbers.on_device.values()]
         conditions = replace(conditions_of(signature), attributes=watch.attributes())
-        read: list[Any] = [] if places is None else [places.signature]
-        read += [] if host is None else [host.read]
+        read = (*effects.signature, *([] if host is None else [host.read]))
         return StepPlan(
             key=replace(signature, extra=(conditions, *read)),
             guards=watch.checks(conditions),
@@ -406,7 +395,7 @@ class StepCapture(StepBody):
             inputs=inputs,
             writes_batch=written,
             asked=asked,
-            changes=None if changes.are_none else changes,
+            effects=effects,
             outputs=output,
             log=recorder.reissue,
             gradients=gradients,
@@ -417,7 +406,6 @@ class StepCapture(StepBody):
             adds=targets.adds,
             written=environment.loose.written(),
             stores=stores,
-            places=places,
             scaling=scaling,
             host=host,
             dropout=segments.dropout,
@@ -434,15 +422,15 @@ class StepCapture(StepBody):
 
     @contextlib.contextmanager
     def _surrounded(
-        self, environment: Environment, recorder: LogRecorder, places: SideEffects | None
+        self, environment: Environment, recorder: LogRecorder, effects: SideEffects
     ) -> Iterator[None]:
-        self._old_gradients = environment.old_gradients(() if places is None else places.own)
+        self._old_gradients = environment.old_gradients(effects.own)
         number, listed = self._numbers.number, environment.outside.listed
         rates = None if self.capturable is None else self.capturable.live_rates()
         parts = self.fit.watch.schedulers, self.optimizer, rates
         self._in_optimizer = number_places(*parts, number)
         with (
-            nullcontext() if places is None else places.exchanged(number),
+            effects.exchanged(number),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             self.surrounded(recorder, self._learned.places, environment.generators, listed),
             environment.reading(self._learned.reads, number),

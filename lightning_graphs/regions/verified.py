@@ -42,7 +42,6 @@ from lightning_graphs.values.snapshot import (
     results_in,
 )
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.batch import new_results
 from lightning_graphs.watch.object_graph import UnregisteredTensors, iter_objects
 from lightning_graphs.watch.side_effects import Places
 from lightning_graphs.watch.tracers import rates_exchanged
@@ -117,11 +116,9 @@ class Verification(StepBody):
             gradients,
             clocks,
         ):
-            results = list if plan.places is None else plan.places.eager_results()
+            results = plan.effects.eager_results(arguments[0], own)
             output = self.run(arguments, plan.conditions.phase, recorder)
             stored = results()
-        if plan.changes is not None:
-            stored += new_results(arguments[0], own)
         output.finish_capture()
         return _returned(output.hand_out()) + stored
 
@@ -138,12 +135,7 @@ class Verification(StepBody):
                     adopt()
             graph.replay()
         plan.attach()
-        stored = [] if plan.places is None else plan.places.results()
-        if plan.changes is not None:
-            own = StaticInputs(batch).tensors
-            changed = substitute(args[0], own)
-            plan.changes.apply(changed, copies=False)
-            stored += new_results(changed, own)
+        stored = plan.effects.results(args[0], batch)
         return _returned(plan.outputs.hand_out()) + stored
 
     def check_update(self, replay: Callable[[], None]) -> None:

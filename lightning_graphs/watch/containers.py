@@ -1,120 +1,27 @@
-"""Lists, dicts and clocks that captured code uses.
-
-While a step is captured, the functions of ``time`` give stand-ins. A replay reads the first of them
-ahead of its graph, and the others behind it, in their order.
-"""
+"""Places where something is kept, and lists that captured steps fill without looking into them."""
 
 from __future__ import annotations
 
 import abc
+import copy
 import operator
-import sys
-import threading
-import time
-import timeit
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial, wraps
-from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
+from torch.nn import Parameter
 
-from lightning_graphs.device.rules import CLOCK, FILLED
+from lightning_graphs.device.rules import FILLED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
-from lightning_graphs.private.exchange import Absence, bind, exchanged, in_slot
-from lightning_graphs.values.guards import attributes_of, slots_of
-from lightning_graphs.watch.host import Draw
-from lightning_graphs.watch.numbers import StepNumbers
-from lightning_graphs.watch.operators import FOR_A_WHILE
-from lightning_graphs.watch.reads import NUMBERS
+from lightning_graphs.private.exchange import Absence, bind, in_slot
+from lightning_graphs.values.guards import attributes_of, is_still, slots_of
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import refill
+from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.tracers import Disguised, Tracer
-from lightning_graphs.watch.user_code import UserCode
-
-# ------------------ Readings of clocks in a captured step: taken anew by every replay, to be logge
-
-Read = Callable[[str, Callable[..., Any]], Any]
-"""Stands for a clock that is read: its name, and what reads it."""
-
-_APART = 0.001  # seconds, at least, between the times that captured code sees
-
-
-class Readings:
-    """The readings of clocks in one step."""
-
-    def __init__(self) -> None:
-        self._taken: list[Draw] = []
-
-    def __len__(self) -> int:
-        return len(self._taken)
-
-    def reading(self, numbers: StepNumbers, name: str, function: Callable[..., Any]) -> Any:
-        """A further one, while code is captured: the author's function is not called."""
-        reading = Draw(function)
-        reading.value = self._apart(name)
-        self._taken.append(reading)
-        return numbers.number(numbers.unique(name), partial(getattr, reading, "value"), CLOCK)
-
-    def _apart(self, name: str) -> Any:
-        now, apart = NUMBERS[name.removeprefix("time.")](), len(self) * _APART
-        return now + int(apart * 1e9) if isinstance(now, int) else now + apart
-
-    def begin(self) -> None:
-        """Ahead of a replay."""
-        self._taken[0]()
-
-    def end(self) -> None:
-        """Behind it."""
-        for reading in self._taken[1:]:
-            reading()
-
-    def repeated(self, own: UserCode) -> AbstractContextManager[None]:
-        """Let the body, the captured code, see the last readings again."""
-        values = iter([reading.value for reading in self._taken])
-        return clocks_exchanged(own, lambda name, _: next(values, self._apart(name)))
-
-
-def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
-    """Let something else stand for clocks in this thread, where the author's code reads them.
-
-    Packages read clocks on their own account, some whenever Python collects garbage. Compiled code
-    must see none of it.
-    """
-    thread = threading.get_ident()
-
-    def standing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any) -> Any:
-            follows = threading.get_ident() == thread and own.runs_in(sys._getframe(1))
-            return read(f"time.{name}", partial(function, *args)) if follows else function(*args)
-
-        vars(call)[FOR_A_WHILE] = True
-        return call
-
-    stand_ins: dict[int, Callable[..., Any]] = {}
-    for name, known in NUMBERS.items():
-        function = vars(time)[name]
-        stand_ins[id(known)] = stand_ins[id(function)] = standing(name, function)
-    return exchanged(
-        [
-            (module, key, stand_ins[id(value)])
-            for module in (time, timeit, *_modules(own))
-            for key, value in vars(module).items()
-            if id(value) in stand_ins
-        ]
-    )
-
-
-def _modules(own: UserCode) -> list[ModuleType]:
-    """Those that the author's code is from."""
-    found = map(sys.modules.get, filter(own.has_module, list(sys.modules)))
-    return [module for module in found if isinstance(module, ModuleType)]
-
-
-# ------------------ Places where something is kept, and lists that captured steps fill without loo
 
 _FILLED = (list, deque, set)
 _ABSENT = Absence.ABSENT
@@ -140,6 +47,14 @@ class Place(abc.ABC):
     def is_still(self, now: Any, given: Any) -> bool:
         """Whether what is there is what was put there."""
         return now is given
+
+    def content(self, value: Any) -> Any:
+        """What such a value holds: what was done to a list that is filled, what is in another."""
+        return tuple(value.operations) if isinstance(value, ListAppend) else content_of(value)
+
+    def refill(self, value: Any, content: Any) -> None:
+        """Let such a value hold another :meth:`content`."""
+        refill(value, list(content.values()) if isinstance(content, dict) else content)
 
 
 @dataclass(eq=False)
@@ -349,10 +264,10 @@ def perform(operations: Operations, container: Any) -> None:
         getattr(container, method)(*args)
 
 
-def content_of(value: Any) -> tuple[Any, ...] | frozenset[Any] | None:
-    """What a list or the like holds; None for everything else."""
+def content_of(value: Any) -> dict[int, Any] | frozenset[Any] | None:
+    """What a list holds, by its indices, or a set; None for everything else."""
     if isinstance(value, (list, deque)):
-        return tuple(value)
+        return dict(enumerate(value))
     return frozenset(value) if isinstance(value, set) else None
 
 
@@ -360,9 +275,93 @@ def is_same_content(now: Any, before: Any) -> bool:
     """Whether two of :func:`content_of` are the same."""
     if isinstance(now, tuple) and isinstance(before, tuple):
         return len(now) == len(before) and all(map(operator.is_, now, before))
+    if isinstance(now, dict) and isinstance(before, dict):
+        return list(now) == list(before) and all(is_still(now[key], before[key]) for key in now)
     return bool(now == before)
 
 
 def is_container(value: Any) -> bool:
     """Whether others may change what is in it."""
     return isinstance(value, (list, dict)) or content_of(value) is not None
+
+
+def detached(value: Any) -> Any:
+    """A value without history of autograd's, which no later step goes back through."""
+    if isinstance(value, Tensor):
+        history = value.requires_grad and not isinstance(value, Parameter)
+        return value.detach() if history else value
+    tensors = leaves_of(value, Tensor)
+    return substitute(value, map(detached, tensors)) if tensors else value
+
+
+def depth_of(place: Place) -> int:
+    return len(place.keys) if isinstance(place, Entry) else 0
+
+
+class Arranged:
+    """Places, outer ones first, by what is in them now."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self.filled: list[Entry] = []  # lists that are filled, and neither read nor state
+        self.counted: list[Place] = []  # numbers
+        self.kept: list[Place] = []  # all else
+        for place in sorted(places, key=depth_of):
+            if any(isinstance(place, Entry) and place.is_inside(outer) for outer in self.filled):
+                continue  # a step that changes it reads the list that it is in
+            if isinstance(place, Entry) and place.is_filled():
+                self.filled.append(place)
+            else:
+                counts = place.counted and type(place.now()) in place.counted
+                (self.counted if counts else self.kept).append(place)
+
+    @property
+    def all(self) -> list[Place]:
+        return [*self.kept, *self.filled, *self.counted]
+
+
+class State:
+    """What is in a place, but for what is in further places inside of it."""
+
+    def __init__(self, place: Place, places: Sequence[Place]) -> None:
+        self.place = place
+        inside = [p for p in places if isinstance(p, Entry) and p.is_inside(place)]
+        outer = depth_of(place)
+        self._further = [(p, p.keys[outer:]) for p in inside]
+
+    def now(self) -> Any:
+        value = self.place.now()
+        for place, keys in self._further:
+            value = _closed(value, keys, type(place.now()))
+        return value
+
+
+def _closed(value: Any, keys: Sequence[Any], kind: type) -> Any:
+    """A copy of a container that has a type in the place of what is held there."""
+    held = held_at(value, keys[0])
+    if held is Absence.ABSENT:
+        return value
+    clone = copy.copy(value)
+    put_at(clone, keys[0], kind if len(keys) == 1 else _closed(held, keys[1:], kind))
+    return clone
+
+
+def signature_of(states: Sequence[State]) -> tuple[Signature, list[Tensor]]:
+    values = [detached(state.now()) for state in states]
+    return Signature.of(values, {}, names=[state.place.name for state in states])
+
+
+def signature_now(places: Iterable[Place], is_read: Callable[[Place], bool]) -> Signature:
+    """The signature of what steps read in places."""
+    found = Arranged(places)
+    return signature_of([State(p, found.all) for p in found.kept if is_read(p)])[0]
+
+
+def sameness(values: Sequence[Any]) -> list[int]:
+    """For each container the first one that is the same object."""
+    first: dict[int, int] = {}
+    opened = (id(v) if is_container(v) else None for v in values)
+    return [-1 if key is None else first.setdefault(key, i) for i, key in enumerate(opened)]
+
+
+def copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, set) else value

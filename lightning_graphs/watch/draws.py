@@ -1,7 +1,8 @@
-"""Draws of ``random`` and ``numpy.random`` in a captured step: made again by every replay.
+"""Draws of ``random`` and ``numpy.random`` and readings of clocks: made again by every replay.
 
-While a step is captured, functions that draw give stand-ins for their results. A replay calls them
-ahead of its graph, in the same order, from the same generators.
+While a step is captured, functions that draw, and those of ``time``, give tracers of their results.
+A replay draws before its graph, in the same order, from the same generators. It reads the first
+clock before its graph, and the others after it, in their order.
 """
 
 from __future__ import annotations
@@ -9,22 +10,26 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
+import timeit
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial, wraps
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
 
 from lightning_graphs.device.generators import PythonGenerator, shared_generators
-from lightning_graphs.device.rules import DRAWN
+from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.torch import out_of_sight
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.host import Draw
 from lightning_graphs.watch.host_trace import HostTracer
 from lightning_graphs.watch.numbers import (
     ArrayTracer,
@@ -33,7 +38,9 @@ from lightning_graphs.watch.numbers import (
     numbers_ahead,
 )
 from lightning_graphs.watch.operators import FOR_A_WHILE, DrawingFunction
+from lightning_graphs.watch.reads import NUMBERS
 from lightning_graphs.watch.tracers import present
+from lightning_graphs.watch.user_code import UserCode
 
 SETTERS = ("setstate", "set_state", "seed")
 _GETTERS = ("getstate", "get_state")
@@ -176,3 +183,83 @@ def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return function(*present(args), **present(kwargs))
     finally:
         _plainly.discard(thread)
+
+
+# ------------------------------------------------------------------ clocks
+
+Read = Callable[[str, Callable[..., Any]], Any]
+"""Stands for a clock that is read: its name, and what reads it."""
+
+_APART = 0.001  # seconds, at least, between the times that captured code sees
+
+
+class Readings:
+    """The readings of clocks in one step."""
+
+    def __init__(self) -> None:
+        self._taken: list[Draw] = []
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def reading(self, numbers: StepNumbers, name: str, function: Callable[..., Any]) -> Any:
+        """A further one, while code is captured: the author's function is not called."""
+        reading = Draw(function)
+        reading.value = self._apart(name)
+        self._taken.append(reading)
+        return numbers.number(numbers.unique(name), partial(getattr, reading, "value"), CLOCK)
+
+    def _apart(self, name: str) -> Any:
+        now, apart = NUMBERS[name.removeprefix("time.")](), len(self) * _APART
+        return now + int(apart * 1e9) if isinstance(now, int) else now + apart
+
+    def begin(self) -> None:
+        """Ahead of a replay."""
+        self._taken[0]()
+
+    def end(self, _: object = None) -> None:
+        """Behind it."""
+        for reading in self._taken[1:]:
+            reading()
+
+    def repeated(self, own: UserCode) -> AbstractContextManager[None]:
+        """Let the body, the captured code, see the last readings again."""
+        values = iter([reading.value for reading in self._taken])
+        return clocks_exchanged(own, lambda name, _: next(values, self._apart(name)))
+
+
+def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
+    """Let something else stand for clocks in this thread, where the author's code reads them.
+
+    Packages read clocks on their own account, some whenever Python collects garbage. Compiled code
+    must see none of it.
+    """
+    thread = threading.get_ident()
+
+    def standing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            follows = threading.get_ident() == thread and own.runs_in(sys._getframe(1))
+            return read(f"time.{name}", partial(function, *args)) if follows else function(*args)
+
+        vars(call)[FOR_A_WHILE] = True
+        return call
+
+    stand_ins: dict[int, Callable[..., Any]] = {}
+    for name, known in NUMBERS.items():
+        function = vars(time)[name]
+        stand_ins[id(known)] = stand_ins[id(function)] = standing(name, function)
+    return exchanged(
+        [
+            (module, key, stand_ins[id(value)])
+            for module in (time, timeit, *_modules(own))
+            for key, value in vars(module).items()
+            if id(value) in stand_ins
+        ]
+    )
+
+
+def _modules(own: UserCode) -> list[ModuleType]:
+    """Those that the author's code is from."""
+    found = map(sys.modules.get, filter(own.has_module, list(sys.modules)))
+    return [module for module in found if isinstance(module, ModuleType)]

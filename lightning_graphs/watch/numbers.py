@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import numpy
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -61,7 +60,7 @@ class NumberOnDevice:
         self._read = read
         self._filled: Any = math.nan
 
-    def refresh(self) -> None:
+    def refresh(self, _: object = None) -> None:
         """Fill it; no work while the number stands still."""
         value = self._read()
         if value != self._filled or not value:  # zeros have a sign
@@ -127,7 +126,6 @@ class StepNumbers(Numbers):
 
     def __init__(
         self,
-        trainer: Trainer,
         reads: AttributeGuards,
         device: torch.device,
         tape: HostTape | None = None,
@@ -141,7 +139,6 @@ class StepNumbers(Numbers):
         self.tape = tape
         self._ways = 1.0
         self._names: Counter[str] = Counter()
-        self._trainer = trainer
         self._reads = reads
         self.device = device
         # What a graph allocates itself is written by what ran before, in every replay.
@@ -169,13 +166,6 @@ class StepNumbers(Numbers):
 
     def kind_of_result(self, value: Any) -> Callable[..., Any] | None:
         return ArrayTracer if type(value) is numpy.ndarray else ScalarTracer
-
-    def argument(self, value: Any) -> Any:
-        """What the step gets for an argument other than the batch."""
-        if type(value) is not int:
-            return value
-        loop = self._trainer.fit_loop.epoch_loop
-        return self.number("batch_idx", lambda: loop.batch_idx)
 
     # ------------------------------------------------------------------ what becomes of it
 

@@ -7,19 +7,20 @@ import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.generators import Generators
-from lightning_graphs.device.rules import DRAWN, STORED
+from lightning_graphs.device.rules import BATCH_CHANGED, DRAWN, STORED
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import Absence
 from lightning_graphs.private.torch import is_strided, version_of
 from lightning_graphs.values.guards import is_constant, is_plain
@@ -31,131 +32,144 @@ from lightning_graphs.values.memory import (
     storage_address,
 )
 from lightning_graphs.values.signature import CallPlan, Signature
-from lightning_graphs.values.snapshot import Change, PythonSnapshot, Result, refill, results_in
-from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.values.snapshot import Change, PythonSnapshot, Result, results_in
+from lightning_graphs.values.tree import item_label, leaves_of, substitute
+from lightning_graphs.watch.batch import Holder, holders_in, new_results
 from lightning_graphs.watch.containers import (
+    Arranged,
     Entry,
     ListAppend,
     Memory,
     Number,
     Order,
     Place,
-    content_of,
-    held_at,
+    State,
+    copied,
+    depth_of,
+    detached,
     is_container,
     is_same_content,
     perform,
-    put_at,
+    sameness,
+    signature_now,
+    signature_of,
 )
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.tracers import Tracer, present
-
-# ------------------ Copies in what a captured step reads in plain places, and stores again what it
+from lightning_graphs.watch.tracers import Tracer
 
 
-def _detached(value: Any) -> Any:
-    """A value without history of autograd's, which no later step goes back through."""
-    if isinstance(value, Tensor):
-        history = value.requires_grad and not isinstance(value, Parameter)
-        return value.detach() if history else value
-    tensors = leaves_of(value, Tensor)
-    return substitute(value, map(_detached, tensors)) if tensors else value
+class CopiedOut:
+    """Builds anew, for each replay, what a captured step leaves outside of itself.
 
+    Tensors are copies, so that no later replay shows in them; parameters, buffers and what has
+    their memory are themselves. Tracers give their present values.
+    """
 
-def depth_of(place: Place) -> int:
-    return len(place.keys) if isinstance(place, Entry) else 0
+    def __init__(self, state: Iterable[Tensor]) -> None:
+        known = list(state)
+        self._state, self._own = set(map(id, known)), set(map(storage_address, known)) - {0}
+        self._themselves: dict[int, Any] = {}  # those of them that are left
+        self._copied: list[Tensor] = []  # with their history
+        self._sources: list[Tensor] = []  # without it
+        self._gradients: list[tuple[int, Tensor]] = []  # of those that keep theirs
+        self._tracers: list[Tracer] = []
 
+    def of(self, value: Any, known: dict[int, Any], refused: Callable[[Any], CaptureError]) -> Any:
+        """What :meth:`memo` belongs to: the value without history of autograd's.
 
-class Arranged:
-    """Places, outer ones first, by what is in them now."""
+        Args:
+            value: What the captured step leaves.
+            known: Objects by their ``id``: those of which each replay has its own, with
+                themselves, and those that were met before, with what became of them.
+            refused: Gives the error for an object that no replay can leave.
+        """
+        for leaf in leaves_of(value):
+            if id(leaf) in known:
+                continue
+            if isinstance(leaf, Tracer):
+                leaf.now()  # or a refusal, where no replay has the value
+                self._tracers.append(leaf)
+                known[id(leaf)] = leaf
+            elif isinstance(leaf, Tensor):
+                known[id(leaf)] = self._met(leaf)
+            elif not is_constant(leaf):
+                raise refused(leaf)
+        return copy.deepcopy(value, known)
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        self.filled: list[Entry] = []  # lists that are filled, and neither read nor state
-        self.counted: list[Place] = []  # numbers
-        self.kept: list[Place] = []  # all else
-        for place in sorted(places, key=depth_of):
-            if any(isinstance(place, Entry) and place.is_inside(outer) for outer in self.filled):
-                continue  # a step that changes it reads the list that it is in
-            if isinstance(place, Entry) and place.is_filled():
-                self.filled.append(place)
-            else:
-                counts = place.counted and type(place.now()) in place.counted
-                (self.counted if counts else self.kept).append(place)
+    def _met(self, tensor: Tensor) -> Tensor:
+        source = tensor if id(tensor) in self._state else tensor.detach()
+        if storage_address(tensor) in self._own:
+            self._themselves[id(source)] = source
+        else:
+            self._copied.append(tensor)
+            self._sources.append(source)
+        return source
 
-    @property
-    def all(self) -> list[Place]:
-        return [*self.kept, *self.filled, *self.counted]
+    def finish_capture(self) -> None:
+        """Let go of the captured autograd graph, but for gradients."""
+        self._parameters = [isinstance(tensor, Parameter) for tensor in self._copied]
+        self._gradients, self._copied = gradients_of(self._copied), []
 
-
-class _State:
-    """What is in a place, but for what is in further places inside of it."""
-
-    def __init__(self, place: Place, places: Sequence[Place]) -> None:
-        self.place = place
-        inside = [p for p in places if isinstance(p, Entry) and p.is_inside(place)]
-        outer = depth_of(place)
-        self._further = [(p, p.keys[outer:]) for p in inside]
-
-    def now(self) -> Any:
-        value = self.place.now()
-        for place, keys in self._further:
-            value = _closed(value, keys, type(place.now()))
-        return value
-
-
-def _closed(value: Any, keys: Sequence[Any], kind: type) -> Any:
-    """A copy of a container that has a type in the place of what is held there."""
-    held = held_at(value, keys[0])
-    if held is Absence.ABSENT:
-        return value
-    clone = copy.copy(value)
-    put_at(clone, keys[0], kind if len(keys) == 1 else _closed(held, keys[1:], kind))
-    return clone
-
-
-def _signature_of(states: Sequence[_State]) -> tuple[Signature, list[Tensor]]:
-    values = [_detached(state.now()) for state in states]
-    return Signature.of(values, {}, names=[state.place.name for state in states])
-
-
-def signature_now(places: Iterable[Place], is_read: Callable[[Place], bool]) -> Signature:
-    """The signature of what steps read in places."""
-    found = Arranged(places)
-    return _signature_of([_State(p, found.all) for p in found.kept if is_read(p)])[0]
-
-
-def _sameness(values: Sequence[Any]) -> list[int]:
-    """For each container the first one that is the same object."""
-    first: dict[int, int] = {}
-    opened = (id(v) if is_container(v) else None for v in values)
-    return [-1 if key is None else first.setdefault(key, i) for i, key in enumerate(opened)]
-
-
-def _copy(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, set) else value
+    def memo(self, owing: Owing, *, copies: bool) -> dict[int, Any]:
+        """What ``copy.deepcopy`` is to make of the values after a replay."""
+        found = self._sources
+        if copies and found:
+            pairs = zip(clone_all(found), self._parameters, strict=True)
+            found = [Parameter(copied) if is_one else copied for copied, is_one in pairs]
+            owing += [(found[i], gradient) for i, gradient in self._gradients]
+        memo: dict[int, Any] = dict(self._themselves)
+        memo.update(zip(map(id, self._sources), found, strict=True))
+        memo.update((id(tracer), tracer.now()) for tracer in self._tracers)
+        return memo
 
 
 @dataclass(eq=False, slots=True)
 class _Effect:
-    """What a step does to a place."""
+    """What a step does to a place, or to a container of its batch."""
 
     place: Place
-    # "fill" what is there, by operations; "refill" it, with indices of what it holds, and values;
-    # or "bind" another value
+    # "fill" what is there, by operations; "refill" it, with a content; or "bind" another value
     how: str
     value: Any
+    then: Mapping[Any, Any] = field(default_factory=dict)  # the content before, by its keys
+
+    @classmethod
+    def inside(cls, place: Place, given: Any, content: Any, then: Any) -> _Effect:
+        """What a step has done to what is in a place, of its contents before and after."""
+        if isinstance(given, ListAppend):
+            return cls(place, "fill", given.operations)
+        return cls(place, "refill", content, then if isinstance(then, dict) else {})
 
     @property
     def is_compared(self) -> bool:
         """Whether the value says what is there after it; lists in it may be filled as well."""
+        if isinstance(self.place, Holder):
+            return False
         return self.how == "fill" or not leaves_of(self.value, ListAppend)
 
-    @classmethod
-    def refilling(cls, place: Place, content: Iterable[Any], before: Iterable[Any]) -> _Effect:
-        known = {id(value): i for i, value in enumerate(before) if not is_plain(value)}
-        pairs = [(known.get(id(value), -1), value) for value in content]
-        return cls(place, "refill", [(i, None if i >= 0 else value) for i, value in pairs])
+    def detach(self, copies: CopiedOut, known: dict[int, Any]) -> None:
+        """Let the value hold only what replays need; see :meth:`CopiedOut.of`."""
+        if not (self.how == "refill" and isinstance(self.value, dict)):
+            self.value = copies.of(self.value, known, partial(_refused, self.place, None))
+            return
+        known.update((id(v), v) for v in self.then.values() if not is_plain(v))
+        self.value = {
+            key: value
+            if value is self.then.get(key, known)  # it stays
+            else copies.of(value, known, partial(_refused, self.place, key))
+            for key, value in self.value.items()
+        }
+
+    def built(self, before: Any, memo: dict[int, Any]) -> Any:
+        """The value of one replay, of :meth:`CopiedOut.memo`."""
+        if not self.then:
+            return copy.deepcopy(self.value, memo)
+        now = self.place.content(before)
+        memo.update((id(v), now[k]) for k, v in self.then.items() if k in now and not is_plain(v))
+        stays = {k for k, v in self.then.items() if k in now and v is self.value.get(k, memo)}
+        built = copy.deepcopy({k: v for k, v in self.value.items() if k not in stays}, memo)
+        return {k: now[k] if k in stays else built[k] for k in self.value}
 
     def apply(self, before: Any, value: Any) -> Any:
         """Do it where this was in the place before; what is there now."""
@@ -165,8 +179,7 @@ class _Effect:
         if self.how == "fill":
             perform(value, before)
         else:
-            held = list(before)
-            refill(before, [held[i] if i >= 0 else new for i, new in value])
+            self.place.refill(before, value)
         return before
 
     def outcome(self, before: Any, value: Any) -> Any:
@@ -189,25 +202,28 @@ class _Effect:
 
 
 class SideEffects:
-    """What captured code finds in places, and what it leaves there.
+    """What captured code finds in places, and what it does there and to its batch.
 
-    What code reads is an input of the graph: a copy, over which it is captured. What it leaves is
-    stored again by every replay: copies, so that nobody sees a later step in what he has kept.
+    What code reads in a place is an input of the graph: a copy, over which it is captured. What it
+    leaves is left again by every replay; see :class:`CopiedOut`.
     """
 
     def __init__(
-        self, places: Iterable[Place], is_read: Callable[[Place], bool], module: nn.Module
+        self,
+        places: Collection[Place] = (),
+        is_read: Callable[[Place], bool] = lambda _: True,
+        state: Iterable[Tensor] = (),  # parameters and buffers
+        batch: Any = None,  # of the captured code, which may change its containers
     ) -> None:
-        state = (*module.parameters(), *module.buffers())
-        self._themselves = set(map(storage_address, state)) - {0}
-        self._state = set(map(id, state))
+        self._copies = CopiedOut(state)
         found = Arranged(places)
         self._filled, self._counted = found.filled, found.counted
-        self._states = [_State(place, found.all) for place in found.kept if is_read(place)]
+        self._states = [State(place, found.all) for place in found.kept if is_read(place)]
         self._unread = [place for place in found.kept if not is_read(place)]
         self._types = [(place, type(place.now())) for place in (*self._filled, *self._counted)]
-        self.signature, tensors = _signature_of(self._states)
-        self._call = CallPlan(self.signature, check_modes=False)
+        signature, tensors = signature_of(self._states)
+        self.signature = (signature,) if places else ()
+        self._call = CallPlan(signature, check_modes=False)
         self._inputs = StaticInputs(tensors)
         own = [
             Parameter(own.detach(), own.requires_grad) if isinstance(given, Parameter) else own
@@ -217,21 +233,22 @@ class SideEffects:
         self._versions = list(map(version_of, own))
         supply = iter(own)
         values = [state.now() for state in self._states]
-        self._inside = [_copy(substitute(value, supply)) for value in values]
+        self._inside = [copied(substitute(value, supply)) for value in values]
         self._leaves = [
             (state.place, leaf)
             for state, inside in zip(self._states, self._inside, strict=True)
             for leaf in leaves_of(inside, Tensor)
         ]
         self._contained = [*(s.place for s in self._states), *self._filled]
-        self._same = _sameness([place.now() for place in self._contained])
+        self._same = sameness([place.now() for place in self._contained])
+        self._batch, self._holders = batch, holders_in(batch)
         self._effects: list[_Effect] = []
+        self._in_batch: list[_Effect] = []
         self._written: list[tuple[Tensor, int]] = []
+        self._given: list[tuple[Place, Any]] = [(holder, holder.value) for holder in self._holders]
+        self._contents = [place.content(given) for place, given in self._given]
         self._looked: list[tuple[Any, Any]] | None = None
         self._raw: list[Tensor] = []
-        # What is stored as a copy, with its history; and the gradients of those that keep theirs
-        self._copied: list[Tensor] = []
-        self._gradients: list[tuple[int, Tensor]] = []
 
     # ------------------------------------------------------------------ while it is captured
 
@@ -249,7 +266,8 @@ class SideEffects:
         given.sort(key=lambda pair: depth_of(pair[0]))
         given += [(place, number(place.name, place.now)) for place in self._counted]
         before = [(place, place.now()) for place, _ in given]
-        self._given, self._contents = given, [content_of(value) for _, value in given]
+        self._given += given
+        self._contents += [place.content(value) for place, value in given]
         for place, value in given:
             place.put(value)
         try:
@@ -269,66 +287,57 @@ class SideEffects:
         if any(tensor.grad is not None for tensor in self.own):
             name = self._states[0].place.name
             raise STORED.refused(f"a gradient reaches {name}, which the step sets")
-        now = [(place.now(), _content(given)) for place, given in self._given]
+        now = [(place.now(), place.content(given)) for place, given in self._given]
         if self._looked is not None:
-            pairs = zip(self._given, now, self._looked, strict=True)
-            later = [p.name for (p, _), a, b in pairs if not _is_same(p, a, b)]
-            if later:
-                raise STORED.refused(f"{later[0]} is set after the forward pass")
+            for (place, _), at_end, then in zip(self._given, now, self._looked, strict=True):
+                if not (place.is_still(at_end[0], then[0]) and is_same_content(at_end[1], then[1])):
+                    raise _refused_later(place)
             return
         self._looked = now
         bound: list[_Effect] = []
         inside: list[_Effect] = []
         seen: set[int] = set()
-        for (place, given), (value, content), then in zip(
-            self._given, now, self._contents, strict=True
-        ):
+        rows = zip(self._given, now, self._contents, strict=True)
+        for (place, given), (value, content), then in rows:
             if not place.is_still(value, given):
                 bound.append(_Effect(place, "bind", value))
-            if id(given) in seen:
+            container = id(place) if isinstance(place, Holder) else id(given)
+            if container in seen or is_same_content(content, then):
+                seen.add(container)
                 continue
-            seen.add(id(given))
-            if isinstance(given, ListAppend) and content:
-                inside.append(_Effect(place, "fill", given.operations))
-            elif not isinstance(given, ListAppend) and not is_same_content(content, then):
-                if place in self._unread:
-                    raise STORED.refused(f"{place.name} is changed by another name")
-                inside.append(_Effect.refilling(place, content or (), then or ()))
+            seen.add(container)
+            if place in self._unread:
+                raise STORED.refused(f"{place.name} is changed by another name")
+            if isinstance(place, Holder) and not place.is_rewritable:
+                raise _changed(f"{place.name}, a {type(given).__qualname__}")
+            inside.append(_Effect.inside(place, given, content, then))
         bound = [effect for effect in bound if not _is_part(effect.place, bound)]
         self._effects = [*inside, *sorted(bound, key=_rank)]
-        self._plan_copies({id(effect.place) for effect in self._effects})
+        self._find_written({id(effect.place) for effect in self._effects})
+        held = [value for holder in self._holders for value in holder.before.values()]
+        of_batch = {id(value): value for value in (self._batch, *held) if not is_plain(value)}
+        self._had, of_places = set(of_batch), {id(tensor): tensor for tensor in self.own}
+        self._in_batch = [e for e in self._effects if isinstance(e.place, Holder)]
+        for effect in self._effects:
+            known = of_batch if isinstance(effect.place, Holder) else of_places
+            effect.detach(self._copies, known)
 
-    def _plan_copies(self, changed: set[int]) -> None:
+    def _find_written(self, changed: set[int]) -> None:
+        """Which tensors that stay in their places are written there."""
         single = {id(p) for i, p in enumerate(self._contained) if self._same[i] in (-1, i)}
         for position, (place, leaf) in enumerate(self._leaves):
             is_written = version_of(leaf) != self._versions[position]
             if id(place) in single and (id(place) not in changed or is_written):
                 self._written.append((leaf.detach(), position))
-        sources: dict[str, list[Tensor]] = {"copy": [], "itself": []}
-        self._slots: list[tuple[str, int]] = []
-        known = {id(tensor): ("given", i) for i, tensor in enumerate(self.own)}
-        values = [effect.value for effect in self._effects]
-        for leaf in leaves_of(values):
-            if isinstance(leaf, Tracer):
-                leaf.now()  # or a refusal, where no replay has the value
-            elif isinstance(leaf, Tensor):
-                if id(leaf) not in known:
-                    kind = "itself" if storage_address(leaf) in self._themselves else "copy"
-                    known[id(leaf)] = kind, len(sources[kind])
-                    sources[kind].append(leaf)
-                self._slots.append(known[id(leaf)])
-            elif not is_constant(leaf):
-                raise STORED.refused(f"the step stores a {type(leaf).__qualname__}")
-        if len(leaves_of(values, Tracer)) > sum(isinstance(x, Tracer) for x in tree_leaves(values)):
-            raise STORED.refused("the step stores a number in a container of its own kind")
-        self._parameters = [isinstance(leaf, Parameter) for leaf in sources["copy"]]
-        self._copied = sources["copy"]
-        self._sources = {
-            kind: [leaf if id(leaf) in self._state else leaf.detach() for leaf in leaves]
-            for kind, leaves in sources.items()
-        }
-        for effect in self._effects:
-            effect.value = _detached(effect.value)
+
+    @property
+    def rewrites_batch(self) -> bool:
+        return bool(self._in_batch)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a replay has anything to do with places or with its batch."""
+        return bool(self._contained or self._types or self._effects)
 
     def refuse_untouched(self) -> None:
         """Refuse lists that other steps fill, and this one may have looked at by their type."""
@@ -338,21 +347,21 @@ class SideEffects:
 
     def finish_capture(self) -> None:
         """Let go of the captured autograd graph, but for gradients."""
-        self._gradients, self._copied = gradients_of(self._copied), []
+        self._copies.finish_capture()
 
     # ------------------------------------------------------------------ around a replay
 
-    def take(self) -> bool:
+    def take(self, _: object = None) -> bool:
         """Copy in what the places hold, if the graph is captured for such."""
         try:
             raw = [state.now() for state in self._states]
             others = any(type(place.now()) is not kind for place, kind in self._types)
             contained = [place.now() for place in self._contained]
-            if others or (len(contained) > 1 and _sameness(contained) != self._same):
+            if others or (len(contained) > 1 and sameness(contained) != self._same):
                 return False
         except (LookupError, TypeError):  # what holds it is something else by now
             return False
-        tensors = self._call.match(list(map(_detached, raw)), {})
+        tensors = self._call.match(list(map(detached, raw)), {})
         if tensors is None:
             return False
         self._raw = leaves_of(raw, Tensor)
@@ -370,37 +379,57 @@ class SideEffects:
     def written(self) -> dict[str, Tensor]:
         return {f"of a place {i}": self._raw[i] for _, i in self._written}
 
-    def store(self, owing: Owing) -> None:
-        """After a replay: store what the code stores; some of it still gets its gradient."""
+    def store(self, present: Any) -> None:
+        """Leave, after a replay, what the code leaves; ``present`` has its batch and ``owing``."""
         self.write_back()
-        if not self._effects:
-            return
-        copies = clone_all(self._sources["copy"])
-        copies = [
-            Parameter(copy) if is_parameter else copy
-            for copy, is_parameter in zip(copies, self._parameters, strict=True)
-        ]
-        owing += [(copies[i], gradient) for i, gradient in self._gradients]
-        for effect, before, value in [*self._built(copies)]:  # numbers follow from those of before
+        if self._effects:
+            self._apply(self._effects, present.owing, present.batch, copies=present.copies)
+
+    def _apply(self, effects: Sequence[_Effect], owing: Owing, batch: Any, *, copies: bool) -> None:
+        built = self._built(effects, self._copies.memo(owing, copies=copies), batch)
+        for effect, before, value in [*built]:  # numbers follow from those of before
             effect.apply(before, value)
 
-    def _built(self, copies: Sequence[Tensor]) -> Iterator[tuple[_Effect, Any, Any]]:
+    def _built(
+        self, effects: Iterable[_Effect], memo: dict[int, Any], batch: Any = None
+    ) -> Iterator[tuple[_Effect, Any, Any]]:
         """Each effect, what is in its place, and its value of this replay."""
-        sources = {**self._sources, "given": self._raw, "copy": copies}
-        supply = iter([sources[kind][index] for kind, index in self._slots])
-        for effect in self._effects:
-            value = present(substitute(effect.value, supply))
-            yield effect, effect.place.now(), value
+        memo.update(zip(map(id, self.own), self._raw, strict=True))
+        found = self._found_in(batch, memo) if self._in_batch and batch is not None else {}
+        for effect in effects:
+            place = effect.place
+            before = found[id(place)] if isinstance(place, Holder) else place.now()
+            yield effect, before, effect.built(before, memo)
 
-    def results(self) -> list[Result]:
-        """After a replay: what would be stored."""
+    def _found_in(self, batch: Any, memo: dict[int, Any]) -> dict[int, Any]:
+        """Another batch's containers; what was in the captured one is in the memo from now on."""
+        found: list[Any] = []
+        memo[id(self._batch)] = batch
+        for holder in self._holders:
+            real = batch if holder.parent < 0 else found[holder.parent]
+            if holder.parent >= 0 and not holder.is_beside:
+                real = self._holders[holder.parent].content(real)[holder.key]
+            found.append(real)
+            now = holder.content(real)
+            pairs = ((k, v) for k, v in holder.before.items() if id(v) in self._had and k in now)
+            memo.update((id(v), now[k]) for k, v in pairs)
+        return dict(zip(map(id, self._holders), found, strict=True))
+
+    def results(self, batch: Any, tensors: Sequence[Tensor]) -> list[Result]:
+        """After a replay: what would be left, also in a copy of this batch."""
         self.write_back()
-        built = [*self._built(self._sources["copy"])]
-        compared = [(e, e.outcome(before, value)) for e, before, value in built if e.is_compared]
-        return [result for e, value in compared for result in _results(e.place, value)]
+        compared = [effect for effect in self._effects if effect.is_compared]
+        built = [*self._built(compared, self._copies.memo([], copies=False))]
+        found = [r for e, was, value in built for r in _results(e.place, e.outcome(was, value))]
+        if self._in_batch:
+            own = StaticInputs(tensors).tensors
+            changed = substitute(batch, own)
+            self._apply(self._in_batch, [], changed, copies=False)
+            found += new_results(changed, own)
+        return found
 
-    def eager_results(self) -> Callable[[], list[Result]]:
-        """Ahead of an eager step: what gives, after it, what it has stored where a replay does."""
+    def eager_results(self, batch: Any, had: Sequence[Tensor]) -> Callable[[], list[Result]]:
+        """Ahead of an eager step: what gives, after it, what it has left where a replay does."""
         compared = [effect for effect in self._effects if effect.is_compared]
         before = [effect.place.now() for effect in compared]
         known = [
@@ -413,18 +442,27 @@ class SideEffects:
             for effect, held, then in zip(compared, before, known, strict=True):
                 now = effect.place.now() if effect.how == "bind" else held
                 found += _results(effect.place, effect.new_in(now, then))
-            return found
+            return [*found, *(new_results(batch, had) if self._in_batch else ())]
 
         return results
 
 
-def _content(given: Any) -> Any:
-    """What was done to a list that is filled, or what another one holds."""
-    return tuple(given.operations) if isinstance(given, ListAppend) else content_of(given)
+def _changed(observed: str) -> CaptureError:
+    return BATCH_CHANGED.refused(f"{LIBRARIES.step} changes {observed}")
 
 
-def _is_same(place: Place, now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
-    return place.is_still(now[0], before[0]) and is_same_content(now[1], before[1])
+def _refused(place: Place, key: Any, leaf: Any) -> CaptureError:
+    """The error for an object that a step leaves, for which a replay has no other."""
+    kind = type(leaf).__qualname__
+    if isinstance(place, Holder):
+        return _changed(f"{place.name}{item_label(key)}, where it puts a {kind}")
+    return STORED.refused(f"the step stores a {kind}")
+
+
+def _refused_later(place: Place) -> CaptureError:
+    if isinstance(place, Holder):
+        return _changed("batch after its forward pass")
+    return STORED.refused(f"{place.name} is set after the forward pass")
 
 
 def _is_part(place: Place, bound: Iterable[_Effect]) -> bool:
@@ -464,8 +502,13 @@ class Places:
     """
 
     def __init__(
-        self, module: LightningModule, reads: AttributeGuards, on_change: Callable[[], object]
+        self,
+        module: nn.Module,
+        reads: AttributeGuards,
+        on_change: Callable[[], object],
+        optimizers: Callable[[], Iterable[Optimizer]],  # gives those of the present
     ) -> None:
+        self._optimizers = optimizers
         self._module = module
         self._reads = reads
         self._on_change = on_change
@@ -503,7 +546,7 @@ class Places:
 
         Parameters that an optimizer moves, or is told of, are none of it.
         """
-        known = trained_parameters(self._module.trainer)
+        known = trained_parameters(self._optimizers())
         found: list[Place] = []
         for path, table, key, was in moved:
             if id(was) in known or (table is not None and id(table[key]) in known):
@@ -519,7 +562,8 @@ class Places:
         Such a tensor is copied in, so its history, and what else has its memory, must not count.
         """
         modules = {f"self.{n}" if n else "self": m for n, m in self._module.named_modules()}
-        trained, device = trained_parameters(self._module.trainer), self._module.device
+        trained = trained_parameters(self._optimizers())
+        device = next(self._module.parameters()).device
         found: list[Place] = []
         for name in names:
             path, _, key = name.rpartition(".")
@@ -545,7 +589,7 @@ class Places:
         self, generators: Generators, listed: Callable[[Sequence[str]], str]
     ) -> Iterator[None]:
         """Undo what the body leaves in attributes of modules and in random generators."""
-        trained = trained_parameters(self._module.trainer)
+        trained = trained_parameters(self._optimizers())
         contents = PythonSnapshot(iter_objects(self._module))
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
@@ -571,13 +615,12 @@ class Places:
         if drawn:
             raise DRAWN.refused(f"training_step draws from {listed(drawn)}")
 
-    def capturing(self) -> SideEffects | None:
-        """What a capture finds in these places, and leaves there; None if there are none."""
-        if not self._places:
-            return None
+    def capturing(self, batch: Any) -> SideEffects:
+        """What a capture finds in these places, and what it does there and to its batch."""
         while self.learn([*self._further_names()]):
             pass
-        return SideEffects([*self], self._is_read, self._module)
+        state = (*self._module.parameters(), *self._module.buffers())
+        return SideEffects([*self], self._is_read, state, batch)
 
     def _further_names(self) -> Iterator[Entry]:
         """Where else the module holds what is in these places, and steps can change."""
@@ -635,7 +678,7 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
     return None
 
 
-def trained_parameters(trainer: Trainer) -> set[int]:
-    """The ``id`` of each parameter that an optimizer of a fit writes."""
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
+def trained_parameters(optimizers: Iterable[Optimizer]) -> set[int]:
+    """The ``id`` of each parameter that an optimizer writes."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {id(p) for group in groups for p in group["params"] if p.requires_grad}
