@@ -10,6 +10,7 @@ FIX = "\n  Fix: "  # begins the second line of a message
 OF_PACKAGE = "of the installed package"  # precedes a package's name behind a line of its code
 _OF_PACKAGE = re.compile(rf"\({OF_PACKAGE} ([\w.-]+)\)")
 USER_OPTIONS = ["scope=", "precision=", "config."]  # which users set
+_NO_MEMORY = "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
 _LONGEST = 300  # characters of what was observed that a message shows; a report has all
 
 
@@ -80,6 +81,27 @@ def refusals() -> Iterator[list[CaptureError]]:
     finally:
         _refusals.pop()
         refused.clear()  # their tracebacks hold frames, and what the captured code holds
+
+
+class NoRoomError(CaptureError):
+    """A capture finds no memory, or none that it may take: a smaller one may."""
+
+
+def no_room(what: str, observed: str) -> NoRoomError:
+    """The error for what was to be captured, and for what was observed."""
+    return NoRoomError(
+        f"{what} needs memory of its own, beside that of eager steps.",
+        observed,
+        "allow fewer graphs (max_graphs=...), or make the batch smaller",
+    )
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether torch's allocator, the driver or a library found no memory."""
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    if "OutOfMemoryError" in kinds or isinstance(error, NoRoomError):  # the first one is torch's
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
 
 
 class ReplayError(GraphError):

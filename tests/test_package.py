@@ -63,7 +63,6 @@ UPWARD = {
     ("regions.update", "lightning.context"),
     ("regions.update", "lightning.private"),
     ("regions.verified", "lightning.logs"),
-    ("watch.refusals", "policy.budget"),
 }
 # Imported inside the functions that need them, never while a module of ours is being imported.
 LAZY = {"cuda", "rich", "transformers", "yaml"}

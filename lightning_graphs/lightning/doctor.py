@@ -158,14 +158,8 @@ class Doctor:
         self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
         self._before: tuple[PythonSnapshot, ...] = ()  # what the last step found
         self._has_moved = False  # something in there did, in a step or between two
-        findings.judge_fit(
-            self.diagnosis,
-            trainer,
-            reason,
-            no_whole_step,
-            only_submodules=self._only_submodules,
-            rehearsal=self._rehearsal,
-        )
+        known = reason, no_whole_step, self._only_submodules, self._rehearsal
+        findings.judge_fit(self.diagnosis, trainer, *known)
         self._methods = intercepted(trainer.strategy, self)
 
     def finish(self) -> None:
@@ -205,9 +199,8 @@ class Doctor:
         attributes = PythonSnapshot(around.held)
         self._before = attributes, around.outside.contents
         self._observer.begin(self._judge_batch(batch))
-        compiled, watching = CompiledCode(), contextlib.ExitStack()
-        with compiled.watching(), self._watching(around), watching:
-            told = watching.enter_context(self._reads.of_step(batch))
+        compiled = CompiledCode()
+        with compiled.watching(), self._watching(around), self._reads.of_step(batch) as told:
             returned = self._run(self._calls.training_step, told, *watched, **kwargs)
         self._compiled = compiled
         self._judge_state(attributes, around)
@@ -284,9 +277,8 @@ class Doctor:
     @property
     def _is_inside(self) -> bool:
         """Whether the forward of a submodule is running, and not the step around them."""
-        step = takewhile(
-            lambda f: f.f_code is not Doctor._run.__code__, frames_from(sys._getframe(1))
-        )
+        run, frames = Doctor._run.__code__, frames_from(sys._getframe(1))
+        step = takewhile(lambda frame: frame.f_code is not run, frames)
         owners = (f.f_locals.get("self") for f in step if f.f_code.co_name == "forward")
         return any(isinstance(o, nn.Module) and o is not self._module for o in owners)
 
@@ -378,14 +370,12 @@ class Doctor:
 
     def _judge_batch(self, batch: Any) -> list[Tensor]:
         """Look at a batch; the tensors in it of which the host has a copy."""
-        try:
+        tensors: list[Tensor] = []
+        with self._refusals_noted("batch", self._step):
             refuse_iterator(batch)
             modes = Modes.current(self._trainer.strategy.root_device.type)
             signature, tensors = self._values.signature(batch, modes)
-        except CaptureError as error:
-            self._refused("batch", error, self._step)
-            return []
-        self._signatures.append(signature)
+            self._signatures.append(signature)
         copies = copies_on_host(self._trainer, tensors)
         return [t for t, copy in zip(tensors, copies, strict=True) if copy is not None]
 
@@ -394,18 +384,19 @@ class Doctor:
         self._reads.kept(returned, self._step)
         for number in leaves_of(returned, Noted):
             add(COUNTER, number.name, self._returned, observed="it is returned", effect=effect)
-        if not self._module.automatic_optimization:
-            return
-        try:
-            loss_of(returned)
-            if not (self._only_submodules or leaves_of(returned, Noted)):
-                tensors_returned(returned)
-        except CaptureError as error:
-            self._refused("training_step", error, self._returned)
+        if self._module.automatic_optimization:
+            with self._refusals_noted("training_step", self._returned):
+                loss_of(returned)
+                if not (self._only_submodules or leaves_of(returned, Noted)):
+                    tensors_returned(returned)
 
-    def _refused(self, what: str, error: CaptureError, site: CallSite) -> None:
-        obstacle = Obstacle(error.rule, error.remedy, kind="contract", code="")
-        self.diagnosis.add(obstacle, what, site, observed=error.observed)
+    @contextlib.contextmanager
+    def _refusals_noted(self, what: str, site: CallSite) -> Iterator[None]:
+        try:
+            yield
+        except CaptureError as error:
+            obstacle = Obstacle(error.rule, error.remedy, kind="contract")
+            self.diagnosis.add(obstacle, what, site, observed=error.observed)
 
     def _judge_state(self, attributes: PythonSnapshot, around: Environment) -> None:
         """What the step has left behind in Python."""
@@ -426,8 +417,7 @@ class Doctor:
         found += [(DRAWN, n) for n in iterators if n.rpartition(".")[2] in outside.words]
         bound = bound_by_hooks(self._module)
         for obstacle, name in found:
-            site = site_naming(name, outside.codes)
-            site = site if site.line else self._step
+            site = named if (named := site_naming(name, outside.codes)).line else self._step
             in_step = self._only_submodules and site.function == "training_step"
             if new := bound.get(name.removeprefix("self.")):
                 remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"

@@ -131,7 +131,6 @@ def judge_fit(
     trainer: Trainer,
     reason: str,  # why the fit is not captured at all; or empty
     no_whole_step: str,  # why its steps are no whole graphs; or empty
-    *,
     only_submodules: bool,  # they become graphs
     rehearsal: bool,  # on the emulated backend
 ) -> None:

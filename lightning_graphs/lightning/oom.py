@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.generators import Generators, RandomState
-from lightning_graphs.errors import GraphError, ReplayError, first_line
+from lightning_graphs.errors import GraphError, ReplayError, first_line, is_out_of_memory
 from lightning_graphs.lightning.private import logs_kept
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.strategy import StrategyCalls, loss_of
-from lightning_graphs.policy.budget import SETTLED, MemoryBudget, is_out_of_memory
+from lightning_graphs.policy.budget import SETTLED, MemoryBudget
 from lightning_graphs.private.callsite import (
     CallSiteFinder,
     add_line,

@@ -18,9 +18,8 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.errors import FIX, CaptureError, GraphError
+from lightning_graphs.errors import FIX, CaptureError, GraphError, is_out_of_memory, no_room
 from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
-from lightning_graphs.policy.budget import is_out_of_memory, no_room
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.distributed import (
     FsdpModules,

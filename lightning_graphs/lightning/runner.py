@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import may_follow_values
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.lightning.context import CaptureFacts, TrainingContext
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
@@ -28,7 +28,7 @@ from lightning_graphs.lightning.private import (
 )
 from lightning_graphs.lightning.ranks import NOT_REDUCED, syncs
 from lightning_graphs.lightning.strategy import NAMES, StepHandler
-from lightning_graphs.policy.budget import MemoryKept, NoRoomError
+from lightning_graphs.policy.budget import MemoryKept
 from lightning_graphs.policy.timing import StepTiming
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import replaced

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import no_room
 from lightning_graphs.private.torch import is_strided, storage_uses
 
 _WORTH_A_MOVE = 0.05
@@ -28,27 +28,6 @@ SETTLED = 3
 """How many steps it takes until the allocator has cut its memory up for good."""
 _BESIDE = 2**26  # bytes: what a comparison takes beside the state that it has copied
 _MIB = 2**20
-_NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether somebody found no memory: torch's allocator, the driver, a library."""
-    if isinstance(error, (torch.OutOfMemoryError, NoRoomError)):
-        return True
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in _NO_MEMORY)
-
-
-class NoRoomError(CaptureError):
-    """A capture finds no memory, or none that it may take: a smaller one may."""
-
-
-def no_room(what: str, observed: str) -> NoRoomError:
-    """The error for what was to be captured, and for what was observed."""
-    return NoRoomError(
-        f"{what} needs memory of its own, beside that of eager steps.",
-        observed,
-        "allow fewer graphs (max_graphs=...), or make the batch smaller",
-    )
 
 
 class MemoryKept(Exception):

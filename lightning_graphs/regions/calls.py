@@ -19,8 +19,7 @@ from lightning_graphs.autograd.backward import GradientMemory, LentGradients
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.policy.budget import NoRoomError
+from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.torch import (
     accumulation_hooks,

@@ -17,12 +17,11 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.device.rules import DRAWN
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.lightning.context import CaptureFacts, TrainingContext
 from lightning_graphs.lightning.logs import LogRecorder
 from lightning_graphs.lightning.ranks import waits_for_gradients, wrapper_of
 from lightning_graphs.lightning.transfer import copies_on_host
-from lightning_graphs.policy.budget import NoRoomError
 from lightning_graphs.private.callsite import NO_LINE, add_line, calls_observed, definition_of
 from lightning_graphs.private.cudnn import CapturedDropout
 from lightning_graphs.private.engine import backward_passes_told, renew_gradient_nodes

@@ -21,9 +21,9 @@ from lightning_graphs.errors import (
     ReplayError,
     VerificationError,
     in_one_line,
+    is_out_of_memory,
 )
 from lightning_graphs.lightning.logs import LogRecorder
-from lightning_graphs.policy.budget import is_out_of_memory
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import without_hooks
 from lightning_graphs.regions.body import StepBody

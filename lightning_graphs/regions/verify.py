@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_graphs.device.undo import WriteWatch
-from lightning_graphs.errors import GraphError, VerificationError, first_line
-from lightning_graphs.policy.budget import MemoryBudget, is_out_of_memory
+from lightning_graphs.errors import GraphError, VerificationError, first_line, is_out_of_memory
+from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.torch import storage_reference
 from lightning_graphs.regions.tolerance import NONE, Tolerance, difference, size

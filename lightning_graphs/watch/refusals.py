@@ -14,8 +14,15 @@ from typing import Any
 from torch import nn
 
 from lightning_graphs.device.rules import SIDE_EFFECT, OnUse
-from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line, refusals
-from lightning_graphs.policy.budget import is_out_of_memory, no_room
+from lightning_graphs.errors import (
+    CaptureError,
+    GraphError,
+    first_line,
+    in_one_line,
+    is_out_of_memory,
+    no_room,
+    refusals,
+)
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import makes_own_graphs, module_hooks, values_checked_on_device

@@ -19,8 +19,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.errors import is_out_of_memory, no_room
 from lightning_graphs.lightning.ranks import PartedError
-from lightning_graphs.policy.budget import MemoryBudget, is_out_of_memory, no_room
+from lightning_graphs.policy.budget import MemoryBudget
 from tests.ranks import in_folder, run_on_ranks, state_of
 from tests.training.ddp_fits import DDP, Plain, of_rank
 from tests.training.fits import Hidden, Net, TrainingContext, compare, prepare

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_graphs.policy.budget import MemoryBudget, MemoryKept, NoRoomError
+from lightning_graphs.errors import NoRoomError
+from lightning_graphs.policy.budget import MemoryBudget, MemoryKept
 
 MIB = 2**20
 
