@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Timer
+from threading import Event, Timer
 from typing import Any
 
 import step
@@ -252,7 +252,13 @@ class Worker:
     def measure(self, name: str, limit: float) -> Found:
         """What was found; the row has crashed if the process ends or takes too long."""
         assert self._process.stdin is not None
-        timer = Timer(limit, self._process.kill)
+        is_late = Event()
+
+        def end() -> None:
+            is_late.set()
+            self._process.kill()
+
+        timer = Timer(limit, end)
         timer.start()
         started = time.perf_counter()
         try:
@@ -266,7 +272,7 @@ class Worker:
             found: Found = json.loads(answer)
             return found
         seconds = time.perf_counter() - started
-        why = f"took longer than {limit:.0f} s" if seconds > limit else "its process ended"
+        why = f"took longer than {limit:.0f} s" if is_late.is_set() else "its process ended"
         self._errors.seek(0)
         said = self._errors.read()[-4000:]
         return {

@@ -151,9 +151,29 @@ def test_limits(zoo: Any, counts: dict[str, int], verdict: str) -> None:
     assert verdict_of(zoo.summary(rows(**counts), limits=True)) == verdict
 
 
+class FirstIsLate:
+    """A timer that ends with the first row, and with no other, however long they take."""
+
+    rows = 0
+
+    def __init__(self, limit: float, end: Any) -> None:
+        assert limit == 2
+        self.end = end
+
+    def start(self) -> None:
+        type(self).rows += 1
+        if self.rows == 1:
+            self.end()
+
+    def cancel(self) -> None:
+        pass
+
+
 def test_a_row_that_hangs_or_kills_its_process_loses_only_itself(
-    zoo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    zoo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(zoo, "Timer", FirstIsLate)
+    monkeypatch.setattr(FirstIsLate, "rows", 0)
     script = tmp_path / "script.py"
     script.write_text(
         "import json, sys, time\n"
