@@ -357,7 +357,9 @@ class KnownStorage:
         self.site = site  # the user's line that touched it first
         # None where the recorded code lets go of it and gets it again, as FSDP2 does with the
         # parameters that it gathers
-        self.address: int | None = storage.data_ptr()
+        self.address: int | None = None
+        with contextlib.suppress(RuntimeError):  # zeros of forward-mode autograd have no memory
+            self.address = storage.data_ptr()
         self.constant = False  # made of Python numbers: kernels get its value, not its address
         self.storage = storage_reference(storage)
         self._end = weakref.ref(storage, self._on_freed)
