@@ -75,11 +75,10 @@ def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]
 
 
 def _kind(item: pytest.Item) -> str:
-    """Of a program its table, and whether it is refused; of each, one is run."""
-    if not hasattr(item.module, "PROGRAMS"):
-        return ""
-    name = item.callspec.params["name"]
-    return f"{name.partition(':')[0]} {bool(item.module.PROGRAMS[name].said)}"
+    """Of each table of programs one that is refused is run, and one that is not."""
+    callspec = getattr(item, "callspec", None)
+    program = callspec.params.get("program") if callspec else None
+    return str(bool(getattr(program, "said", None)))
 
 
 def pytest_collection_finish() -> None:

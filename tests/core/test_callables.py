@@ -211,13 +211,6 @@ def test_hooks_of_the_module_fire_and_those_of_submodules_are_captured(
     assert calls == ["forward", "backward"] * 2
 
 
-def test_sample_args_are_not_overwritten(backend: BackendName, device: torch.device) -> None:
-    sample = torch.full((1, 2), 7.0, device=device)
-    graphed = make_graphed_callables(two_three_one(device), (sample,), backend=backend)
-    graphed(torch.ones(1, 2, device=device))
-    assert sample.tolist() == [[7.0, 7.0]]
-
-
 @both_ways
 def test_a_callable_without_any_gradient(
     backend: BackendName, device: torch.device, param_grads: Any
@@ -228,15 +221,6 @@ def test_a_callable_without_any_gradient(
     y = graphed(2 * x)
     assert not y.requires_grad
     assert y.tolist() == [[11.0]] * 3
-
-
-def test_outputs_are_the_callers_own(backend: BackendName, device: torch.device) -> None:
-    x = torch.ones(1, 2, device=device)
-    graphed = make_graphed_callables(two_three_one(device), (x,), backend=backend)
-    kept = [graphed(value * x) for value in (1, 2, 3)]
-    assert [y.item() for y in kept] == [6.0, 11.0, 16.0]
-    kept[2].mul_(2).sum().backward()
-    assert graphed.weight.grad.tolist() == [[6.0, 6.0]]
 
 
 def test_static_outputs_are_overwritten(backend: BackendName, device: torch.device) -> None:

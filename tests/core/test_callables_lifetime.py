@@ -209,33 +209,6 @@ def test_a_parameter_written_by_its_forward_is_as_before(
     assert embedding.weight[0].tolist() == [10.0, 10.0]
 
 
-@pytest.mark.parametrize("is_buffer", [True, False])
-def test_a_tensor_of_its_own_that_is_bound_anew_is_refused(
-    backend: BackendName, device: torch.device, is_buffer: bool
-) -> None:
-    class Average(nn.Module):
-        mean: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            mean = torch.zeros(2, device=device)
-            if is_buffer:
-                self.register_buffer("mean", mean)
-            else:
-                self.mean = mean
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.mean = 0.5 * self.mean + 0.5 * x
-            return self.mean * 2
-
-    module = Average()
-    before = module.mean
-    with pytest.raises(CaptureError, match="`mean` is set to another tensor in every call"):
-        make_graphed_callables(module, (torch.ones(2, device=device),), backend=backend)
-    assert module.mean is before
-    assert before.tolist() == [0.0, 0.0]
-
-
 def test_an_attribute_changed_in_place_is_as_before_and_carried_on(
     backend: BackendName, device: torch.device
 ) -> None:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.training.fits import (
+    Fit,
     Hidden,
     Net,
     Optimizers,
-    TrainingContext,
     adamw,
+    assert_nothing_left,
     batches,
     close,
     prepare,
 )
-from tests.training.leftovers import assert_nothing_left
 
 SCOPES: dict[str, dict[str, Any]] = {
     "step": {"scope": "step"},
@@ -106,7 +106,7 @@ def tripping(
     action: Callable[[], object],
     where: str = "forward",
     **options: Any,
-) -> tuple[TrainingContext, TrainingContext]:
+) -> tuple[Fit, Fit]:
     """The fit without and with the callback, each with its tripwire; nothing runs yet.
 
     Args:
@@ -135,7 +135,7 @@ def tripping(
     return fits[0], fits[1]
 
 
-def assert_nothing_lost(eager: TrainingContext, captured: TrainingContext) -> None:
+def assert_nothing_lost(eager: Fit, captured: Fit) -> None:
     """Assert that a captured fit that ended early is as the eager one that did so too."""
     assert captured.trainer.global_step == eager.trainer.global_step
     close(captured.module.state_dict(), eager.module.state_dict(), 0.0, "module")
@@ -153,7 +153,7 @@ def forwards_are_their_own(root: nn.Module) -> None:
         assert not module._forward_pre_hooks
 
 
-def run_again(*fits: TrainingContext) -> None:
+def run_again(*fits: Fit) -> None:
     """Fit once more with the trainers and modules of fits that ended early."""
     for one in fits:
         one.module.train()  # Lightning leaves a validation that raised in eval mode

@@ -13,8 +13,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from tests.failures.support import forwards_are_their_own
-from tests.training.fits import compare, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import assert_nothing_left, compare, prepare
 
 # Where a capture changes what others see: the policies, and who owns graphs.
 _FILES = (

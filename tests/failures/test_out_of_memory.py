@@ -26,8 +26,7 @@ from lightning_graphs.policy import timing
 from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.private.exchange import bind, bound
 from tests.failures.support import forwards_are_their_own
-from tests.training.fits import Net, TrainingContext, adamw, batches, compare, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import Fit, Net, adamw, assert_nothing_left, batches, compare, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
 SAMPLES = 12 if torch.cuda.is_available() else 6
@@ -231,7 +230,7 @@ CASES: dict[str, tuple[type[LightningModule], dict[str, Any], range, dict[str, A
 def test_out_of_memory_at_any_allocation(backend: str, tmp_path: Path, case: str) -> None:
     module, capture, steps, trainer = CASES[case]
 
-    def fit(captured: bool, shortage: Shortage | None = None) -> tuple[TrainingContext, Any]:
+    def fit(captured: bool, shortage: Shortage | None = None) -> tuple[Fit, Any]:
         made = prepare(
             backend,
             tmp_path,

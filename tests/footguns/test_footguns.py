@@ -19,7 +19,7 @@
 | a parameter that moved, was replaced, frozen or unfrozen | raises |
 | autocast with caching at capture, another autocast state at a call | raises |
 | double backward, a second backward, a backward after a later forward | raises |
-| callables of a shared pool out of order | raises |
+| callables of a shared pool out of order (`core/test_callables_gradients`) | raises |
 | reading a value on the host, control flow on values, dynamic shapes | raises |
 | a tensor built from Python numbers | raises |
 | an argument written in place; a buffer or an attribute bound anew | raises |
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.core import CUDAGraph, graph, make_graphed_callables
 from lightning_graphs.device.graph import BackendName
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, ReplayError, SignatureError
 
 Graphing = Callable[..., Any]
 
@@ -173,6 +173,9 @@ def test_kept_outputs(graphing: Graphing, scale: Scale, x: Tensor) -> None:
     graphed = graphing(scale, x)
     kept = [graphed(value * x) for value in (1, 2, 3)]
     assert [y[0, 0].item() for y in kept] == [2.0, 4.0, 6.0]
+    kept[2].mul_(2).sum().backward()
+    assert scale.weight.grad is not None
+    assert scale.weight.grad.item() == 2 * 3 * 16
 
 
 # Refusals: a call that the graph was not captured for.
@@ -185,7 +188,9 @@ _CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], str]] = {
     "other strides at one address": (lambda x: (x.t(), 1), r"stride \(4,1\) -> .*stride \(1,4\)"),
     "requires_grad": (lambda x: (x.clone().requires_grad_(), 1), "-> .* requires_grad"),
     "another number": (lambda x: (x, 2), r"args\[1\]: 1 -> 2"),
+    "a number of another type": (lambda x: (x, 1.0), r"args\[1\]: 1 -> 1.0"),
     "another order": (lambda x: (1, x), r"args\[0\]: f32\[4,4\].* -> 1"),
+    "another structure": (lambda x: ([x], 1), r"structure: args\[0\]: a leaf -> list of 1"),
     "one argument too few": (lambda x: (x,), r"structure: args: tuple of 2 .* -> tuple of 1"),
 }
 
@@ -194,10 +199,17 @@ _CALLS: dict[str, tuple[Callable[[Tensor], tuple[Any, ...]], str]] = {
 def test_a_call_of_another_signature(
     graphing: Graphing, scale: Scale, x: Tensor, call: str
 ) -> None:
-    graphed = graphing(lambda x, n: scale(x) * n, x, 1)
+    def function(x: Tensor, n: int, *, factor: int = 2) -> Tensor:
+        return scale(x) * n * factor
+
+    graphed = graphing(function, x, 1, sample_kwargs={"factor": 2})
     change, message = _CALLS[call]
-    with pytest.raises(GraphError, match=message):
-        graphed(*change(x))
+    with pytest.raises(SignatureError, match=message):
+        graphed(*change(x), factor=2)
+    for options, message in (({"factor": 3}, r'kwargs\["factor"\]: 2 -> 3'), ({}, "kwargs")):
+        with pytest.raises(SignatureError, match=message):
+            graphed(x, 1, **options)
+    assert torch.equal(graphed(x, 1, factor=2), 4 * x)
 
 
 def _assign(scale: Scale) -> None:
@@ -220,17 +232,20 @@ _CHANGES: dict[str, tuple[Callable[[Scale], object], str]] = {
     "removed": (lambda m: delattr(m, "weight"), "`weight` was removed since capture"),
     "frozen": (lambda m: m.weight.requires_grad_(False), "`weight` changed since capture"),
     "unfrozen": (lambda m: m.offset.requires_grad_(True), "`offset` changed since capture"),
+    "double": (lambda m: m.double(), "`weight` moved since capture"),
 }
 
 
+@pytest.mark.parametrize("as_function", [False, True])
 @pytest.mark.parametrize("change", _CHANGES)
 def test_a_parameter_that_is_another_one(
-    graphing: Graphing, scale: Scale, x: Tensor, change: str
+    graphing: Graphing, scale: Scale, x: Tensor, change: str, as_function: bool
 ) -> None:
-    graphed = graphing(scale, x)
+    graphed = graphing((lambda x: scale(x) * 2) if as_function else scale, x)
     act, message = _CHANGES[change]
     act(scale)
-    with pytest.raises(GraphError, match=message):
+    name = message.replace("`", "`scale.", 1) if as_function else message
+    with pytest.raises(ReplayError, match=name):
         graphed(x)
 
 
@@ -269,21 +284,25 @@ def test_a_second_backward(graphing: Graphing, scale: Scale, x: Tensor) -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(GraphError, match="one backward pass for each forward"):
         loss.backward()
+    assert scale.weight.grad is not None
+    assert scale.weight.grad.item() == 16.0
 
 
-def test_two_forwards_before_one_backward(graphing: Graphing, scale: Scale, x: Tensor) -> None:
+@pytest.mark.parametrize("second_with_grad", [True, False])
+def test_two_forwards_before_one_backward(
+    graphing: Graphing, scale: Scale, x: Tensor, second_with_grad: bool
+) -> None:
     graphed = graphing(scale, x)
+    first = graphed(x)
+    with torch.set_grad_enabled(second_with_grad):
+        second = graphed(3 * x)
     with pytest.raises(GraphError, match="backward for its latest forward only"):
-        (graphed(x) + graphed(3 * x)).sum().backward()
-
-
-def test_callables_of_one_pool_out_of_order(backend: BackendName, scale: Scale, x: Tensor) -> None:
-    pair = scale, copy.deepcopy(scale)
-    first, second = make_graphed_callables(pair, ((x,), (x,)), backend=backend)
-    loss = second(x).sum()
-    first(x)
-    with pytest.raises(GraphError, match="an earlier callable of its tuple"):
-        loss.backward()
+        first.sum().backward()
+    assert scale.weight.grad is None
+    if second_with_grad:
+        second.sum().backward()
+        assert scale.weight.grad is not None
+        assert scale.weight.grad.item() == 3 * 16
 
 
 # Refusals: code that cannot be captured; both backends name the line of the user.
@@ -316,34 +335,29 @@ def test_an_argument_written_in_place(graphing: Graphing, x: Tensor) -> None:
         graphing(lambda x: x.mul_(2), x)
 
 
-def test_a_buffer_bound_anew(graphing: Graphing, x: Tensor) -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("count", torch.zeros((), device=x.device))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count = self.count + 1
-            return x * self.count
-
-    module = Counting()
-    with pytest.raises(CaptureError, match="`count` is set to another tensor"):
-        graphing(module, x)
-    assert module.count.item() == 0.0
-
-
-def test_state_carried_in_an_attribute(graphing: Graphing, x: Tensor) -> None:
+@pytest.mark.parametrize("is_buffer", [True, False])
+def test_a_tensor_of_a_module_bound_anew(graphing: Graphing, x: Tensor, is_buffer: bool) -> None:
     class Carrying(nn.Module):
+        mean: Tensor
+
         def __init__(self) -> None:
             super().__init__()
-            self.hidden = torch.zeros_like(x)
+            mean = torch.zeros_like(x)
+            if is_buffer:
+                self.register_buffer("mean", mean)
+            else:
+                self.mean = mean
 
         def forward(self, x: Tensor) -> Tensor:
-            self.hidden = self.hidden + x
-            return self.hidden
+            self.mean = 0.5 * self.mean + 0.5 * x
+            return self.mean * 2
 
-    with pytest.raises(CaptureError, match="`hidden` is set to another tensor"):
-        graphing(Carrying(), x)
+    module = Carrying()
+    before = module.mean
+    with pytest.raises(CaptureError, match="`mean` is set to another tensor in every call"):
+        graphing(module, x)
+    assert module.mean is before
+    assert torch.equal(before, torch.zeros_like(x))
 
 
 def test_an_optimizer_step_before_the_backward(graphing: Graphing, scale: Scale, x: Tensor) -> None:
@@ -351,8 +365,12 @@ def test_an_optimizer_step_before_the_backward(graphing: Graphing, scale: Scale,
     graphed(x).sum().backward()
     loss = graphed(x).sum()
     torch.optim.SGD([scale.weight], lr=1.0).step()
-    with pytest.raises(GraphError, match="changed in place after the forward pass"):
+    with pytest.raises(GraphError, match="in place after the forward pass, as by optimizer"):
         loss.backward()
+    scale.zero_grad()
+    graphed(x).sum().backward()
+    assert scale.weight.grad is not None
+    assert scale.weight.grad.item() == 16.0
 
 
 def test_a_capture_inside_of_a_capture(

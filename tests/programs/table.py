@@ -1,7 +1,7 @@
 """What a program is: a module, the options of its fit, and what is expected of it.
 
-Every file of this folder has a table ``ROWS`` of programs. The tests of ``test_programs.py`` run
-over all of them, so that a row says what it is about and nothing of how it is tested.
+Every file of this folder has a table ``ROWS`` of programs. The tests of :class:`Promises` run over
+all of them, so that a row says what it is about and nothing of how it is tested.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import linecache
 import re
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,10 +23,11 @@ import pytest
 from torch import Tensor
 
 from tests.training.fits import (
+    Fit,
     FullTrace,
     GradientTrace,
     Net,
-    TrainingContext,
+    assert_nothing_left,
     batches,
     compare,
     prepare,
@@ -49,11 +50,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unverified": {"capture": {"verify": False}},
     "verified": {"capture": {"verify": 3}},
     "auto": {"capture": {"scope": "auto"}},
+    "modules, unverified": {"capture": {"scope": "modules", "verify": False}},
+    "modules, verified": {"capture": {"scope": "modules", "verify": 3}},
+    "auto, unverified": {"capture": {"scope": "auto", "verify": False}},
     "accumulated": {"accumulate_grad_batches": 2},
     "by threes": {"accumulate_grad_batches": 3},
+    "gradients": {"trace": GradientTrace},
     "cut": {"trace": FullTrace},
     "cut, accumulated": {"trace": FullTrace, "accumulate_grad_batches": 2},
+    "cut, by threes": {"trace": FullTrace, "accumulate_grad_batches": 3},
     "clipped": {"trace": GradientTrace, "gradient_clip_val": 0.1},
+    "by threes, clipped": {
+        "trace": GradientTrace,
+        "accumulate_grad_batches": 3,
+        "gradient_clip_val": 0.1,
+    },
     "bf16": {"precision": "bf16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
     "float64": {"precision": "64-true"},
@@ -74,16 +85,18 @@ class Program:
         module: Makes the module.
         said: "" if the whole step becomes graphs and nothing is refused; else a pattern of the
             refusal, of which the user is warned; None if either is right.
-        replayed: So many steps are replayed at least. A program with ``said`` that replays some
-            nevertheless has a number here, otherwise none may be replayed.
+        replayed: So many steps are replayed at least. Of a program with ``said`` none may be
+            replayed unless it has a number here.
         graphs: So many captures there are; a range of them; None: not counted.
-        changes: What the reasons for further captures begin with, in order.
+        changes: Part of the reason for each further capture, in order.
+        check: What is true of the captured fit besides.
         also: Names of ``OPTIONS`` under which it is run again, separated by "; ".
+        modules: The submodules that a fit by submodules captures; all that can be if there is none.
         below: A fit by submodules: "" if all of them become graphs, a pattern of the refusal, None
             if either is right.
-        found: The doctor: "" if it finds no obstacle; "agrees": an obstacle has rule, remedy and
-            line of the refusal; "line": it has the line; None: either. By default "" if nothing is
-            ``said``, "agrees" if no step may be replayed.
+        found: The doctor: "" if it finds no obstacle; else which of "rule remedy line" of an
+            obstacle are those of the refusal; None: not compared. By default "" if nothing is
+            ``said``, all three if no step may be replayed.
         placed: The refusal names a line of the program's file, which ends with ``# read`` if a
             line of the module does.
         resumes: It can go on from a checkpoint.
@@ -99,7 +112,9 @@ class Program:
     replayed: int | None = None
     graphs: int | range | None = None
     changes: tuple[str, ...] = ()
+    check: Callable[[Fit], object] = lambda fit: True
     also: str = ""
+    modules: tuple[str, ...] = ()
     below: str | None = None
     found: str | None = "as said"
     placed: bool = True
@@ -113,14 +128,14 @@ class Program:
     @property
     def is_refused(self) -> bool:
         """No step of it may be replayed."""
-        return bool(self.said) and not self.replayed
+        return bool(self.said) and self.replayed is None
 
     @property
     def obstacle(self) -> str | None:
         """What the doctor has to find."""
         if self.found != "as said":
             return self.found
-        return "agrees" if self.is_refused else ("" if self.said == "" else None)
+        return "rule remedy line" if self.is_refused else ("" if self.said == "" else None)
 
     @property
     def by_modules(self) -> bool:
@@ -175,7 +190,7 @@ def row(module: Any = Net, *, capture: Any = None, **expected: Any) -> Program:
 class Run(NamedTuple):
     """A fit, and what its program has seen and left outside of its module."""
 
-    fit: TrainingContext
+    fit: Fit
     seen: str
 
 
@@ -195,6 +210,8 @@ def run(
     """
     options = {**program.fit, **(options or {})}
     capture = {"on_failure": "eager", **program.capture, **options.pop("capture", {})}
+    if capture.get("scope") == "modules" and program.modules:
+        capture["modules"] = [*program.modules]
     with program.around(), warnings.catch_warnings():
         if program.ignored:
             warnings.filterwarnings("ignore", program.ignored)
@@ -254,3 +271,123 @@ def copied(value: Any) -> Any:
     if isinstance(value, SimpleNamespace):
         return copied(vars(value))
     return value
+
+
+# ---------------------------------------------------------------------- what is promised
+
+
+def assert_as_expected(program: Program, fit: Fit) -> None:
+    """Assert that steps were replayed or refused as the program says."""
+    statistics, said = fit.statistics, "".join(fit.statistics.fallbacks)
+    if program.said is not None:
+        assert bool(said) == bool(program.said), said
+        assert not program.is_refused or statistics.replayed == 0, statistics
+        assert program.said or statistics.replayed > 0, statistics
+    assert statistics.replayed >= (program.replayed or 0)
+    if program.graphs is not None:
+        graphs = program.graphs if isinstance(program.graphs, range) else [program.graphs]
+        assert statistics.captures in graphs, statistics.recaptures
+    if program.said and program.placed:
+        assert_placed(program, said)
+    if program.changes:
+        reasons = zip(statistics.recaptures, program.changes, strict=True)
+        assert all(part in reason for reason, part in reasons), statistics.recaptures
+    assert " at 0x" not in said  # no address of an object
+    assert program.check(fit)
+
+
+class Promises:
+    """What is tested of every program: a file of them derives a class with its ``rows``.
+
+    The rows of each test are those of which ``WANTED`` is true.
+
+    Attributes:
+        rows: The programs, by name.
+        unlike: Of these the doctor is known to find something else than a run, or nothing.
+        spoiled: A fit of these is known to end under the doctor, or to train otherwise.
+    """
+
+    rows: Mapping[str, Program]
+    unlike: Collection[str] = ()
+    spoiled: Collection[str] = ()
+
+    def test_equal_or_refused_with_its_line(
+        self, backend: str, tmp_path: Path, program: Program
+    ) -> None:
+        """... and nothing is left behind in trainer, module and optimizers."""
+        expected = eager(program, backend, tmp_path)
+        if program.said == "":
+            found = run(program, backend, tmp_path, True)
+        else:
+            with quiet(program.said):
+                found = run(program, backend, tmp_path, True)
+        assert_equal(expected, found)
+        assert_as_expected(program, found.fit)
+        assert_nothing_left(found.fit)
+
+    def test_equal_under_options(
+        self, backend: str, tmp_path: Path, program: Program, options: str
+    ) -> None:
+        given = OPTIONS[options]
+        expected = eager(program, backend, tmp_path, given)
+        with quiet():
+            found = run(program, backend, tmp_path, True, given)
+        assert_equal(expected, found)
+        if program.said == "":
+            assert found.fit.statistics.replayed > 0
+
+    def test_submodules_agree(self, backend: str, tmp_path: Path, program: Program) -> None:
+        expected = eager(program, backend, tmp_path)
+        with quiet(program.below):
+            found = run(program, backend, tmp_path, True, {"capture": {"scope": "modules"}})
+        assert_equal(expected, found)
+        if program.below == "":
+            assert found.fit.statistics.fallbacks == []
+            assert found.fit.statistics.replayed > 0
+
+    def test_the_doctor_agrees(self, backend: str, tmp_path: Path, program: Program) -> None:
+        """It finds an obstacle where a run is refused, in the same words, and changes nothing."""
+        expected = eager(program, backend, tmp_path)
+        watching = {"capture": {"diagnose": True}}
+        if any(self.rows[name] is program for name in self.spoiled):
+            with pytest.raises((AssertionError, RuntimeError)):
+                assert_equal(expected, run(program, backend, tmp_path, True, watching))
+            return
+        watched = run(program, backend, tmp_path, True, watching)
+        assert_equal(expected, watched)
+        if any(self.rows[name] is program for name in self.unlike):
+            return
+        obstacles = watched.fit.capture.report.diagnosis.obstacles
+        if program.obstacle == "":
+            assert obstacles == []
+        elif program.obstacle is not None:
+            with quiet():
+                refused = run(program, "emulated", tmp_path, True)
+            said = "".join(refused.fit.statistics.fallbacks)
+            words = [
+                {"rule": each.rule, "remedy": each.remedy, "line": f":{each.line} in"}
+                for each in obstacles
+            ]
+            parts = program.obstacle.split()
+            assert any(all(each[part].rstrip(".") in said for part in parts) for each in words), (
+                said
+            )
+
+    def test_resumed(self, backend: str, tmp_path: Path, program: Program) -> None:
+        """A fit that goes on from a checkpoint of a captured one."""
+        path = tmp_path / "saved.ckpt"
+        first = run(program, backend, tmp_path, True, {"max_epochs": 1})
+        first.fit.trainer.save_checkpoint(path)
+        options = {"max_epochs": 2}
+        went_on = [
+            run(program, backend, tmp_path, captured, options, ckpt_path=path)
+            for captured in (False, True)
+        ]
+        assert_equal(*went_on)
+        assert went_on[1].fit.statistics.replayed > 0
+
+
+WANTED: dict[str, Callable[[Program], bool]] = {
+    "test_submodules_agree": lambda program: not program.by_modules,
+    "test_resumed": lambda program: program.said == "" and program.resumes,
+}

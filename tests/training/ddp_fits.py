@@ -75,6 +75,7 @@ CASES: dict[str, Case] = {
     "clipping": lambda: {"gradient_clip_val": 0.01},
     "hooks that look at gradients": lambda: {"trace": GradientTrace},
     "hooks that look before backward": lambda: {"trace": FullTrace},
+    "bf16": lambda: {"precision": "bf16-mixed"},
     "means over ranks": lambda: {"module": CaptureConfig},
     "submodules": lambda: {"capture": {"scope": "modules"}},
     "submodules and accumulation": lambda: {
@@ -97,7 +98,6 @@ ON_A_GPU: dict[str, Case] = {
     # The reducer reads a number of its own on the host, which a rehearsal takes for the device's.
     "a static graph": lambda: {"strategy": DDPStrategy(static_graph=True)},
     "synchronized BatchNorm": lambda: {"sync_batchnorm": True},
-    "bf16": lambda: {"precision": "bf16-mixed"},
     "fp16": lambda: {"precision": "16-mixed"},
     "compiled": lambda: {"module": Compiled, "precision": "bf16-mixed"},
     "compressed gradients": lambda: {"strategy": DDPStrategy(ddp_comm_hook=bf16_compress_hook)},

@@ -1,4 +1,9 @@
-"""A small real fit, run with the callback and without, and compared value by value."""
+"""A small real fit, run with the callback and without, and compared value by value.
+
+The kit of all tests of the callback: the module :class:`Net` and its :func:`batches`,
+:func:`fit_twice` and :func:`compare`, :func:`examined` for the doctor, and what must not be there
+after a fit, :func:`assert_nothing_left`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.lightning.strategy import NAMES
 from lightning_graphs.private.distributed import local
+from lightning_graphs.report.diagnosis import Finding
 
 Optimizers = Callable[[LightningModule], Any]
 
@@ -172,7 +179,7 @@ class Table(CSVLogger):
 
 
 @dataclass
-class TrainingContext:
+class Fit:
     """What a fit left behind."""
 
     module: Any
@@ -187,7 +194,7 @@ class TrainingContext:
     def statistics(self) -> Any:
         return self.capture._statistics
 
-    def run(self, **options: Any) -> TrainingContext:
+    def run(self, **options: Any) -> Fit:
         """Fit, or fit once more, with the same trainer and module."""
         seed_everything(self.seed, verbose=False)
         fit(self.trainer, self.module, self.loader, **options)
@@ -250,7 +257,7 @@ def prepare(
     capture: dict[str, Any] | None = None,
     seed: int = 1,
     **options: Any,
-) -> TrainingContext:
+) -> Fit:
     """A trainer, a module and its data, made anew from one seed; nothing runs yet.
 
     Args:
@@ -288,23 +295,21 @@ def prepare(
     }
     given.update(options)
     trainer = Trainer(callbacks=[seen, *callbacks(), *([own] if captured else [])], **given)
-    result = TrainingContext(module(), trainer, seen, own, "", loader_of(data()), seed)
+    result = Fit(module(), trainer, seen, own, "", loader_of(data()), seed)
     if validation:
         held_out = batches(validation)
         result.module.val_dataloader = lambda: DataLoader(held_out, batch_size=None)
     return result
 
 
-def fit_twice(backend: str, root: Path, **options: Any) -> tuple[TrainingContext, TrainingContext]:
+def fit_twice(backend: str, root: Path, **options: Any) -> tuple[Fit, Fit]:
     """The same fit without and with the callback."""
     eager = prepare(backend, root, False, **options).run()
     captured = prepare(backend, root, True, **options).run()
     return eager, captured
 
 
-def warned(
-    backend: str, root: Path, said: str, **options: Any
-) -> tuple[TrainingContext, TrainingContext]:
+def warned(backend: str, root: Path, said: str, **options: Any) -> tuple[Fit, Fit]:
     """The same fit without and with the callback, which warns so; both give the same values."""
     options["capture"] = {"on_failure": "eager", **options.get("capture", {})}
     eager = prepare(backend, root, False, **options).run()
@@ -315,7 +320,30 @@ def warned(
     return eager, captured
 
 
-def said_of_rates(captured: TrainingContext) -> list[str]:
+def named(*modules: str, **options: Any) -> dict[str, Any]:
+    """Options of the callback that make graphs of these submodules."""
+    return {"scope": "modules", "modules": list(modules), **options}
+
+
+def examined(backend: str, root: Path, **options: Any) -> Fit:
+    """A fit with the doctor."""
+    capture = {"diagnose": True, **options.pop("capture", {})}
+    return prepare(backend, root, True, capture=capture, **options).run()
+
+
+def rows(fit: Fit, kind: str) -> list[Finding]:
+    """What the doctor has found of this kind."""
+    assert fit.capture.report.diagnosis is not None
+    return [finding for finding in fit.capture.report.diagnosis.findings if finding.kind == kind]
+
+
+def line(function: Any, text: str) -> int:
+    """The number of the line of ``function`` that ends with the comment ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    return next(first + i for i, each in enumerate(lines) if each.rstrip().endswith(f"# {text}"))
+
+
+def said_of_rates(captured: Fit) -> list[str]:
     """What a fit says of its optimizer if parameters have become float64, which only CUDA minds."""
     dtypes = {parameter.dtype for parameter in captured.module.parameters()}
     if captured.statistics.backend != "cuda" or torch.float64 not in dtypes:
@@ -325,8 +353,8 @@ def said_of_rates(captured: TrainingContext) -> list[str]:
 
 
 def compare(
-    eager: TrainingContext,
-    captured: TrainingContext,
+    eager: Fit,
+    captured: Fit,
     *,
     replayed: bool = True,
     tolerance: float = 0.0,
@@ -399,3 +427,23 @@ def close(mine: Any, theirs: Any, tolerance: float, where: str) -> None:
         )
     else:
         assert mine == theirs, where
+
+
+def assert_nothing_left(captured: Fit) -> None:
+    """Assert that strategy, stream, optimizer, module and trainer are Lightning's again."""
+    trainer = captured.trainer
+    assert not set(NAMES) & set(vars(trainer.strategy))
+    assert type(trainer) is Trainer
+    assert "profile" not in vars(trainer.profiler)
+    assert "log" not in vars(captured.module)
+    assert "<locals>" not in repr(type(captured.module).__getattribute__)
+    assert captured.capture._handler is None
+    assert "autocast_context_manager" not in vars(trainer.precision_plugin)
+    for optimizer in trainer.optimizers:
+        assert "zero_grad" not in vars(optimizer)
+        for group in optimizer.param_groups:
+            assert isinstance(group["lr"], float)
+            assert not group.get("foreach")
+            assert not group.get("capturable")
+    if torch.cuda.is_available():
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -24,7 +24,7 @@ from lightning_graphs.lightning.ranks import PartedError
 from lightning_graphs.policy.budget import MemoryBudget
 from tests.ranks import in_folder, run_on_ranks, state_of
 from tests.training.ddp_fits import DDP, Plain, of_rank
-from tests.training.fits import Hidden, Net, TrainingContext, compare, prepare
+from tests.training.fits import Fit, Hidden, Net, compare, prepare
 
 ODD = 1
 """The rank that differs."""
@@ -124,17 +124,17 @@ def _with_odd_batches(rank: int, where: Callable[[int], bool]) -> list[dict[str,
     return data
 
 
-Expect = Callable[[int, TrainingContext], None]
+Expect = Callable[[int, Fit], None]
 
 
-def _equal(rank: int, fit: TrainingContext) -> None:
+def _equal(rank: int, fit: Fit) -> None:
     """Replayed again and again, with nothing to say."""
     assert fit.statistics.replayed >= 15
     assert fit.statistics.fallbacks == []
 
 
 def _eager(said: str, elsewhere: str, replays: int = 0) -> Expect:
-    def expect(rank: int, fit: TrainingContext) -> None:
+    def expect(rank: int, fit: Fit) -> None:
         assert fit.statistics.replayed == replays
         (line,) = fit.statistics.fallbacks
         assert re.search(said if rank == ODD else elsewhere, line), line
@@ -142,7 +142,7 @@ def _eager(said: str, elsewhere: str, replays: int = 0) -> Expect:
     return expect
 
 
-def _recaptured(rank: int, fit: TrainingContext) -> None:
+def _recaptured(rank: int, fit: Fit) -> None:
     assert fit.statistics.captures == 2
     assert fit.statistics.replayed >= 15
 

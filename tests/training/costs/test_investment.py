@@ -35,7 +35,7 @@ class Times:
     verification: float = 0.0
 
 
-class TrainingContext:
+class Fit:
     """Steps of given shapes: each takes 40 ms, or 5 ms where it has a graph.
 
     Attributes:
@@ -67,7 +67,7 @@ class TrainingContext:
         )
         self.graphs: list[Any] = []
 
-    def run(self, steps: Sequence[Any]) -> TrainingContext:
+    def run(self, steps: Sequence[Any]) -> Fit:
         times = self._times
         self.steps = steps
         for self.done, shape in enumerate(steps):
@@ -117,14 +117,14 @@ def in_turn(kinds: int, count: int) -> list[int]:
 
 
 def test_one_shape_is_captured_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch).run(["x"] * 100)
+    fit = Fit(monkeypatch).run(["x"] * 100)
     assert fit.graphs == ["x"]
     assert (fit.statistics.eager, fit.statistics.replayed) == (3, 97)
 
 
 @pytest.mark.parametrize("steps", [15, 20])
 def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    fit = TrainingContext(monkeypatch).run(["x"] * steps)
+    fit = Fit(monkeypatch).run(["x"] * steps)
     assert fit.graphs == []
     assert fit.seconds == pytest.approx(steps * 0.04)
     # 5 steps and 150 ms for a first capture, one and a half times, at 28 ms a replay.
@@ -133,7 +133,7 @@ def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> 
 
 
 def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch, times=Times(behind=12.0)).run(["x"] * 100)
+    fit = Fit(monkeypatch, times=Times(behind=12.0)).run(["x"] * 100)
     for left, is_over in ((50, False), (10, True)):
         fit.done = 100 - left
         assert not fit.cache.is_due("x")
@@ -142,15 +142,13 @@ def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_busy_gpu_gets_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch, times=Times(eager=150.0, behind=110.0)).run(["x"] * 400)
+    fit = Fit(monkeypatch, times=Times(eager=150.0, behind=110.0)).run(["x"] * 400)
     assert fit.graphs == []
     assert "the GPU is busy all the time" in fit.cache.why_not
 
 
 def test_a_busy_gpu_gets_one_in_a_long_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch, times=Times(eager=150.0, behind=110.0, replay=147.0)).run(
-        ["x"] * 2000
-    )
+    fit = Fit(monkeypatch, times=Times(eager=150.0, behind=110.0, replay=147.0)).run(["x"] * 2000)
     assert fit.graphs == ["x"]
     assert fit.seconds < 2000 * 0.15
 
@@ -160,13 +158,13 @@ def test_shapes_that_come_back_each_get_a_graph(
     monkeypatch: pytest.MonkeyPatch, kinds: int, most: float
 ) -> None:
     steps = in_turn(kinds, 400)
-    fit = TrainingContext(monkeypatch).run(steps)
+    fit = Fit(monkeypatch).run(steps)
     assert len(fit.graphs) == len(set(fit.graphs))
     assert fit.seconds < most * 400 * 0.04
 
 
 def test_a_new_shape_in_each_step_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch).run(range(400))
+    fit = Fit(monkeypatch).run(range(400))
     assert fit.graphs == []
     assert fit.seconds == pytest.approx(400 * 0.04)
 
@@ -201,9 +199,7 @@ WHOLE_FITS = {
 @pytest.mark.parametrize("row", WHOLE_FITS)
 def test_whole_fits_gain_or_lose_hardly_anything(monkeypatch: pytest.MonkeyPatch, row: str) -> None:
     steps, given, (first, further), most = WHOLE_FITS[row]
-    fit = TrainingContext(monkeypatch, times=Times(first=first, further=further, **given)).run(
-        steps
-    )
+    fit = Fit(monkeypatch, times=Times(first=first, further=further, **given)).run(steps)
     eager = len(steps) * given["eager"] / 1e3
     assert fit.seconds <= most * eager * 1.0001
 
@@ -217,29 +213,27 @@ def test_where_shapes_come_back_a_new_one_is_captured_at_once(
 ) -> None:
     steps = [i % 13 for i in range(400)]
     random.Random(seed).shuffle(steps)
-    fit = TrainingContext(monkeypatch, times=COSTLY).run(steps)
+    fit = Fit(monkeypatch, times=COSTLY).run(steps)
     assert len(fit.graphs) == 13
     assert fit.statistics.eager <= 4  # three of them before the first capture
-    by_hand = TrainingContext(
-        monkeypatch, times=replace(COSTLY, verification=0.0), min_repeats=1
-    ).run(steps)
+    by_hand = Fit(monkeypatch, times=replace(COSTLY, verification=0.0), min_repeats=1).run(steps)
     assert fit.seconds < by_hand.seconds
 
 
 def test_shapes_that_are_rare_get_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = random.Random(0)
     steps = [int(numbers.paretovariate(0.8)) for _ in range(400)]
-    fit = TrainingContext(monkeypatch, times=replace(COSTLY, first=400.0, further=170.0)).run(steps)
+    fit = Fit(monkeypatch, times=replace(COSTLY, first=400.0, further=170.0)).run(steps)
     assert len(set(steps)) == 52
     assert len(fit.graphs) <= 20
     assert fit.seconds < 0.53 * 400 * 0.04
 
 
 def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = TrainingContext(monkeypatch, times=Times(refused=10.0)).run(["x"] * 40)
+    few = Fit(monkeypatch, times=Times(refused=10.0)).run(["x"] * 40)
     assert few.graphs == []
     assert few.seconds == pytest.approx(40 * 0.04 + 0.01)  # the capture that showed it
-    assert TrainingContext(monkeypatch, times=Times(refused=10.0)).run(["x"] * 100).graphs == ["x"]
+    assert Fit(monkeypatch, times=Times(refused=10.0)).run(["x"] * 100).graphs == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +243,7 @@ def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_of_each_step_is_worth_less(
     monkeypatch: pytest.MonkeyPatch, left: int, part: float, goes_on: bool
 ) -> None:
-    fit = TrainingContext(monkeypatch, times=Times(eager=60.0))
+    fit = Fit(monkeypatch, times=Times(eager=60.0))
     fit.run(["x"] * 3)
     fit.done = len(fit.steps) - left
     assert fit.cache.is_due("x") is True
@@ -261,19 +255,19 @@ def test_a_part_of_each_step_is_worth_less(
 
 
 def test_no_more_graphs_than_allowed_and_none_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch, max_graphs=4).run(in_turn(13, 400))
+    fit = Fit(monkeypatch, max_graphs=4).run(in_turn(13, 400))
     assert len(fit.graphs) == 4
     assert len(fit.cache) == 4
 
 
 def test_a_graph_that_is_used_no_more_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch, max_graphs=1).run(["x"] * 20 + ["y"] * 200)
+    fit = Fit(monkeypatch, max_graphs=1).run(["x"] * 20 + ["y"] * 200)
     assert fit.graphs == ["x", "y"]
     assert [plan.key for plan in fit.cache.plans()] == ["y"]
 
 
 def test_graphs_that_are_always_dropped_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = TrainingContext(monkeypatch)
+    fit = Fit(monkeypatch)
     add = fit.cache.add
 
     def dropped(key: Any, plan: Plan) -> None:
@@ -290,14 +284,14 @@ def test_graphs_that_are_always_dropped_end(monkeypatch: pytest.MonkeyPatch) -> 
 def test_sightings_decide_alone_where_asked(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:
-    fit = TrainingContext(monkeypatch, **given).run(["x"] * 15)
+    fit = Fit(monkeypatch, **given).run(["x"] * 15)
     assert fit.graphs == ["x"]
 
 
 def test_further_verifications_take_a_fiftieth_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fit = TrainingContext(monkeypatch)
+    fit = Fit(monkeypatch)
     investment, verified = fit.investment, []
     for second in range(100):
         fit.now = float(second)

@@ -18,7 +18,7 @@ from lightning_graphs.lightning.runner import StrategyHandler
 from lightning_graphs.policy.timing import SAMPLES, StepTiming, Verdict, judge
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.statistics import Statistics
-from tests.training.fits import TrainingContext, compare, prepare
+from tests.training.fits import Fit, compare, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
@@ -68,9 +68,7 @@ class TestVerdict:
 class Given:
     """A stopwatch with given times: a mark is the number of replays so far."""
 
-    def __init__(
-        self, fit: TrainingContext, eager: float, replay: float, *, meaningful: bool = True
-    ) -> None:
+    def __init__(self, fit: Fit, eager: float, replay: float, *, meaningful: bool = True) -> None:
         self.meaningful = meaningful
         self._fit = fit
         self._times = eager, replay
@@ -87,11 +85,11 @@ class Given:
 
 def given(
     monkeypatch: pytest.MonkeyPatch,
-    fit: TrainingContext,
+    fit: Fit,
     eager: float,
     replay: float,
     **options: bool,
-) -> TrainingContext:
+) -> Fit:
     """The fit, its steps taking the given milliseconds."""
     stopwatch = Given(fit, eager, replay, **options)
     monkeypatch.setattr(summary, "Stopwatch", lambda device: stopwatch)
@@ -171,11 +169,11 @@ class TestInAFit:
 
     @staticmethod
     def _told(
-        fit: TrainingContext,
+        fit: Fit,
         replay: float,
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
-    ) -> tuple[TrainingContext, list[str]]:
+    ) -> tuple[Fit, list[str]]:
         """A fit whose replays take so many times what eager steps take, and what it says."""
         with caplog.at_level(logging.INFO, logger=INFO.name):
             given(monkeypatch, fit, 1.0, replay).run()

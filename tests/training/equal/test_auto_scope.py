@@ -19,12 +19,12 @@ from tests.training.fits import (
     Hidden,
     Net,
     adamw,
+    assert_nothing_left,
     batches,
     compare,
     fit_twice,
     prepare,
 )
-from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_equal import Blocks
 
 AUTO = {"scope": "auto", "on_failure": "eager"}

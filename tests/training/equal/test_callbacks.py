@@ -21,21 +21,21 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.profilers import PassThroughProfiler
 
 from tests.training.fits import (
+    Fit,
     GradientTrace,
     Net,
     Trace,
-    TrainingContext,
+    assert_nothing_left,
     close,
     compare,
     fit_twice,
     prepare,
 )
-from tests.training.leftovers import assert_nothing_left
 
 MODULES = {"scope": "modules"}
 
 
-def names(one: TrainingContext, root: Path, kind: str) -> list[str]:
+def names(one: Fit, root: Path, kind: str) -> list[str]:
     """The checkpoints of one of two fits, relative to its own folder."""
     return sorted(str(p.relative_to(root / kind)) for p in (root / kind).rglob("*.ckpt"))
 

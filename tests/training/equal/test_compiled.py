@@ -21,9 +21,17 @@ from lightning_graphs import CaptureError
 from lightning_graphs.watch.draws import draws_refused
 from lightning_graphs.watch.refusals import with_own_graphs
 from lightning_graphs.watch.user_code import CompiledCode
-from tests.training.examined import examined, line, rows
-from tests.training.fits import Net, batches, compare, fit_twice, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import (
+    Net,
+    assert_nothing_left,
+    batches,
+    compare,
+    examined,
+    fit_twice,
+    line,
+    prepare,
+    rows,
+)
 
 # What torch says while it imports its compiler.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

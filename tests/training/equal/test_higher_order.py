@@ -12,8 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_graphs.report.diagnosis import Diagnosis
 from lightning_graphs.watch.host_trace import HostTracer
-from tests.training.examined import examined, line, rows
-from tests.training.fits import Net, compare, prepare
+from tests.training.fits import Net, compare, examined, line, prepare, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*without torch.compile:UserWarning")
 

@@ -9,8 +9,7 @@ import pytest
 from torch.nn import utils
 from torch.nn.utils import prune
 
-from tests.training.examined import examined
-from tests.training.fits import Net, batches, compare, fit_twice
+from tests.training.fits import Net, batches, compare, examined, fit_twice
 
 
 class PrunedTwice(Net):

@@ -13,11 +13,11 @@ from torch import optim
 
 from tests.training.equal.test_optimizers import RATE, in_scope
 from tests.training.fits import (
+    Fit,
     FullTrace,
     GradientTrace,
     Net,
     Trace,
-    TrainingContext,
     batches,
     compare,
     fit_twice,
@@ -96,11 +96,11 @@ SCALED: dict[str, Callable[[Any], Any]] = {
 
 def fit_scaled(
     backend: str, root: Path, name: str, *, kind: type[Net] = Overflowing, **options: Any
-) -> tuple[TrainingContext, TrainingContext]:
+) -> tuple[Fit, Fit]:
     """Both fits under a gradient scaler, compared, and their loss scales."""
     device = "cuda" if backend == "cuda" else "cpu"
 
-    def run(captured: bool) -> TrainingContext:
+    def run(captured: bool) -> Fit:
         scaler = torch.amp.GradScaler(device, init_scale=512.0, growth_interval=4)
         return prepare(
             backend,

@@ -10,9 +10,8 @@ import torch
 
 from lightning_graphs import VerificationError
 from lightning_graphs.regions.tolerance import Tolerance, difference
-from tests.training.fits import Hidden, Net, compare, fit_twice, prepare
+from tests.training.fits import Hidden, Net, assert_nothing_left, compare, fit_twice, prepare
 from tests.training.guards.test_verification import VERIFYING_ALL
-from tests.training.leftovers import assert_nothing_left
 
 
 class Rounding(Net):

@@ -23,19 +23,19 @@ from lightning_graphs.policy.options import OptionError
 from lightning_graphs.regions.gradients import GradientBuffers
 from lightning_graphs.regions.verified import Verification
 from tests.training.fits import (
+    Fit,
     FullTrace,
     GradientTrace,
     Hidden,
     Net,
     Trace,
-    TrainingContext,
     adamw,
+    assert_nothing_left,
     batches,
     compare,
     fit_twice,
     prepare,
 )
-from tests.training.leftovers import assert_nothing_left
 
 VERIFYING_ALL = {"verify": 1}
 
@@ -268,7 +268,7 @@ def written(parameter: Parameter) -> Tensor:
     return gradient
 
 
-Spoils = Callable[[TrainingContext], Tensor]
+Spoils = Callable[[Fit], Tensor]
 SPOILED: dict[str, tuple[Spoils, str]] = {
     "buffer": (lambda fit: fit.module.net[1].running_mean, r"buffer `net\.1\.running_mean`"),
     "parameter": (lambda fit: fit.module.net[4].weight, r"parameter `net\.4\.weight`"),

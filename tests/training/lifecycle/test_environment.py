@@ -16,8 +16,7 @@ from lightning_graphs.errors import GraphError
 from lightning_graphs.lightning import callback
 from lightning_graphs.lightning.plugins import callbacks
 from tests.test_package import run_python
-from tests.training.fits import compare, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import assert_nothing_left, compare, prepare
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -15,8 +15,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_graphs.device.graph import CUDAGraph, is_current_stream_capturing
-from tests.training.fits import GradientTrace, Net, Trace, batches, compare, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import (
+    GradientTrace,
+    Net,
+    Trace,
+    assert_nothing_left,
+    batches,
+    compare,
+    prepare,
+)
 
 
 class Mishap(Exception):

@@ -15,8 +15,17 @@ import torch
 from torch import optim
 
 from lightning_graphs import GraphCapture
-from tests.training.fits import Net, batches, close, compare, fit_twice, loader_of, prepare, warned
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import (
+    Net,
+    assert_nothing_left,
+    batches,
+    close,
+    compare,
+    fit_twice,
+    loader_of,
+    prepare,
+    warned,
+)
 
 
 def test_nothing_is_left_behind(backend: str, tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn, optim
 
 from tests.training.equal.test_optimizers import in_scope
-from tests.training.fits import Net, TrainingContext, close, compare, fit_twice, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import Fit, Net, assert_nothing_left, close, compare, fit_twice, prepare
 from tests.training.lifecycle.test_resume import Seeding
 
 RATE = 2**-6
@@ -154,9 +153,7 @@ class Backbone(Net):
 def test_a_finetuned_backbone_resumes_as_without(backend: str, tmp_path: Path) -> None:
     """From checkpoints with and without the callback, with and without it."""
 
-    def run(
-        kind: str, captured: bool, epochs: int, checkpoint: Path | None = None
-    ) -> TrainingContext:
+    def run(kind: str, captured: bool, epochs: int, checkpoint: Path | None = None) -> Fit:
         made = prepare(
             backend,
             tmp_path / kind,

@@ -10,7 +10,7 @@ import torch
 from torch import optim
 
 from tests.training.equal.test_optimizers import FUSED, RATE, made
-from tests.training.fits import Net, Trace, TrainingContext, close, counters, prepare
+from tests.training.fits import Fit, Net, Trace, close, counters, prepare
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": FUSED["AdamW"],
@@ -41,7 +41,7 @@ class Seeding(Trace):
 
 def run(
     backend: str, root: Path, captured: bool, name: str, epochs: int, checkpoint: Path | None = None
-) -> TrainingContext:
+) -> Fit:
     fit = prepare(
         backend, root, captured, module=scheduled(name), trace=Seeding, max_epochs=epochs,
         capture={"on_failure": "eager"},

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.regions.body import StepBody
-from tests.training.examined import line
-from tests.training.fits import Net, TrainingContext, adamw, batches, compare, fit_twice, prepare
+from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice, line, prepare
 
 OWN = {"scope": "modules", "on_failure": "eager"}
 SAYS = pytest.mark.filterwarnings("ignore:GraphCapture")
@@ -202,7 +201,7 @@ class HookedLate(Net):
 
 def trained(
     backend: str, root: Path, module: Any, capture: dict[str, Any] = OWN
-) -> tuple[TrainingContext, TrainingContext]:
+) -> tuple[Fit, Fit]:
     eager, captured = fit_twice(
         backend, root, module=module, capture=capture, validation=0, data=lambda: batches(16)
     )

@@ -12,9 +12,17 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.training.fits import Net, TrainingContext, adamw, batches, compare, fit_twice
-from tests.training.leftovers import assert_nothing_left
-from tests.training.modules.test_equal import Blocks, named
+from tests.training.fits import (
+    Fit,
+    Net,
+    adamw,
+    assert_nothing_left,
+    batches,
+    compare,
+    fit_twice,
+    named,
+)
+from tests.training.modules.test_equal import Blocks
 from tests.training.modules.test_manual import replays
 
 BLOCKS = named("blocks.*")
@@ -22,7 +30,7 @@ BLOCKS = named("blocks.*")
 
 def trained(
     backend: str, root: Path, module: Callable[[], Any] = Blocks, **options: Any
-) -> tuple[TrainingContext, TrainingContext]:
+) -> tuple[Fit, Fit]:
     """A fit without the callback and one with it, of the same values."""
     tolerance = options.pop("tolerance", 0.0)
     options = {"capture": BLOCKS, "validation": 0, **options}

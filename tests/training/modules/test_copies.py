@@ -14,9 +14,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
-from tests.training.fits import TrainingContext, batches, close, compare, fit_twice, prepare
-from tests.training.leftovers import assert_nothing_left
-from tests.training.modules.test_equal import Blocks, named
+from tests.training.fits import (
+    Fit,
+    assert_nothing_left,
+    batches,
+    close,
+    compare,
+    fit_twice,
+    named,
+    prepare,
+)
+from tests.training.modules.test_equal import Blocks
 
 CAPTURE = named("net", "blocks.*")
 
@@ -80,7 +88,7 @@ def test_nobody_sees_that_a_module_is_graphed(backend: str, tmp_path: Path) -> N
     close(captured, eager, 0.0, "found")
 
 
-def looked(fit: TrainingContext) -> dict[str, Any]:
+def looked(fit: Fit) -> dict[str, Any]:
     found: dict[str, Any] = next(c for c in fit.trainer.callbacks if isinstance(c, Look)).found  # type: ignore[attr-defined]
     return found
 

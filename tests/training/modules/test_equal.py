@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import Net, adamw, batches, compare, fit_twice
+from tests.training.fits import Net, adamw, batches, compare, fit_twice, named
 
 
 class Block(nn.Module):
@@ -42,10 +42,6 @@ class Blocks(Net):
             x, _ = block(x, scale=x.detach().std())["hidden"]
         loss = nn.functional.cross_entropy(self.head(x).float(), batch["y"])
         return loss * 2 if loss.item() > 0.5 else loss
-
-
-def named(*modules: str, **options: Any) -> dict[str, Any]:
-    return {"scope": "modules", "modules": list(modules), **options}
 
 
 CHOICES = {

@@ -14,9 +14,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from tests.training.fits import Net, batches, compare, fit_twice
-from tests.training.leftovers import assert_nothing_left
-from tests.training.modules.test_equal import named
+from tests.training.fits import Net, assert_nothing_left, batches, compare, fit_twice, named
 
 # torch says that scripting and tracing are on their way out, and imports its compiler.
 pytestmark = [

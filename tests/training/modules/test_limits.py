@@ -15,9 +15,16 @@ from lightning_graphs.device.emulated import EmulatedBackend
 from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.device.trace import Recorder
 from lightning_graphs.policy.worth import CapturePolicy
-from tests.training.fits import Net, batches, compare, fit_twice, prepare
-from tests.training.leftovers import assert_nothing_left
-from tests.training.modules.test_equal import Block, Blocks, named
+from tests.training.fits import (
+    Net,
+    assert_nothing_left,
+    batches,
+    compare,
+    fit_twice,
+    named,
+    prepare,
+)
+from tests.training.modules.test_equal import Block, Blocks
 from tests.training.modules.test_manual import replays
 
 BLOCKS = named("blocks.*")

@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.training.fits import TrainingContext, batches, compare, fit_twice
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import Fit, assert_nothing_left, batches, compare, fit_twice
 
 LOGITS = nn.functional.binary_cross_entropy_with_logits
 
@@ -152,7 +151,7 @@ class Penalized(Gan):
 MODULES = {"modules": ["generator", "critic"], "scope": "modules"}
 
 
-def trained(backend: str, root: Path, module: Callable[[], Any], **options: Any) -> TrainingContext:
+def trained(backend: str, root: Path, module: Callable[[], Any], **options: Any) -> Fit:
     """A fit with the callback that gave the values of the one without."""
     tolerance = options.pop("tolerance", 0.0)
     options = {"capture": MODULES, "data": lambda: batches(12), **options}
@@ -163,7 +162,7 @@ def trained(backend: str, root: Path, module: Callable[[], Any], **options: Any)
     return captured
 
 
-def replays(fit: TrainingContext) -> dict[str, int]:
+def replays(fit: Fit) -> dict[str, int]:
     """How many calls of each module were replayed."""
     counts: dict[str, int] = {}
     for record in fit.statistics.graphs:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import Net, compare, fit_twice
-from tests.training.modules.test_equal import named
+from tests.training.fits import Net, compare, fit_twice, named
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 

@@ -11,8 +11,7 @@ from torch import nn
 
 from lightning_graphs.policy.options import OptionError
 from lightning_graphs.regions.choose import select
-from tests.training.fits import prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import assert_nothing_left, prepare
 
 
 class Layer(nn.Module):

@@ -17,8 +17,7 @@ from lightning_graphs.regions.verified import CallChecks, Verification
 from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.values.snapshot import Snapshot
 from tests.training import fits
-from tests.training.fits import TrainingContext, compare, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import Fit, assert_nothing_left, compare, prepare
 from tests.training.modules.test_equal import Blocks
 from tests.training.modules.test_lending import Chain
 from tests.training.modules.test_verification import (
@@ -113,7 +112,7 @@ def test_graphs_that_do_nothing_are_found(
         captured.run()
 
 
-def spoil_update(fit: TrainingContext, monkeypatch: pytest.MonkeyPatch, since: int = 0) -> None:
+def spoil_update(fit: Fit, monkeypatch: pytest.MonkeyPatch, since: int = 0) -> None:
     """From some step on, replays outside of the backward pass write a parameter of their own."""
 
     def spoil(graph: CUDAGraph) -> None:

@@ -20,13 +20,13 @@ from tests.training.fits import (
     GradientTrace,
     Hidden,
     Net,
+    assert_nothing_left,
     batches,
     compare,
     fit_twice,
     prepare,
     warned,
 )
-from tests.training.leftovers import assert_nothing_left
 from tests.training.modules.test_calls import Frozen, ParameterHooks, Teacher, Twice
 from tests.training.modules.test_equal import Blocks
 from tests.training.modules.test_lending import Chain, Keeping, Residual

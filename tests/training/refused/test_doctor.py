@@ -1,21 +1,41 @@
-"""The doctor: every obstacle with its line, and a fit that is what it is without it."""
+"""The doctor: obstacles with their lines, in the words of a run; a fit is what it is without it.
+
+That it agrees with runs is tested of every program, in ``tests/programs/test_programs.py``.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import random
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_graphs.report.diagnosis import Diagnosis, Finding
-from tests.training.examined import examined, line, rows
-from tests.training.fits import Net, Trace, TrainingContext, compare, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.programs.test_trainer import Storing
+from tests.training.fits import (
+    Fit,
+    Net,
+    Trace,
+    assert_nothing_left,
+    batches,
+    compare,
+    examined,
+    line,
+    prepare,
+    rows,
+)
 
 
 def adagrad(module: Any) -> torch.optim.Optimizer:
@@ -67,7 +87,7 @@ class Many(Net):
 
 
 @pytest.fixture
-def many(backend: str, tmp_path: Path) -> TrainingContext:
+def many(backend: str, tmp_path: Path) -> Fit:
     return examined(backend, tmp_path, module=Many)
 
 
@@ -97,9 +117,7 @@ EXPECTED = [
 
 
 class TestManyObstacles:
-    def test_every_obstacle_has_its_line_and_remedy(
-        self, many: TrainingContext, backend: str
-    ) -> None:
+    def test_every_obstacle_has_its_line_and_remedy(self, many: Fit, backend: str) -> None:
         for kind, text, rehearsed, on_cuda, remedy in EXPECTED:
             operator = on_cuda if on_cuda and backend == "cuda" else rehearsed
             if not operator:  # a copy from host to host
@@ -118,7 +136,7 @@ class TestManyObstacles:
             assert row.effect == ("runs ahead of the graph" if ahead else "eager step")
             assert row.rule
 
-    def test_nothing_else_is_listed(self, many: TrainingContext, backend: str) -> None:
+    def test_nothing_else_is_listed(self, many: Fit, backend: str) -> None:
         known = {(kind, line(Many.training_step, text)) for kind, text, *_ in EXPECTED}
         known |= {("host-read", line(Many.training_step, "numpy")), ("optimizer", 0)}
         known |= {("data-dependent-shape", 0)}  # the backward pass of a boolean index
@@ -126,19 +144,19 @@ class TestManyObstacles:
         found = [f for f in many.capture.report.diagnosis.findings if f.kind != "optimizer"]
         assert {(f.kind, f.line) for f in found} <= known
 
-    def test_each_row_counts_how_often(self, many: TrainingContext) -> None:
+    def test_each_row_counts_how_often(self, many: Fit) -> None:
         number = line(Many.training_step, "item")
         assert [r.count for r in rows(many, "host-read") if r.line == number] == [3]
         assert [r.last_step for r in rows(many, "host-read") if r.line == number] == [3]
 
-    def test_the_optimizer(self, many: TrainingContext) -> None:
+    def test_the_optimizer(self, many: Fit) -> None:
         (row,) = rows(many, "optimizer")
         assert (row.operator, row.effect) == ("Adagrad", "eager optimizer step")
         assert row.function == "configure_optimizers"
         assert "Adagrad" in row.observed
         assert "torch.optim.AdamW" in row.code
 
-    def test_rows_as_json(self, many: TrainingContext) -> None:
+    def test_rows_as_json(self, many: Fit) -> None:
         found = many.capture.report.diagnosis
         assert found is not None
         read = json.loads(found.to_json())
@@ -147,16 +165,14 @@ class TestManyObstacles:
         assert len(read["findings"]) == len(found.findings)
         assert json.loads(many.capture.report.to_json())["diagnosis"] == read
 
-    def test_the_report_shows_them(
-        self, many: TrainingContext, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_report_shows_them(self, many: Fit, capsys: pytest.CaptureFixture[str]) -> None:
         report = many.capture.report
         report.show()
         assert capsys.readouterr().out.endswith(f"\n\n{report.diagnosis}\n")
         assert f" 0 captures, {len(report.diagnosis.obstacles)} obstacles, " in repr(report)
 
     def test_the_fit_is_what_it_is_without_the_doctor(
-        self, many: TrainingContext, backend: str, tmp_path: Path
+        self, many: Fit, backend: str, tmp_path: Path
     ) -> None:
         eager = prepare(backend, tmp_path, False, module=Many).run()
         compare(eager, many, replayed=False)
@@ -280,3 +296,585 @@ class TestLifecycle:
         assert "(eager step, 3 times)" in printed
         assert "  Fix: keep the value on the device" in printed
         assert '    self.log("loss", loss)  # the tensor, without item()' in printed
+
+
+# ---------------------------------------------------------------------- one at a time
+
+
+class Looked(Net):
+    def on_after_backward(self) -> None:
+        self.seen = self.net[0].weight.grad.sum().item()
+
+
+class Watcher(Callback):
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        loss.item()
+
+
+def _forward_hook(module: nn.Module, inputs: Any, output: Any) -> None: ...
+
+
+def _gradient_hook(gradient: Tensor) -> None: ...
+
+
+class Hooked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(_forward_hook)
+        self.net[4].bias.register_hook(_gradient_hook)
+        nn.utils.parametrizations.weight_norm(self.net[0])
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient.sum().item()  # in backward
+        return gradient
+
+
+class Multiplied(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        probabilities = self.net(batch["x"]).softmax(-1)
+        product = torch.prod(probabilities, dim=1)  # multiplied
+        return self.loss(batch) + product.pow(2).mean()
+
+
+def _of_numbers(gradient: Tensor) -> Tensor:
+    return torch.tensor([1.0, 0.5, 0.25], device=gradient.device)  # made
+
+
+def _drawn(gradient: Tensor) -> Tensor:
+    return torch.rand(3, device="cpu").to(gradient.device)  # made
+
+
+@pytest.fixture
+def single_process_group(tmp_path: Path, backend: str) -> Iterator[None]:
+    name = "nccl" if backend == "cuda" else "gloo"
+    dist.init_process_group(name, init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class TestSingleObstacles:
+    def test_what_a_step_stores_on_its_trainer(self, backend: str, tmp_path: Path) -> None:
+        eager = prepare(backend, tmp_path, False, module=Storing).run()
+        fit = examined(backend, tmp_path, module=Storing)
+        (row,) = rows(fit, "python-state")
+        number = line(Storing.weight, "stored")
+        assert (row.operator, row.file, row.line) == (
+            "trainer.counted", inspect.getfile(Storing), number,
+        )  # fmt: skip
+        assert (row.effect, row.count) == ("eager step", 3)
+        assert "cannot set the attribute" in row.rule
+        assert "def on_train_batch_end" in row.code
+        compare(eager, fit, replayed=False)
+        assert fit.trainer.counted == eager.trainer.counted == 20  # type: ignore[attr-defined]
+
+    def test_observers_cut_the_graph_and_are_no_obstacles(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        fit = examined(backend, tmp_path, module=Looked, callbacks=lambda: [Watcher()])
+        assert {(r.operator, r.function, r.effect) for r in rows(fit, "observer")} == {
+            ("Watcher.on_before_backward", "on_before_backward", "further graph"),
+            ("Looked.on_after_backward", "on_after_backward", "further graph"),
+        }
+        found = fit.capture.report.diagnosis
+        assert found is not None
+        assert found.obstacles == []  # their host reads are outside of the graphs
+
+    def test_hooks_inside_of_submodules(self, backend: str, tmp_path: Path) -> None:
+        fit = examined(backend, tmp_path, module=Hooked, capture={"scope": "modules"})
+        assert [(r.operator, r.function, r.effect) for r in rows(fit, "hook")] == [
+            ("hook of net.0", "_forward_hook", "further graph"),
+        ]
+        assert rows(examined(backend, tmp_path / "whole", module=Hooked), "hook") == []
+
+    def test_a_host_read_in_a_backward_pass(self, backend: str, tmp_path: Path) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return ReadsInBackward.apply(self.loss(batch))
+
+        (row,) = rows(examined(backend, tmp_path, module=Reading), "host-read")
+        assert (row.line, row.count) == (line(ReadsInBackward.backward, "in backward"), 3)
+
+    def test_a_backward_pass_of_torch_that_reads(self, backend: str, tmp_path: Path) -> None:
+        eager = prepare(backend, tmp_path, False, module=Multiplied).run()
+        fit = examined(backend, tmp_path, module=Multiplied)
+        (row,) = rows(fit, "host-read")
+        assert (row.line, row.count) == (line(Multiplied.training_step, "multiplied"), 3)
+        compare(eager, fit, replayed=False)  # what is observed computes what it does unobserved
+
+    @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+    @pytest.mark.parametrize("made", [_of_numbers, _drawn])
+    def test_the_host_does_nothing_ahead_of_a_backward_pass(
+        self, backend: str, tmp_path: Path, made: Callable[[Tensor], Tensor]
+    ) -> None:
+        class Hooking(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[4].bias.register_hook(lambda gradient: gradient * made(gradient))
+
+        options: dict[str, Any] = {"module": Hooking, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = examined(backend, tmp_path, **options)
+        compare(eager, fit, replayed=False)
+        is_seen = backend == "cuda" or made is not _drawn  # a CPU has one memory, and one generator
+        found = {(r.line, r.effect) for r in fit.capture.report.diagnosis.findings}
+        assert found == ({(line(made, "made"), "eager step")} if is_seen else set())
+        fit = prepare(backend, tmp_path, True, capture={"on_failure": "eager"}, **options).run()
+        compare(eager, fit, replayed=False)
+        assert (fit.statistics.replayed == 0) == is_seen
+
+    def test_a_generator_that_is_rewound(self, backend: str, tmp_path: Path) -> None:
+        class Checkpointed(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                logits = checkpoint(self.net, batch["x"], use_reentrant=False)
+                return nn.functional.cross_entropy(logits.float(), batch["y"])
+
+        fit = examined(backend, tmp_path, module=Checkpointed)
+        assert {row.code for row in rows(fit, "random-generator")} == {
+            "checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)"
+        }
+
+    def test_the_returned_index_and_a_missing_loss(self, backend: str, tmp_path: Path) -> None:
+        class Returning(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                if len(batch["x"]) == 5:
+                    return None
+                return {"loss": self.loss(batch), "index": batch_idx}
+
+        fit = examined(
+            backend, tmp_path, module=Returning, data=lambda: batches(3, last=5),
+            capture={"warmup_steps": 3},
+        )  # fmt: skip
+        assert [row.operator for row in rows(fit, "python-state")] == ["batch_idx"]
+        (row,) = rows(fit, "contract")
+        assert row.observed == "got NoneType"
+        assert row.line == inspect.getsourcelines(Returning.training_step)[1]
+
+    def test_shapes_that_never_come_back(self, backend: str, tmp_path: Path) -> None:
+        data = [batches(1, size)[0] for size in (3, 4, 5, 6)]
+        (row,) = rows(examined(backend, tmp_path, data=lambda: data), "changing-shape")
+        assert 'batch["x"]' in row.observed
+        assert "[4,8]" in row.observed.replace(" ", "")
+
+    @pytest.mark.parametrize("asked", [{"scope": "modules"}, {"scope": "auto", "modules": ["net"]}])
+    def test_submodules_that_were_asked_for(
+        self, backend: str, tmp_path: Path, asked: dict[str, Any]
+    ) -> None:
+        class Printing(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                print("a step")
+                return self.loss(batch)
+
+        fit = examined(backend, tmp_path, module=Printing, capture=asked)
+        assert [r.effect for r in rows(fit, "python-state")] == ["stays eager between them"]
+        assert not fit.capture.report.diagnosis.obstacles
+
+    def test_draws_of_the_host_beside_submodules(self, backend: str, tmp_path: Path) -> None:
+        class Noisy(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x + torch.rand(x.shape[-1:], device="cpu").to(x.device)  # inside
+
+        class Mixing(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[3] = Noisy()
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                share = torch.rand((), device="cpu")  # between
+                return self.loss(batch) * share
+
+        options: dict[str, Any] = {"module": Mixing, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = examined(backend, tmp_path, capture={"scope": "modules"}, **options)
+        compare(eager, fit, replayed=False)
+        between, inside = line(Mixing.training_step, "between"), line(Noisy.forward, "inside")
+        effects = {(r.operator, r.line): r.effect for r in rows(fit, "python-state")}
+        assert effects == {
+            ("aten.rand.default", between): "stays eager between them",
+            ("aten.rand.default", inside): "eager step",
+        }
+        whole = examined(backend, tmp_path / "whole", **options)
+        assert not whole.capture.report.diagnosis.obstacles
+
+    def test_manual_optimization(self, backend: str, tmp_path: Path) -> None:
+        class Reads(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return x * float(x.max() > 0)  # inside
+
+        class Manual(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.automatic_optimization = False
+                self.net[1] = Reads()
+                self.steps = 0
+
+            def training_step(self, batch: Any, batch_idx: int) -> None:
+                self.steps += 1
+                loss = self.loss(batch) * (1 + batch_idx)
+                loss.item()  # read
+                self.toggle_optimizer(self.optimizers())
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # of this step: no remark
+                self.optimizers().step()
+                self.untoggle_optimizer(self.optimizers())
+
+        eager = prepare(backend, tmp_path, False, module=Manual).run()
+        fit = examined(backend, tmp_path, module=Manual, capture={"scope": "auto"})
+        (row,) = rows(fit, "configuration")
+        assert row.effect == "submodules become graphs"
+        assert "the whole step cannot be one, because the module optimizes manually" in row.observed
+        assert 'modules=["net"]' in row.code
+        assert row not in fit.capture.report.diagnosis.obstacles
+        read, inside = line(Manual.training_step, "read"), line(Reads.forward, "inside")
+        effects = {r.line: r.effect for r in rows(fit, "host-read")}
+        assert effects == {read: "stays eager between them", inside: "eager step"}
+        python = {r.operator: r.effect for r in rows(fit, "python-state")}
+        assert {"batch_idx", "self.steps"} <= set(python)
+        assert set(python.values()) == {"stays eager between them"}
+        assert not [operator for operator in python if ".grad" in operator]
+        assert {r.line for r in fit.capture.report.diagnosis.obstacles} == {inside}
+        compare(eager, fit, replayed=False)
+
+    @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+    def test_collectives(self, backend: str, tmp_path: Path, single_process_group: None) -> None:
+        class Reduced(nn.Sequential):
+            def forward(self, x: Any) -> Any:
+                found = super().forward(x)
+                mean = found.detach().clone()
+                dist.all_reduce(mean)  # inside
+                return found + mean
+
+        class Reducing(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net[0] = Reduced(nn.Linear(8, 16, bias=False))
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.loss(batch)
+                mean = loss.detach().clone()
+                dist.all_reduce(mean)
+                self.log("loss", mean, sync_dist=True)
+                return loss
+
+        options: dict[str, Any] = {"module": Reducing, "validation": 0}
+        assert rows(examined(backend, tmp_path, **options), "collective") == []
+        fit = examined(backend, tmp_path, capture={"scope": "modules"}, **options)
+        (row,) = rows(fit, "collective")
+        assert row.line == line(Reduced.forward, "inside")
+        assert row.operator.startswith("c10d.allreduce")
+        assert "scope='step'" in row.remedy
+
+
+# ---------------------------------------------------------------------- as runs say
+
+
+def _named(*names: Callable[[int, int], int]) -> Callable[[], list[dict[str, Any]]]:
+    """Batches with the names of their files, as data sets give them."""
+    (number,) = names or (lambda i, j: 8 * i + j,)
+    return lambda: [
+        {**batch, "name": [f"image{number(i, j)}" for j in range(8)]}
+        for i, batch in enumerate(batches(24))
+    ]
+
+
+def _in_tuples() -> list[Any]:
+    """Batches as a data set of tuples gives them."""
+    return [(batch, tuple(batch["name"])) for batch in _named()()]
+
+
+class Sorting(Net):
+    """The name of the first sample decides."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch, names = batch if isinstance(batch, tuple | list) else (batch, batch["name"])
+        loss = self.loss(batch)
+        if "1" in names[0]:  # read
+            loss = loss * 2
+        return loss
+
+
+def _activations(module: Any, batch: Any) -> Tensor:
+    return module.net(batch["x"]).argmax()
+
+
+def _weights(module: Any, batch: Any) -> Tensor:
+    return (module.net[0].weight > 0).sum()
+
+
+def _rounded(module: Any, batch: Any) -> Tensor:
+    """The device may round a sum in another way."""
+    return batch["x"].sum() > 0
+
+
+def _changed(module: Any, batch: Any) -> Tensor:
+    labels = batch["y"].clone()
+    labels[:1] = module.net(batch["x"])[:1, 0].long()
+    return labels.max()
+
+
+class Layer(nn.Module):
+    """Leaves something behind in its ``leave``."""
+
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() * self.leave(self)
+
+
+class Layered(Net):
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer = Layer(leave)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.layer(batch["x"])})
+
+
+class Averaging(Net):
+    """torch reads a number on the host, with no line of the author's in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.norm(batch["x"])})
+
+
+SETTINGS = {"scale": 1.0}
+
+
+class Set(Net):
+    """A hook moves a number that the step finds outside of the module."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        SETTINGS["scale"] = 1 + 2.0**-self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * SETTINGS["scale"]
+
+
+class Tempered(Net):
+    """A hook moves a number that the forward reads."""
+
+    temperature = 1.0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.temperature = 1 + 2.0**-self.global_step
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).float() / math.sqrt(self.temperature)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return nn.functional.cross_entropy(self(batch["x"]), batch["y"])
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class TemperedLayer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Scaled(8, 8)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layer.scale = 1 + 2.0**-self.global_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.layer(batch["x"])})
+
+
+def agreed(root: Path, **options: Any) -> list[Finding]:
+    """The doctor's rows with the words of the first refusal of a run: rule, remedy and line.
+
+    On a GPU a refusal has the words of CUDA.
+    """
+    options = {"data": lambda: batches(20), "validation": 0, **options}
+    capture = {"scope": "auto", "on_failure": "eager", **options.pop("capture", {})}
+    said = prepare("emulated", root, True, capture=capture, **options).run().statistics.fallbacks
+    found = examined("emulated", root, capture=capture, **options).capture.report.diagnosis
+    assert found is not None
+
+    def is_said(row: Finding) -> bool:
+        words = (row.rule.rstrip("."), row.remedy, f"{__file__}:{row.line} in")
+        return all(each in said[0] for each in words)
+
+    return [row for row in found.obstacles if is_said(row)]
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+class TestAgreement:
+    @pytest.mark.parametrize(
+        ("module", "scope", "name"),
+        [
+            (Tempered, "auto", "self.temperature: "),
+            (Set, "auto", "SETTINGS['scale']: "),
+            (TemperedLayer, "modules", "self.layer.scale: "),
+        ],
+    )
+    def test_a_number_that_moves_on_has_the_line_that_reads_it(
+        self, tmp_path: Path, module: Any, scope: str, name: str
+    ) -> None:
+        options: dict[str, Any] = {"data": lambda: batches(40), "validation": 0, "module": module}
+        capture = {"scope": scope, "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
+        said = fit.statistics.fallbacks[0]
+        found = examined("emulated", tmp_path, capture=capture, **options).capture.report.diagnosis
+        assert found is not None
+        (row,) = found.obstacles
+        assert name in said
+        assert f"named at {row.file}:{row.line} in {row.function}" in said
+
+    def test_a_submodule_that_is_refused_has_its_forward_as_line(self, tmp_path: Path) -> None:
+        def binds(layer: Any) -> Any:
+            layer.scale = layer.linear.bias.exp()
+            return layer.scale
+
+        options: dict[str, Any] = {"module": partial(Layered, binds), "validation": 0}
+        capture = {"scope": "modules", "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
+        (said,) = fit.statistics.fallbacks
+        where = f"in the code of {__file__}:{Layer.forward.__code__.co_firstlineno} in forward"
+        assert f"`scale` is set to another tensor in every call, {where}" in said
+
+    def test_a_submodule_of_torch_is_not_said_to_fail_at_the_fit(self, tmp_path: Path) -> None:
+        capture = {"scope": "modules", "on_failure": "eager"}
+        fit = prepare("emulated", tmp_path, True, capture=capture, module=Averaging).run()
+        (said,) = [one for one in fit.statistics.fallbacks if "`norm` runs eagerly" in one]
+        assert "has not computed it yet: aten._local_scalar_dense.default\n  Fix: give" in said
+
+    # The second names move one after the other.
+    @pytest.mark.parametrize(
+        ("scope", "data"), [("step", _named()), ("modules", _named()), ("step", _named(max))]
+    )
+    def test_names_in_the_batch_that_no_step_reads(
+        self, backend: str, tmp_path: Path, scope: str, data: Any
+    ) -> None:
+        options: dict[str, Any] = {"data": data, "validation": 0}
+        capture = {"scope": scope}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed > 0
+        watched = examined(backend, tmp_path, capture=capture, **options)
+        compare(eager, watched, replayed=False)
+        found = watched.capture.report.diagnosis
+        assert found is not None
+        effects = {f.operator: f.effect for f in found.findings}
+        left_out = {'batch["name"][0]': "left out unless it is read"}
+        assert effects == (left_out if scope == "step" else {})
+        assert found.obstacles == []
+
+    @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+    def test_names_in_the_batch_that_a_step_reads(self, backend: str, tmp_path: Path) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                numbers = [float(name[5:]) for name in batch["name"]]  # read
+                return self.loss(batch) * torch.tensor(numbers, device=self.device).mean()
+
+        options: dict[str, Any] = {"module": Reading, "data": _named(), "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        capture = {"on_failure": "eager"}
+        fit = prepare(backend, tmp_path, True, capture=capture, **options).run()
+        compare(eager, fit, replayed=False)
+        assert fit.statistics.replayed == 0
+        watched = examined(backend, tmp_path, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.report.diagnosis is not None
+        (row,) = watched.capture.report.diagnosis.obstacles
+        assert (row.kind, row.operator) == ("batch-value", 'batch["name"][0]')
+        assert (row.line, row.observed) == (line(Reading.training_step, "read"), "likewise 7 more")
+        (said,) = fit.statistics.fallbacks
+        assert f'batch["name"][0] is read at {row.file}:{row.line} in' in said
+
+    @pytest.mark.parametrize("data", [_named(), _in_tuples])
+    def test_a_name_in_the_batch_that_decides(self, tmp_path: Path, data: Any) -> None:
+        (row,) = agreed(tmp_path, module=Sorting, data=data)
+        assert (row.kind, row.line) == ("batch-value", line(Sorting.training_step, "read"))
+
+    def test_names_that_come_back_are_graphs(self, backend: str, tmp_path: Path) -> None:
+        data = _named(lambda i, j: i % 2)
+        options: dict[str, Any] = {"module": Sorting, "data": data, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        compare(eager, prepare(backend, tmp_path, True, **options).run())
+        watched = examined(backend, tmp_path, **options)
+        compare(eager, watched, replayed=False)
+        assert watched.capture.report.diagnosis is not None
+        assert watched.capture.report.diagnosis.obstacles == []
+        row = rows(watched, "batch-value")[0]
+        assert row.effect == "further graph"
+        assert row.line == line(Sorting.training_step, "read")
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            lambda n, loss: loss[:n].sum(),  # slice
+            lambda n, loss: sum(loss.mean() for _ in range(n)),  # range
+            lambda n, loss: loss.sum() * (0.5 * n),  # float
+        ],
+        ids=["slice", "range", "float"],
+    )
+    def test_numbers_in_the_batch_that_code_of_c_reads(
+        self, backend: str, tmp_path: Path, read: Callable[[Any, Tensor], Any]
+    ) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return read(batch["n"], (self.net(batch["x"]) ** 2).mean(-1))
+
+        data = [{**batch, "n": (6, 4, 6, 4, 5)[i % 5]} for i, batch in enumerate(batches(40))]
+        options: dict[str, Any] = {"module": Reading, "data": lambda: data, "validation": 0}
+        eager = prepare(backend, tmp_path, False, **options).run()
+        compare(eager, prepare(backend, tmp_path, True, **options).run())
+        watched = examined(backend, tmp_path, capture={"warmup_steps": 4}, **options)
+        compare(eager, watched, replayed=False)
+        found = watched.capture.report.diagnosis
+        assert found is not None
+        (row,) = found.findings
+        assert (row.kind, row.operator) == ("batch-value", 'batch["n"]')
+        assert (row.effect, row.line) == ("further graph", read.__code__.co_firstlineno)
+
+    def test_a_value_that_never_comes_back(self, backend: str, tmp_path: Path) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.loss(batch) * batch["x"].max().item()  # read
+
+        fit = examined(backend, tmp_path, module=Reading, validation=0)
+        (row,) = rows(fit, "changing-shape")
+        assert row.effect == "eager step"
+        number = line(Reading.training_step, "read")
+        assert f"test_doctor.py:{number} in training_step" in row.observed
+        capture = {"scope": "modules"}
+        between = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        assert rows(between, "changing-shape") == []
+        assert [row.effect for row in rows(between, "host-read")] == ["stays eager between them"]
+
+    @pytest.mark.parametrize("capture", [{}, {"backend": "auto"}], ids=["own", "auto"])
+    @pytest.mark.parametrize("read", [_activations, _weights, _rounded, _changed])
+    def test_what_only_the_device_has_is_one(
+        self, backend: str, tmp_path: Path, read: Callable[..., Tensor], capture: dict[str, Any]
+    ) -> None:
+        class Reading(Net):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                loss = self.loss(batch)
+                return loss * (1.0 if read(self, batch).item() > -1e9 else 2.0)  # read
+
+        fit = examined(backend, tmp_path, module=Reading, capture=capture, validation=0)
+        found = rows(fit, "host-read")
+        number = line(Reading.training_step, "read")
+        assert [(row.line, row.effect) for row in found] == [(number, "eager step")]

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from tests.training.examined import examined
-from tests.training.fits import Net, prepare
+from tests.training.fits import Net, examined, prepare
 
 
 class Masked(Net):

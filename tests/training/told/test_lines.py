@@ -16,8 +16,7 @@ from torch.distributions import Categorical, Normal
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder, package_of, returned_by
-from tests.training.examined import examined, line, rows
-from tests.training.fits import Net, TrainingContext, compare, fit_twice
+from tests.training.fits import Fit, Net, compare, examined, fit_twice, line, rows
 
 SAYS = pytest.mark.filterwarnings("ignore:GraphCapture")
 pytestmark = SAYS
@@ -65,7 +64,7 @@ RETURNED: list[tuple[type[Net], str, str]] = [
 ]
 
 
-def told(backend: str, root: Path, module: Any, scope: str = "step") -> TrainingContext:
+def told(backend: str, root: Path, module: Any, scope: str = "step") -> Fit:
     """A fit with the callback that is equal to the one without, and has said something."""
     capture = {"scope": scope, "on_failure": "eager"}
     eager, captured = fit_twice(backend, root, module=module, capture=capture, validation=0)

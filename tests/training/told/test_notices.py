@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.report.messages import Messages
 from lightning_graphs.report.statistics import Statistics
-from tests.training.equal.test_batches import lengths
-from tests.training.examined import examined, rows
-from tests.training.fits import Net, adamw, batches, compare, fit_twice, prepare
+from tests.programs.table import of_sizes as lengths
+from tests.training.fits import Net, adamw, batches, compare, examined, fit_twice, prepare, rows
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 Lines = Callable[[str], list[str]]

@@ -13,8 +13,7 @@ from torch import nn
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import GraphError, UnsupportedError
 from lightning_graphs.policy.options import OptionError
-from tests.training.fits import compare, fit_twice, prepare
-from tests.training.leftovers import assert_nothing_left
+from tests.training.fits import assert_nothing_left, compare, fit_twice, prepare
 
 WRONG: list[tuple[str, Any, str]] = [
     ("scope", "everything", "scope must be one of"),

@@ -17,13 +17,13 @@ from torch import nn
 from lightning_graphs import GraphCapture, core
 from lightning_graphs.report import GraphRecord, render, summary_line
 from lightning_graphs.report.statistics import CaptureCost, Statistics
-from tests.training.fits import TrainingContext, adamw, batches, compare, csv_of, fit_twice, prepare
+from tests.training.fits import Fit, adamw, batches, compare, csv_of, fit_twice, prepare
 from tests.training.told.test_notices import Thawing
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 
-def fitted(backend: str, root: Path, **options: Any) -> TrainingContext:
+def fitted(backend: str, root: Path, **options: Any) -> Fit:
     """Two epochs of ten batches, the last of each short; more where the options say so."""
     given: dict[str, Any] = {"data": lambda: batches(10, last=3), "max_epochs": 4, **options}
     return prepare(backend, root, True, **given).run()

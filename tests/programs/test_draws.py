@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 import random
-import re
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_graphs.device.generators import comparable
-from tests.training.fits import Net, batches, compare, prepare
-
-pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
+from tests.programs.table import Promises, stepping
+from tests.training.fits import Net, batches
 
 Batch = dict[str, Tensor]
-
-
-def net(step: Any) -> type[Net]:
-    """A module with this ``training_step``."""
-
-    class Stepping(Net):
-        training_step = step
-
-    return Stepping
 
 
 def states() -> tuple[Any, ...]:
     """Where the generators of the host are."""
     return random.getstate(), comparable(np.random.get_state()), torch.get_rng_state().tolist()
-
-
-def both(backend: str, root: Path, step: Any, **options: Any) -> Any:
-    """The same fit without and with the callback; they leave generators in the same place."""
-    fits, left = [], []
-    for captured in (False, True):
-        random.seed(7)
-        fits.append(prepare(backend, root, captured, module=net(step), **options).run())
-        left.append(states())
-    compare(fits[0], fits[1], replayed=options.get("capture") is None)
-    assert left[0] == left[1]
-    return fits[1]
 
 
 # ------------------------------------------------------------------ numbers
@@ -116,70 +92,6 @@ def some(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.net(x).square().mean()
 
 
-NUMBERS = [
-    functions_of_numpy,
-    seeds,
-    mixup,
-    several,
-    in_place,
-    of_the_trainer,
-    as_tensors,
-    permuted,
-]
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("step", NUMBERS)
-def test_numbers_are_drawn_anew(backend: str, tmp_path: Path, step: Any, window: int) -> None:
-    fit = both(backend, tmp_path, step, max_epochs=3, accumulate_grad_batches=window)
-    assert fit.statistics.replayed > 8
-
-
-def test_verifications_do_not_draw(backend: str, tmp_path: Path) -> None:
-    fit = both(backend, tmp_path, mixup, capture={"verify": 2, "on_failure": "raise"})
-    assert fit.statistics.replayed > 8
-
-
-class Saved(Callback):
-    """A checkpoint amid a fit, with the generators, as one keeps them for a resumed fit."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.states = path, ()
-
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
-        if not self.states:
-            self.states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-            trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.parametrize("step", [mixup, several])
-def test_a_resumed_fit_draws_on(backend: str, tmp_path: Path, step: Any) -> None:
-    path = tmp_path / "saved.ckpt"
-    options: dict[str, Any] = {"module": net(step), "max_epochs": 3}
-    saved, ends = Saved(path), []
-    prepare(backend, tmp_path, True, callbacks=lambda: [saved], **options).run()
-    for captured in (False, True):
-        fit = prepare(backend, tmp_path, captured, **options)
-        restored = Restored(saved.states)
-        fit.trainer.callbacks.insert(0, restored)
-        ends.append((fit.run(ckpt_path=path), states()))
-    compare(ends[0][0], ends[1][0])
-    assert ends[0][1] == ends[1][1]
-
-
-class Restored(Callback):
-    """Puts the generators to where they were."""
-
-    def __init__(self, found: Any) -> None:
-        self.found = found
-
-    def on_train_start(self, *_: Any) -> None:
-        for put, state in zip(
-            (random.setstate, np.random.set_state, torch.set_rng_state), self.found, strict=True
-        ):
-            put(state)
-
-
 # ------------------------------------------------------------------ branches
 
 
@@ -214,22 +126,6 @@ def unpacked(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 def an_array_of_one(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * (2.0 if np.random.rand(1) < 0.5 else 1.0)
-
-
-BRANCHES = [
-    an_array_of_one,
-    teacher_forcing,
-    scheduled_sampling,
-    sometimes,
-    one_of_several,
-    unpacked,
-]
-
-
-@pytest.mark.parametrize("step", BRANCHES)
-def test_a_branch_on_a_draw(backend: str, tmp_path: Path, step: Any) -> None:
-    fit = both(backend, tmp_path, step, max_epochs=4)
-    assert fit.statistics.replayed > 8
 
 
 def spans(shape: tuple[int, int], share: float, *, length: int = 2) -> Any:
@@ -270,29 +166,10 @@ def two_generators(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return torch.nn.functional.cross_entropy(self.net(batch["x"] + drawn), batch["y"])
 
 
-@pytest.mark.parametrize("step", [masked_spans, shuffled_features])
-def test_a_function_of_plain_values_that_draws_is_called_by_replays(
-    backend: str, tmp_path: Path, step: Any
-) -> None:
-    fit = both(backend, tmp_path, step, data=lambda: batches(20), validation=0)
-    assert (fit.statistics.captures, fit.statistics.fallbacks) == (1, [])
-
-
-def test_a_function_that_draws_from_two_generators_is_refused(backend: str, tmp_path: Path) -> None:
-    capture = {"on_failure": "eager", "scope": "step"}
-    fit = both(backend, tmp_path, two_generators, capture=capture, validation=0)
-    assert fit.statistics.replayed == 0
-    assert "is used at" in str(fit.statistics.fallbacks)
-
-
-def test_a_size_that_is_drawn(backend: str, tmp_path: Path) -> None:
-    def resized(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-        size = random.choice([8, 12, 16])  # asked for its type, and used twice
-        x = F.interpolate(batch["x"][None, None], size=(size, size), mode="bilinear")
-        return self.loss({"x": x[0, 0, :8, :8], "y": batch["y"]})
-
-    fit = both(backend, tmp_path, resized, max_epochs=4)
-    assert fit.statistics.captures == 3
+def resized(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    size = random.choice([8, 12, 16])  # asked for its type, and used twice
+    x = F.interpolate(batch["x"][None, None], size=(size, size), mode="bilinear")
+    return self.loss({"x": x[0, 0, :8, :8], "y": batch["y"]})
 
 
 # ------------------------------------------------------------------ refused
@@ -305,6 +182,15 @@ def another_index_each_time(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 def coins(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     heads = sum(1.0 for _ in range(8) if random.random() < 0.5)
     return self.loss(batch) * heads
+
+
+def cropped(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return self.loss(batch) * self.net[0].weight.flatten()[random.randrange(100) :].mean()
+
+
+def sampled(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    chosen = torch.tensor(random.sample(range(9999), 5000), device=self.device)
+    return self.loss(batch) * chosen.float().mean()
 
 
 def shuffles(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -332,6 +218,7 @@ def writes_places(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 REFUSED = {
     writes_places: "numpy.random.choice is used at",
     another_index_each_time: r"index\(random.randint\), on which the way of the step depends, is",
+    cropped: "random.randrange.*, on which the way of the step depends, is",
     coins: "random.random#4 < 0.5, on which the way of the step depends, is used at",
     shuffles: "random.shuffle is used at",
     chooses_a_module: "random.choice is used at",
@@ -339,8 +226,43 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("step", REFUSED)
-def test_what_replays_cannot_follow(backend: str, tmp_path: Path, step: Any) -> None:
-    fit = both(backend, tmp_path, step, capture={"on_failure": "eager"})
-    (said,) = set(fit.statistics.fallbacks)
-    assert re.search(REFUSED[step], said), said
+@contextmanager
+def seeded() -> Iterator[None]:
+    random.seed(7)
+    yield
+
+
+LEFT = {"around": seeded, "outside": states}  # generators are in the same place afterwards
+ROWS = (
+    stepping(
+        Net, mixup, functions_of_numpy, seeds, several, in_place, of_the_trainer, as_tensors,
+        permuted, sampled, max_epochs=3, also="accumulated; verified", replayed=9, **LEFT,
+    )
+    | stepping(
+        Net, an_array_of_one, teacher_forcing, scheduled_sampling, sometimes, one_of_several,
+        unpacked, max_epochs=4, replayed=9, **LEFT,
+    )
+    # A function of plain values that draws is called by replays.
+    | stepping(
+        Net, masked_spans, shuffled_features, data=lambda: batches(20), validation=0, graphs=1,
+        **LEFT,
+    )
+    | stepping(Net, resized, max_epochs=4, graphs=3, **LEFT)
+    | stepping(Net, each=REFUSED, **LEFT)
+    | stepping(Net, two_generators, said="is used at", validation=0, **LEFT)
+)  # fmt: skip
+
+
+class TestDraws(Promises):
+    rows = ROWS
+    unlike = (
+        "functions_of_numpy",
+        "several",
+        "an_array_of_one",
+        "unpacked",
+        "writes_places",
+        "another_index_each_time",
+        "adds_in_place",
+        "two_generators",
+    )
+    spoiled = ("shuffled_features", "shuffles")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import FullTrace, Net, Trace, batches, compare, fit_twice, warned
+from tests.programs.table import Promises, table
+from tests.training.fits import Net, batches
 
 
 def _sum(tensor: Tensor | None) -> float | None:
@@ -179,39 +178,6 @@ class OfArguments(Seeing):
         self.see(self.x, self.logits)
 
 
-KINDS = [
-    Saliency, Returned, InADict, InAList, OfHooks, OfTheBatch, Zeroed, OfACopy, OfAnAttribute,
-    OfTheStepBefore, OfArguments,
-]  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("trace", [Trace, FullTrace])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_other_tensors_are_there(
-    backend: str, tmp_path: Path, kind: type[Seeing], trace: type[Trace], window: int, scope: str
-) -> None:
-    eager, captured = fit_twice(
-        backend,
-        tmp_path,
-        module=kind,
-        trace=trace,
-        data=lambda: batches(8),
-        max_epochs=3,
-        validation=0,
-        accumulate_grad_batches=window,
-        capture={"scope": scope, "on_failure": "eager"},
-    )
-    compare(eager, captured, replayed=False)
-    # What a hook of the backward pass stores is refused where others look ahead of that pass
-    is_refused = (kind, trace, scope) == (OfHooks, FullTrace, "step")
-    assert is_refused or captured.statistics.replayed > 5
-    assert captured.module.seen == eager.module.seen
-    assert any(eager.module.seen)
-
-
 class Adversarial(Seeing):
     """Its own backward pass leaves gradients to parameters, which Lightning drops."""
 
@@ -224,22 +190,6 @@ class Adversarial(Seeing):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(_sum(self.direction))
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("trace", [Trace, FullTrace])
-def test_what_a_backward_pass_of_the_step_itself_leaves_is_zeroed(
-    backend: str, tmp_path: Path, scope: str, trace: type[Trace]
-) -> None:
-    capture = {"scope": scope, "on_failure": "eager"}
-    eager, captured = fit_twice(
-        backend, tmp_path, module=Adversarial, trace=trace, capture=capture, validation=0
-    )
-    compare(eager, captured, replayed=False)
-    # Hooks that look in between would see these gradients
-    assert captured.statistics.replayed > 5 or (trace is FullTrace and scope == "step")
-    assert captured.module.seen == eager.module.seen
 
 
 class ReadsItsOwn(OfAnAttribute):
@@ -260,12 +210,21 @@ class ReadsTheLast(Saliency):
         return loss if gradient is None else loss * (1 + gradient.norm())
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("kind", [ReadsItsOwn, ReadsTheLast])
-def test_a_step_that_reads_the_gradient_of_the_last_is_refused(
-    backend: str, tmp_path: Path, kind: type[Seeing], verify: bool
-) -> None:
-    said = r"\.grad of a tensor in an attribute is read at .*# read"
-    options = {"capture": {"verify": verify}, "validation": 0}
-    eager, captured = warned(backend, tmp_path, said, module=kind, **options)
-    assert captured.module.seen == eager.module.seen
+WINDOWS = "accumulated; cut; cut, accumulated"
+ROWS = (
+    table(
+        Saliency, Returned, InADict, InAList, OfHooks, OfTheBatch, Zeroed, OfACopy, OfAnAttribute,
+        OfTheStepBefore, OfArguments, said=None, replayed=6, also=WINDOWS, data=lambda: batches(8),
+        max_epochs=3, validation=0, check=lambda fit: any(fit.module.seen),
+    )
+    # What a backward pass of the step itself leaves is zeroed.
+    | table(Adversarial, said=None, replayed=6, also="cut", validation=0)
+    | table(
+        ReadsItsOwn, ReadsTheLast, said=r"\.grad of a tensor in an attribute is read at .*# read",
+        also="unverified", validation=0,
+    )
+)  # fmt: skip
+
+
+class TestGradients(Promises):
+    rows = ROWS

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.training.fits import Net, TrainingContext, batches, compare, fit_twice
-from tests.training.modules.test_equal import named
+from tests.programs.table import Promises, of_sizes, row
+from tests.training.fits import Net, named
 
 
 class Block(nn.Module):
@@ -87,61 +86,21 @@ class Reader(Net):
     def __init__(self, block: type[Block]) -> None:
         super().__init__()
         self.block = block()
-        self.found: list[int] = []
+        self.seen: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step({**batch, "x": self.block(batch["x"])}, batch_idx)
         return loss / self.block.samples
 
     def on_after_backward(self) -> None:
-        self.found.append(self.block.samples)
+        self.seen.append(self.block.samples)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found.append(self.block.samples)
+        self.seen.append(self.block.samples)
 
 
-RUNS = [8] * 6 + [6] * 6 + [8, 6, 8, 6, 6, 8, 8, 6] * 2
-TURNS = [8, 6] * 12
-
-
-def data(sizes: list[int]) -> list[dict[str, Any]]:
-    """Batches of these sizes."""
-    return [
-        {key: value[:size] for key, value in batch.items()}
-        for batch, size in zip(batches(len(sizes)), sizes, strict=True)
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False, 4])
-@pytest.mark.parametrize("sizes", [RUNS, TURNS], ids=["runs", "turns"])
-@pytest.mark.parametrize("scope", ["step", "modules", "auto"])
-@pytest.mark.parametrize("block", [Block, ReadAgain, ByProperty, Inside, ReadBefore])
-def test_shapes_in_turn(
-    backend: str, tmp_path: Path, block: type[Block], scope: str, sizes: list[int], verify: Any
-) -> None:
-    modules = []
-
-    def module() -> Reader:
-        modules.append(Reader(block))
-        return modules[-1]
-
-    capture = named("block") if scope == "modules" else {"scope": scope}
-    fits = fit_twice(
-        backend,
-        tmp_path,
-        module=module,
-        data=lambda: data(sizes),
-        capture={**capture, "verify": verify, "on_failure": "eager"},
-        validation=0,
-        max_epochs=1,
-    )
-    compare(*fits, replayed=False)
-    assert modules[1].found == modules[0].found
-    statistics = fits[1].statistics
-    if block is not ReadBefore:
-        assert statistics.replayed > 0
-        assert statistics.fallbacks == []
+RUNS = of_sizes(*[8] * 6, *[6] * 6, *[8, 6, 8, 6, 6, 8, 8, 6] * 2)
+TURNS = of_sizes(*[8, 6] * 12)
 
 
 class Twice(Net):
@@ -150,7 +109,7 @@ class Twice(Net):
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()
-        self.found: list[int] = []
+        self.seen: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         halves = [self.called(batch["x"][:half]) for half in (3, 5)]
@@ -159,46 +118,20 @@ class Twice(Net):
 
     def called(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.block(x)
-        self.found.append(self.block.samples)
+        self.seen.append(self.block.samples)
         return hidden
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False])
-def test_two_calls_in_a_step(backend: str, tmp_path: Path, verify: bool) -> None:
-    modules = []
+class Validated(Reader):
+    """Its validation calls the block without autograd."""
 
-    def module() -> Twice:
-        modules.append(Twice())
-        return modules[-1]
+    def on_validation_start(self) -> None:
+        if self.current_epoch > 1:  # there are graphs by then
+            self.block.samples = 0
 
-    capture = named("block", "net", verify=verify, on_failure="eager")
-    fits = fit_twice(backend, tmp_path, module=module, capture=capture, validation=0)
-    compare(*fits, replayed=False)
-    assert modules[1].found == modules[0].found
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_calls_without_autograd(backend: str, tmp_path: Path, verify: bool) -> None:
-    modules = []
-
-    class Validated(Reader):
-        def on_validation_start(self) -> None:
-            if self.current_epoch > 1:  # there are graphs by then
-                self.block.samples = 0
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", self.loss({**batch, "x": self.block(batch["x"])}))
-            self.found.append(self.block.samples)
-
-    def module() -> Validated:
-        modules.append(Validated(Block))
-        return modules[-1]
-
-    capture = named("block", "net", verify=verify, validation=True)
-    fits = fit_twice(backend, tmp_path, module=module, capture=capture, max_epochs=4)
-    compare(*fits)
-    assert modules[1].found == modules[0].found
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.loss({**batch, "x": self.block(batch["x"])}))
+        self.seen.append(self.block.samples)
 
 
 class Watching(Reader):
@@ -210,13 +143,13 @@ class Watching(Reader):
         return Net.training_step(self, {**batch, "x": self.block(batch["x"])}, batch_idx)
 
     def on_before_backward(self, loss: Tensor) -> None:
-        self.found.append(getattr(self.block, self.name, None))
+        self.seen.append(getattr(self.block, self.name, None))
 
     def on_after_backward(self) -> None:
-        self.found.append(getattr(self.block, self.name, None))
+        self.seen.append(getattr(self.block, self.name, None))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found.append(getattr(self.block, self.name, None))
+        self.seen.append(getattr(self.block, self.name, None))
 
 
 class ThroughSuper(Block):
@@ -233,7 +166,7 @@ class OnLayer(Block):
         return hidden
 
     @property
-    def found(self) -> Any:
+    def of_layer(self) -> Any:
         return getattr(self.linear, "samples", None)
 
 
@@ -276,35 +209,10 @@ class InBackward(Block):
         return hidden
 
 
-def followed(
-    backend: str, root: Path, module: Any, capture: dict[str, Any], **options: Any
-) -> tuple[TrainingContext, TrainingContext]:
-    """Two fits with equal values, in parameters as in what the modules have found."""
-    modules: list[Any] = []
+class WatchingLayer(Watching):
+    """Looks at what the layer of its block has."""
 
-    def made() -> Any:
-        modules.append(module())
-        return modules[-1]
-
-    options = {"validation": 0, "max_epochs": 1, **options}
-    capture = {**capture, "on_failure": "eager"}
-    fits = fit_twice(backend, root, module=made, capture=capture, **options)
-    compare(*fits, replayed=False)
-    assert modules[1].found == modules[0].found
-    return fits
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("sizes", [RUNS, TURNS], ids=["runs", "turns"])
-@pytest.mark.parametrize("capture", [{"scope": "step"}, named("block")])
-@pytest.mark.parametrize("block", [ThroughSuper, OnLayer, Scaling, InBackward])
-def test_ways_to_set(
-    backend: str, tmp_path: Path, block: type[Block], capture: dict[str, Any], sizes: list[int]
-) -> None:
-    class Module(Watching):
-        name = "found" if block is OnLayer else "samples"
-
-    followed(backend, tmp_path, lambda: Module(block), capture, data=lambda: data(sizes))
+    name = "of_layer"
 
 
 class Handed(Block):
@@ -327,20 +235,13 @@ class Annealing(Watching):
             self.block.linear.options["scale"] = 2.0  # type: ignore[index,operator]
 
 
-@pytest.mark.parametrize("capture", [{"scope": "step"}, named("block"), {"scope": "auto"}])
-def test_what_is_inside_of_a_set_object_is_read(
-    backend: str, tmp_path: Path, capture: dict[str, Any]
-) -> None:
-    followed(backend, tmp_path, lambda: Annealing(Handed), capture, data=lambda: data([8] * 16))
-
-
 class Moded(Net):
     """Steps of one size set what those of another read; they cannot be captured."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mode = 1.0
-        self.found: list[float] = []
+        self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(batch["x"]) == 6:
@@ -354,15 +255,7 @@ class Moded(Net):
             self.mode = 2.0
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found.append(self.mode)
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False, 4])
-def test_a_refused_capture_sets_nothing_later(backend: str, tmp_path: Path, verify: Any) -> None:
-    capture = {"scope": "step", "verify": verify}
-    fits = followed(backend, tmp_path, Moded, capture, data=lambda: data([6] * 6 + [8] * 14))
-    assert fits[1].statistics.replayed > 0
+        self.seen.append(self.mode)
 
 
 class ByFlag(Block):
@@ -387,16 +280,6 @@ class Flipping(Reader):
         self.block.samples = 3
 
 
-@pytest.mark.parametrize("verify", [True, False, 4])
-def test_a_call_that_is_not_replayed_sets_by_itself(
-    backend: str, tmp_path: Path, verify: Any
-) -> None:
-    capture = named("block", verify=verify)
-    sizes = [8] * 16
-    fits = followed(backend, tmp_path, lambda: Flipping(ByFlag), capture, data=lambda: data(sizes))
-    assert fits[1].statistics.replayed > 0
-
-
 class BesideCompiled(Reader):
     """Another submodule is compiled."""
 
@@ -406,14 +289,6 @@ class BesideCompiled(Reader):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step({**batch, "x": self.other(batch["x"])}, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore::DeprecationWarning")
-def test_beside_a_compiled_submodule(backend: str, tmp_path: Path) -> None:
-    fits = followed(
-        backend, tmp_path, lambda: BesideCompiled(Block), named("block"), data=lambda: data(TURNS)
-    )
-    assert fits[1].statistics.replayed > 0
 
 
 class Telling(nn.Module):
@@ -437,7 +312,7 @@ class Told(Net):
         super().__init__()
         self.total = 0
         self.block = Telling(self.told)
-        self.found: list[Any] = []
+        self.seen: list[Any] = []
 
     def told(self, length: int) -> None:
         self.total += length
@@ -446,17 +321,7 @@ class Told(Net):
         return super().training_step({**batch, "x": self.block(batch["x"])}, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.found.append(self.total)
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False])
-def test_what_a_submodule_changes_in_its_parent_is_refused(
-    backend: str, tmp_path: Path, verify: bool
-) -> None:
-    fits = followed(backend, tmp_path, Told, named("block", "net", verify=verify))
-    assert fits[1].statistics.modules == ["net"]
-    assert "changes total of a Told" in fits[1].statistics.fallbacks[0]
+        self.seen.append(self.total)
 
 
 class Beating(Callback):
@@ -478,15 +343,54 @@ class Beating(Callback):
         assert pl_module.beats > 0
 
 
-def test_what_another_thread_sets_is_not_the_step_s(backend: str, tmp_path: Path) -> None:
-    capture = named("block", "net")
-    fits = followed(
-        backend,
-        tmp_path,
-        lambda: Reader(Block),
-        capture,
-        callbacks=lambda: [Beating()],
-        max_epochs=2,
+BLOCKS = {"data": RUNS, "validation": 0, "max_epochs": 1, "modules": ("block",)}
+EACH_WAY = "unverified; verified; in turn; auto; modules, unverified; modules, verified"
+ROWS = {
+    kind.__name__: row(partial(Reader, kind), also=EACH_WAY, below="", **BLOCKS)
+    for kind in (Block, ReadAgain, ByProperty, Inside)
+}
+ROWS |= {
+    kind.__name__: row(partial(watching, kind), said=None, also="in turn", **BLOCKS)
+    for watching, kind in (
+        (Watching, ThroughSuper), (Watching, Scaling), (Watching, InBackward),
+        (WatchingLayer, OnLayer),
     )
-    assert fits[1].statistics.modules == ["block", "net"]
-    assert fits[1].statistics.replayed > 0
+}  # fmt: skip
+ONCE = {"validation": 0, "max_epochs": 1, "said": None, "replayed": 1}
+OF_BLOCK, OF_BOTH = named("block"), named("block", "net")
+ROWS |= {
+    "ReadBefore": row(partial(Reader, ReadBefore), said=None, also=EACH_WAY, **BLOCKS),
+    "Twice": row(Twice, capture=OF_BOTH, also="unverified", **ONCE),
+    "Validated": row(
+        partial(Validated, Block), capture={**OF_BOTH, "validation": True}, also="unverified",
+        max_epochs=4,
+    ),
+    "Annealing": row(
+        partial(Annealing, Handed), **{**BLOCKS, "data": of_sizes(*[8] * 16)}, said=None,
+        also="auto",
+    ),
+    # A refused capture sets nothing later.
+    "Moded": row(Moded, data=of_sizes(*[6] * 6, *[8] * 14), also="unverified; verified", **ONCE),
+    # A call that is not replayed sets by itself.
+    "Flipping": row(
+        partial(Flipping, ByFlag), capture=OF_BLOCK, data=of_sizes(*[8] * 16),
+        also="unverified; verified", **ONCE,
+    ),
+    "BesideCompiled": row(
+        partial(BesideCompiled, Block), capture=OF_BLOCK, data=TURNS,
+        ignored=".*(deprecated|global hooks)", **ONCE,
+    ),
+    "Telling": row(
+        Told, capture=OF_BOTH, said="changes total of a Told", replayed=1, found=None,
+        also="unverified", check=lambda fit: fit.statistics.modules == ["net"], validation=0,
+    ),
+    # What another thread sets is not the step's.
+    "Beating": row(
+        partial(Reader, Block), capture=OF_BOTH, callbacks=lambda: [Beating()], validation=0,
+        check=lambda fit: fit.statistics.modules == ["block", "net"], said=None, replayed=1,
+    ),
+}  # fmt: skip
+
+
+class TestStores(Promises):
+    rows = ROWS

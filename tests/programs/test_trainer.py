@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.training.fits import Net, Trace, adamw, batches, compare, fit_twice, warned
+from tests.programs.table import Program, Promises, row, table
+from tests.training.fits import Net, Trace, adamw, batches, named
 
 
 class Silent(Trace):
@@ -79,25 +78,6 @@ def _constant(optimizer: Any) -> Any:
     return LambdaLR(optimizer, lambda _: 1.0)
 
 
-REFUSED = [
-    (ByMetric, "trainer.callback_metrics"),
-    (ByMetricInABranch, "trainer.callback_metrics"),
-    (ByLoggedMetric, "trainer.logged_metrics"),
-    (ByMetricOfTheBar, "trainer.progress_bar_metrics"),
-    (ByScheduler, "trainer.lr_scheduler_configs"),
-    (BySchedulersCount, r"\(last_epoch of a scheduler\) / 64"),
-    (ByLoop, "trainer.fit_loop"),
-]
-
-
-@pytest.mark.parametrize(("module", "name"), REFUSED, ids=lambda v: getattr(v, "__name__", ""))
-def test_what_the_trainer_moves_is_refused(
-    backend: str, tmp_path: Path, module: Any, name: str
-) -> None:
-    _, captured = warned(backend, tmp_path, f"{name} is read at .* in weight", module=module)
-    assert captured.statistics.replayed == 0
-
-
 class Storing(Weighted):
     """Counts its steps on the trainer."""
 
@@ -106,12 +86,9 @@ class Storing(Weighted):
         self.trainer.counted = count + 1  # type: ignore[attr-defined]  # stored
         return 0.0
 
-
-def test_what_a_step_stores_on_the_trainer_is_refused(backend: str, tmp_path: Path) -> None:
-    eager, captured = warned(
-        backend, tmp_path, "trainer.counted is set at .* in weight", module=Storing
-    )
-    assert captured.trainer.counted == eager.trainer.counted  # type: ignore[attr-defined]
+    @property
+    def seen(self) -> int:
+        return getattr(self.trainer, "counted", 0)
 
 
 class Moving(Callback):
@@ -162,30 +139,6 @@ class ByDataModule(Weighted):
         return self.trainer.datamodule.weight  # type: ignore[attr-defined]
 
 
-COMPARED = [
-    (ByAttribute, 3, "self.trainer.weight"),
-    (BySetting, 3, "self.trainer.settings.weight"),
-    (ByAbsence, 2, "self.trainer.rare"),
-    (ByCallback, 3, r"self.trainer.callbacks\[1\].weight"),
-    (ByDataModule, 3, "self.trainer.datamodule.weight"),
-]
-
-
-@pytest.mark.parametrize(
-    ("module", "captures", "name"), COMPARED, ids=lambda v: getattr(v, "__name__", "")
-)
-def test_what_can_be_compared_is_a_condition(
-    backend: str, tmp_path: Path, module: Any, captures: int, name: str
-) -> None:
-    options: dict[str, Any] = {"module": module, "callbacks": lambda: [Moving()], "max_epochs": 3}
-    if module is ByDataModule:
-        options.update(data=Data, validation=0)
-    eager, captured = fit_twice(backend, tmp_path, trace=Silent, **options)
-    compare(eager, captured)
-    assert captured.statistics.captures == captures
-    assert any(name.replace("\\", "") in line for line in captured.statistics.recaptures)
-
-
 class ByConstants(Weighted):
     def weight(self) -> Any:
         trainer = self.trainer
@@ -194,12 +147,6 @@ class ByConstants(Weighted):
         loaded = len(trainer.train_dataloader)  # type: ignore[arg-type]
         on = trainer.training and not trainer.sanity_checking and trainer.strategy is not None
         return share + world + loaded * on / trainer.accumulate_grad_batches
-
-
-def test_what_stays_the_same_may_be_read(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(backend, tmp_path, module=ByConstants)
-    compare(eager, captured)
-    assert captured.statistics.captures == 1
 
 
 class Layer(nn.Module):
@@ -235,6 +182,7 @@ class Layer(nn.Module):
 
 class Layered(Net):
     what = "global_step"
+    seen = Storing.seen
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,45 +196,66 @@ def layered(what: str) -> type[Layered]:
     return type("Layered", (Layered,), {"what": what})
 
 
-MOVING = [
-    ("global_step", "trainer.global_step is read at"),
-    ("owner", "trainer.current_epoch is read at"),
-    ("metric", "trainer.callback_metrics is read at"),
-    ("grad", ".grad of a parameter is read at"),
-    ("norm", ".grad of a parameter is read at"),
-    ("store", "trainer.counted is set at"),
-    ("rate", "the learning rate is read at"),
-]
-LIVE = ("global_step", "owner", "rate")  # in whole steps they are
+MOVED = {"callbacks": lambda: [Moving()], "max_epochs": 3, "trace": Silent}
+LIVE = {  # in whole steps they are, and submodules that use them run eagerly
+    "global_step": "trainer.global_step is read at", "owner": "trainer.current_epoch is read at",
+    "rate": "the learning rate is read at",
+}  # fmt: skip
+REFUSED = {
+    "metric": "trainer.callback_metrics is read at", "grad": ".grad of a parameter is read at",
+    "norm": ".grad of a parameter is read at", "store": "trainer.counted is set at",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("what", "said", "scope"),
-    [
-        *((*case, "modules") for case in MOVING),
-        *((*case, "auto") for case in MOVING if case[0] not in LIVE),
-    ],
-)
-def test_a_submodule_that_uses_what_moves_runs_eagerly(
-    backend: str, tmp_path: Path, what: str, said: str, scope: str
-) -> None:
-    eager, captured = warned(
-        backend, tmp_path, said, module=layered(what), capture={"scope": scope}
-    )
-    assert getattr(captured.trainer, "counted", 0) == getattr(eager.trainer, "counted", 0)
-
-
-@pytest.mark.parametrize("what", LIVE)
-def test_in_a_whole_step_it_is_live(backend: str, tmp_path: Path, what: str) -> None:
-    eager, captured = fit_twice(backend, tmp_path, module=layered(what), max_epochs=3)
-    compare(eager, captured)
-    assert captured.statistics.captures == 1
-
-
-def test_a_submodule_that_reads_a_setting_of_the_trainer(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=layered("weight"), callbacks=lambda: [Moving()], max_epochs=3,
-        capture={"scope": "modules", "modules": ["net.2"]},
+def compared(module: type[Weighted], graphs: int, name: str, **options: Any) -> Program:
+    """What can be compared is a condition."""
+    return row(
+        module, graphs=graphs, found=None, resumes=False, **{**MOVED, **options},
+        check=lambda fit: any(name in line for line in fit.statistics.recaptures),
     )  # fmt: skip
-    compare(eager, captured)
-    assert captured.statistics.captures == 3
+
+
+ROWS = (
+    table(
+        each={
+            ByMetric: "trainer.callback_metrics is read at .* in weight",
+            ByMetricInABranch: "trainer.callback_metrics is read at .* in weight",
+            ByLoggedMetric: "trainer.logged_metrics is read at .* in weight",
+            ByMetricOfTheBar: "trainer.progress_bar_metrics is read at .* in weight",
+            ByScheduler: "trainer.lr_scheduler_configs is read at .* in weight",
+            ByLoop: "trainer.fit_loop is read at .* in weight",
+            Storing: "trainer.counted is set at .* in weight",
+        }
+    )
+    | table(
+        each={BySchedulersCount: r"\(last_epoch of a scheduler\) / 64 is read at .* in weight"},
+    )
+    | {
+        "ByAttribute": compared(ByAttribute, 3, "self.trainer.weight"),
+        "BySetting": compared(BySetting, 3, "self.trainer.settings.weight"),
+        "ByAbsence": compared(ByAbsence, 2, "self.trainer.rare"),
+        "ByCallback": compared(ByCallback, 3, "self.trainer.callbacks[1].weight"),
+        "ByDataModule": compared(
+            ByDataModule, 3, "self.trainer.datamodule.weight", data=Data, validation=0
+        ),
+    }
+    | table(ByConstants, graphs=1)
+    | {
+        what: row(layered(what), graphs=1, max_epochs=3, below=said) for what, said in LIVE.items()
+    }
+    | {
+        what: row(layered(what), said=said, below=said, replayed=0, capture={"scope": "auto"})
+        for what, said in REFUSED.items()
+    }
+    | {
+        "a setting": row(
+            layered("weight"), graphs=3, capture=named("net.2"), callbacks=lambda: [Moving()],
+            max_epochs=3, found=None,
+        )
+    }
+)  # fmt: skip
+
+
+class TestTrainer(Promises):
+    rows = ROWS
+    unlike = ("BySchedulersCount",)

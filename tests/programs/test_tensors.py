@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.watch.user_code import CompiledCode
-from tests.training.fits import Net, compare, fit_twice
-from tests.training.modules.test_equal import named
+from tests.programs.table import Promises, row
+from tests.training.fits import Net, named
 
 RUNNING: dict[str, Tensor] = {}
 
@@ -77,49 +79,12 @@ class Averaged(Net):
     def on_train_start(self) -> None:
         self.block.mean()
 
+    @property
+    def seen(self) -> Any:
+        return self.block.kept[0], dict(self.block.norms[0].named_buffers())
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step({**batch, "x": self.block(batch["x"])}, batch_idx)
-
-
-PLACES = ["attribute", "list", "dict", "object", "global", "module in a list"]
-
-
-@pytest.mark.parametrize("verify", [True, False, 4])
-@pytest.mark.parametrize("capture", [{"scope": "step"}, named("block")])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_that_is_written(
-    backend: str, tmp_path: Path, place: str, capture: dict[str, Any], verify: Any
-) -> None:
-    means = []
-
-    def module() -> Averaged:
-        means.append(Averaged(place))
-        return means[-1]
-
-    capture = {**capture, "verify": verify}
-    eager, captured = fit_twice(backend, tmp_path, module=module, capture=capture, validation=0)
-    compare(eager, captured)
-    mine, theirs = (fit.block for fit in reversed(means))
-    assert torch.equal(mine.kept[0], theirs.kept[0])
-    for name, buffer in theirs.norms[0].named_buffers():
-        assert torch.equal(mine.norms[0].get_buffer(name), buffer), name
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_tensor_that_is_written_where_something_was_compiled(
-    backend: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Then a capture begins with a pass of its own."""
-    monkeypatch.setattr(CompiledCode, "runs", True)
-    modules = named("block", verify=False)
-    fits = fit_twice(
-        backend, tmp_path, module=lambda: Averaged(place), capture=modules, validation=0
-    )
-    compare(*fits)
-    mine, theirs = (fit.module.block for fit in reversed(fits))
-    assert torch.equal(mine.kept[0], theirs.kept[0])
-    for name, buffer in theirs.norms[0].named_buffers():
-        assert torch.equal(mine.norms[0].get_buffer(name), buffer), name
 
 
 DRAWING = np.random.default_rng(0)
@@ -135,16 +100,42 @@ class Jittered(Net):
         return x + float(DRAWING.normal())
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_step_that_draws_from_a_global_generator_runs_eagerly(
-    backend: str, tmp_path: Path, verify: bool
-) -> None:
-    def module() -> Jittered:
-        DRAWING.bit_generator.state = np.random.default_rng(7).bit_generator.state
-        return Jittered()
+@contextmanager
+def compiled() -> Iterator[None]:
+    """Something was compiled: then a capture begins with a pass of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledCode, "runs", True)
+        yield
 
-    capture = {"on_failure": "eager", "verify": verify}
-    fits = fit_twice(backend, tmp_path, module=module, capture=capture, validation=0)
-    compare(*fits, replayed=False)
-    assert "draws from" in fits[1].statistics.fallbacks[0]
+
+@contextmanager
+def seeded() -> Iterator[None]:
+    DRAWING.bit_generator.state = np.random.default_rng(7).bit_generator.state
+    yield
+
+
+ROWS = {
+    place: row(
+        partial(Averaged, place),
+        modules=("block",),
+        below="",
+        validation=0,
+        also="unverified; verified; modules, unverified; modules, verified",
+    )
+    for place in ("attribute", "list", "dict", "object", "global", "module in a list")
+}
+ROWS |= {
+    f"{place}, compiled": row(
+        partial(Averaged, place),
+        capture=named("block", verify=False),
+        around=compiled,
+        validation=0,
+    )
+    for place in [*ROWS]
+}
+ROWS["Jittered"] = row(Jittered, said="draws from", also="unverified", around=seeded, validation=0)
+
+
+class TestTensors(Promises):
+    rows = ROWS
+    unlike = ("Jittered",)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-from tests.programs.table import copied, table
+from tests.programs.table import Promises, copied, table
 from tests.training.fits import Net, batches
 
 
@@ -772,8 +772,7 @@ ROWS = (
     )
     | table(Recurrent, also=EACH_WAY, graphs=1, **USUAL)
     | table(Branching, Reset, InPlaceAndAnew, Alternating, also="verified", **USUAL)
-    # The doctor does not follow numbers that the step itself counts.
-    | table(Weighted, Annealed, WithNumbers, also="verified", found=None, **USUAL)
+    | table(Weighted, Annealed, WithNumbers, also="verified", **USUAL)
     | table(Clipped, graphs=1, below="", validation=0)
     | table(
         each={Indexing: r"\(self.steps \+ 1\) % 2 is read at"},
@@ -782,3 +781,8 @@ ROWS = (
     | table(each={Objects: "self.found"}, data=lambda: batches(12), validation=0)
     | table(Averaged, Bounded, said=None, data=lambda: batches(12), validation=0)
 )  # fmt: skip
+
+
+class TestStoring(Promises):
+    rows = ROWS
+    unlike = ("Weighted", "Annealed", "WithNumbers")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from tests.programs.table import stepping
+from tests.programs.table import Promises, stepping
 from tests.training.fits import Net
 
 Batch = dict[str, Tensor]
@@ -136,3 +136,7 @@ ROWS = stepping(
     Timed, as_a_weight, in_a_branch, by_another_name, by_default, of_a_date, inside,
     said="A graph would freeze a clock", max_epochs=3,
 )  # fmt: skip
+
+
+class TestClocks(Promises):
+    rows = ROWS

@@ -5,17 +5,15 @@ from __future__ import annotations
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.examined import examined, rows
-from tests.training.fits import Net, batches, compare, fit_twice, prepare
+from tests.programs.table import Promises, row, table
+from tests.training.fits import Net, batches
 
 
 class Named(NamedTuple):
@@ -143,30 +141,6 @@ def module_of(unpack: Unpack) -> type[Net]:
     return Packed
 
 
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_that_no_step_reads(backend: str, tmp_path: Path, kind: str, scope: str) -> None:
-    pack, unpack = KINDS[kind]
-    eager, captured = fit_twice(
-        backend, tmp_path, module=module_of(unpack), capture={"scope": scope}, validation=0,
-        data=lambda: [pack(b, i) for i, b in enumerate(batches())],
-    )  # fmt: skip
-    compare(eager, captured)
-    types = 2 if (kind, scope) == ("sometimes none", "step") else 1  # the types count
-    assert captured.statistics.captures == types
-    assert captured.statistics.replayed >= 20 - 3 - 3 * types
-
-
-def test_a_value_that_moves_late_costs_one_capture(backend: str, tmp_path: Path) -> None:
-    def data() -> list[Batch]:
-        return [{**b, "part": "first" if i < 12 else f"{i}"} for i, b in enumerate(batches(24))]
-
-    eager, captured = fit_twice(backend, tmp_path, data=data, validation=0)
-    compare(eager, captured)
-    assert captured.statistics.captures == 2
-    assert captured.statistics.replayed >= 48 - 3 - 2 - 3
-
-
 class Reading(Net):
     """Computes what a value of its batch says."""
 
@@ -221,50 +195,6 @@ def tasks(count: int = 16) -> list[Batch]:
     ]
 
 
-@pytest.mark.parametrize("read", READS)
-def test_values_that_are_read_get_graphs_each(backend: str, tmp_path: Path, read: str) -> None:
-    module = type("Reads", (Reading,), {"read": staticmethod(READS[read])})
-    eager, captured = fit_twice(
-        backend, tmp_path, module=module, data=tasks, validation=0, max_epochs=3
-    )
-    compare(eager, captured)
-    assert captured.statistics.captures == 2
-    assert captured.statistics.replayed >= 24
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_values_that_only_c_reads(backend: str, tmp_path: Path) -> None:
-    """Nobody can tell which they are, so that all count."""
-    read = {"read": staticmethod(lambda b: 2.0 if "".join([b["task"], "x"]) == "ax" else 1.0)}
-    eager, captured = fit_twice(
-        backend, tmp_path, module=type("Reads", (Reading,), read), data=lambda: tasks(32),
-        validation=0, max_epochs=1, capture={"scope": "auto", "on_failure": "eager"},
-    )  # fmt: skip
-    compare(eager, captured, replayed=False)
-    assert captured.statistics.replayed > 0
-    (said,) = captured.statistics.fallbacks
-    assert 'batch["task"] is read, or else: TypeError: sequence item 0' in said
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("scope", ["step", "auto"])
-def test_a_value_that_is_read_and_never_comes_back(
-    backend: str, tmp_path: Path, scope: str
-) -> None:
-    """The sentence says which, and where; submodules have graphs."""
-    read = {"read": staticmethod(lambda b: 1.0 + int(b["path"][:-4]) / 32)}
-    eager, captured = fit_twice(
-        backend, tmp_path, module=type("Reads", (Reading,), read), data=lambda: tasks(32),
-        validation=0, max_epochs=1, capture={"scope": scope, "on_failure": "eager"},
-    )  # fmt: skip
-    compare(eager, captured, replayed=False)
-    assert (captured.statistics.replayed > 0) == (scope == "auto")
-    (said,) = captured.statistics.fallbacks
-    assert 'from batch to batch: batch["path"] is read at ' in said
-    assert "test_batch_values.py" in said
-    assert "in the dataset or in collate_fn" in said
-
-
 class Cut(Net):
     """Cuts its batch to a length, as a tokenizer in the step does."""
 
@@ -273,26 +203,15 @@ class Cut(Net):
         return self.loss({"x": batch["x"][:n], "y": batch["y"][:n]})
 
 
-@pytest.mark.parametrize("scope", ["step", "modules"])
-def test_a_value_that_decides_over_shapes(backend: str, tmp_path: Path, scope: str) -> None:
-    data = [{**b, "length": (4, 5, 6, 8)[i % 4]} for i, b in enumerate(batches(40))]
-    eager, captured = fit_twice(
-        backend, tmp_path, module=Cut, data=lambda: data, validation=0, capture={"scope": scope}
-    )
-    compare(eager, captured)
-    assert captured.statistics.captures == 4
-    assert captured.statistics.replayed > 50
-
-
 class Keeping(Net):
     """Keeps what is in its batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths: list[str] = []
+        self.seen: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.paths.append(batch["path"])
+        self.seen.append(batch["path"])
         return self.loss(batch)
 
 
@@ -301,43 +220,76 @@ class Returning(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths: list[str] = []
+        self.seen: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": self.loss(batch), "path": batch["path"]}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.paths.append(outputs["path"])
+        self.seen.append(outputs["path"])
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("module", [Keeping, Returning])
-def test_a_value_that_is_kept_or_returned(
-    backend: str, tmp_path: Path, module: Any, verify: bool
-) -> None:
-    options: dict[str, Any] = {"module": module, "data": lambda: tasks(32), "validation": 0}
-    capture = {"scope": "auto", "on_failure": "eager", "verify": verify}
-    eager, captured = fit_twice(backend, tmp_path, capture=capture, **options)
-    compare(eager, captured, replayed=False)
-    assert captured.module.paths == eager.module.paths
-    assert captured.statistics.replayed > 0
-    (said,) = captured.statistics.fallbacks
-    place = f"{__file__}:{module.training_step.__code__.co_firstlineno} in training_step"
-    assert f'batch["path"] is stored or returned, in the code of {place}' in said
-    watched = examined(backend, tmp_path, **options)
-    (row,) = rows(watched, "batch-value")[:1]
-    assert (row.operator, row.effect) == ('batch["path"]', "eager step")
-    assert (row.function, watched.module.paths) == ("training_step", eager.module.paths)
+class Listing(Net):
+    """A hook notes the values of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch["path"])
 
 
-def test_hooks_see_the_values_of_their_batch(backend: str, tmp_path: Path) -> None:
-    seen: list[list[str]] = []
-    for captures in (False, True):
-        fit = prepare(backend, tmp_path, captures, data=tasks, validation=0)
-        paths: list[str] = []
-        fit.module.on_train_batch_end = lambda outputs, batch, i, p=paths: p.append(batch["path"])
-        fit.run()
-        seen.append(paths)
-    assert fit.statistics.replayed > 0
-    assert seen[0] == seen[1]
+def reads(read: Callable[[Any], Any]) -> type[Reading]:
+    return type("Reads", (Reading,), {"read": staticmethod(read), "body": read})
+
+
+def numbered(change: Callable[[Batch, int], Any], count: int = 10) -> Callable[[], list[Any]]:
+    """Makes batches with something of their number."""
+    return lambda: [change(batch, i) for i, batch in enumerate(batches(count))]
+
+
+MANY = {"data": lambda: tasks(32), "validation": 0, "max_epochs": 1}
+NEVER_AGAIN = reads(lambda b: 1.0 + int(b["path"][:-4]) / 32)
+IN_THE_DATASET = r'(?s:from batch to batch: batch\["path"\] is read at .*in the dataset or in coll)'
+ROWS = {
+    **{
+        kind: row(
+            module_of(unpack), graphs=1, replayed=14, below="", data=numbered(pack), validation=0
+        )
+        for kind, (pack, unpack) in KINDS.items()
+    },
+    "moves late": row(
+        data=numbered(lambda b, i: {**b, "part": "first" if i < 12 else f"{i}"}, 24), graphs=2,
+        replayed=40, validation=0,
+    ),
+    **{
+        name: row(reads(read), graphs=2, replayed=24, data=tasks, validation=0, max_epochs=3)
+        for name, read in READS.items()
+    },
+    # C alone reads them: which they are cannot be known, so that all count.
+    "joined": row(
+        reads(lambda b: 2.0 if "".join([b["task"], "x"]) == "ax" else 1.0), replayed=1,
+        said=r'batch\["task"\] is read, or else: TypeError: sequence item 0', placed=False,
+        capture={"scope": "auto"}, **MANY,
+    ),
+    "never comes back": row(NEVER_AGAIN, said=IN_THE_DATASET, **MANY),
+    "never comes back, submodules": row(
+        NEVER_AGAIN, said=IN_THE_DATASET, replayed=1, capture={"scope": "auto"}, **MANY
+    ),
+    "a length": row(
+        Cut, graphs=4, replayed=51, below="", validation=0, found=None,
+        data=numbered(lambda b, i: {**b, "length": (4, 5, 6, 8)[i % 4]}, 40),
+    ),
+    **table(
+        Keeping, Returning, said=r'batch\["path"\] is stored or returned, in the code of',
+        found="rule", replayed=1, capture={"scope": "auto"}, also="unverified",
+        data=lambda: tasks(32), validation=0,
+    ),
+    "seen by hooks": row(Listing, data=tasks, validation=0),
+}  # fmt: skip
+ROWS["sometimes none"] = replace(ROWS["sometimes none"], graphs=2, replayed=11)  # types count
+
+
+class TestValues(Promises):
+    rows = ROWS

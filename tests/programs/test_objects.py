@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import re
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from tests.training.fits import Net, adamw, batches, compare, fit_twice
-from tests.training.modules.test_equal import named
+from tests.programs.table import Promises, row, table
+from tests.training.fits import Net, adamw, batches, named
 
 
 class Context:
@@ -74,18 +72,6 @@ class Settings(Net):
         return nn.functional.cross_entropy(self.head(hidden).float(), batch["y"])
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("capture", [{"scope": "step"}, named("block")])
-def test_an_object_whose_values_change(
-    backend: str, tmp_path: Path, capture: dict[str, Any], verify: bool
-) -> None:
-    capture = {**capture, "verify": verify}
-    eager, captured = fit_twice(backend, tmp_path, module=Settings, capture=capture, validation=0)
-    compare(eager, captured)
-    assert captured.statistics.captures == 2
-    assert len(captured.statistics.recaptures) == 1
-
-
 class GivenInBatches(Settings):
     """Finds the context in the batch."""
 
@@ -97,19 +83,20 @@ class GivenInBatches(Settings):
         return {**batch, "context": self.context()}
 
 
-def test_an_object_in_the_batch_whose_values_change(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(backend, tmp_path, module=GivenInBatches, validation=0)
-    compare(eager, captured)
-    assert captured.statistics.captures == 2
-    (change,) = captured.statistics.recaptures
-    assert 'batch["context"].scale: 1.0 -> 3.0' in change
-
-
 class Counter:
     """Counts what it is told."""
 
     def __init__(self) -> None:
         self.count = 0
+
+
+COUNTERS: list[Counter] = []
+
+
+def with_counter() -> list[dict[str, Any]]:
+    """Batches with one counter."""
+    COUNTERS.append(Counter())
+    return [{**batch, "counter": COUNTERS[-1]} for batch in batches()]
 
 
 class CountedInTheBatch(Net):
@@ -118,28 +105,6 @@ class CountedInTheBatch(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         batch["counter"].count += 1
         return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_a_step_that_stores_in_an_object_of_its_batch_runs_eagerly(
-    backend: str, tmp_path: Path
-) -> None:
-    counters: list[Counter] = []
-
-    def data() -> list[dict[str, Any]]:
-        counters.append(Counter())
-        return [{**batch, "counter": counters[-1]} for batch in batches()]
-
-    capture = {"on_failure": "eager", "min_repeats": 0}
-    eager, captured = fit_twice(
-        backend, tmp_path, module=CountedInTheBatch, data=data, capture=capture, validation=0
-    )
-    compare(eager, captured, replayed=False)
-    assert re.search(
-        r"training_step changes batch\[\"counter\"\]", captured.statistics.fallbacks[0]
-    )
-    assert [counter.count for counter in counters] == [20, 20]
-    assert captured.statistics.replayed == 0
 
 
 class Collected(Net):
@@ -181,20 +146,6 @@ class CollectedInList(Collected):
         return sum([seen.square().mean() for seen in context["hidden"]], loss)
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize(
-    ("kind", "name"), [(Collected, r"args\[1\]\.seen"), (CollectedInList, r"args\[1\]\['hidden'\]")]
-)
-def test_a_submodule_that_leaves_values_in_its_arguments_runs_eagerly(
-    backend: str, tmp_path: Path, kind: type[Collected], name: str
-) -> None:
-    capture = {**named("block"), "on_failure": "eager"}
-    eager, captured = fit_twice(backend, tmp_path, module=kind, capture=capture, validation=0)
-    compare(eager, captured, replayed=False)
-    reason = captured.statistics.fallbacks[0]
-    assert re.search(f"`block` runs eagerly: .*: the call changes {name}", reason)
-
-
 class Remembering(LightningModule):
     """A small GPT-2 as it comes, with its cache of keys and values."""
 
@@ -216,49 +167,6 @@ class Remembering(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return adamw(self)
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_layers_that_fill_a_cache_run_eagerly(
-    backend: str, tmp_path: Path, frozen: bool, verify: bool
-) -> None:
-    capture = {**named("gpt.transformer.h.*"), "on_failure": "eager", "verify": verify}
-    eager, captured = fit_twice(
-        backend,
-        tmp_path,
-        module=lambda: Remembering(use_cache=True, frozen=frozen),
-        capture=capture,
-        validation=0,
-    )
-    compare(eager, captured, replayed=False)
-    assert "config.use_cache = False" in captured.statistics.fallbacks[0]
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_without_a_cache_they_are_captured(backend: str, tmp_path: Path, frozen: bool) -> None:
-    eager, captured = fit_twice(
-        backend,
-        tmp_path,
-        module=lambda: Remembering(use_cache=False, frozen=frozen),
-        capture=named("gpt.transformer.h.*"),
-        validation=0,
-    )
-    compare(eager, captured)
-
-
-@pytest.mark.parametrize("use_cache", [False, True])
-def test_a_cache_inside_of_a_whole_step_is_captured(
-    backend: str, tmp_path: Path, use_cache: bool
-) -> None:
-    eager, captured = fit_twice(
-        backend,
-        tmp_path,
-        module=lambda: Remembering(use_cache=use_cache, frozen=False),
-        validation=0,
-    )
-    compare(eager, captured)
 
 
 class Stream:
@@ -290,23 +198,6 @@ STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("place", STREAMS)
-def test_an_iterator_inside_of_something_is_refused(
-    backend: str, tmp_path: Path, place: str, verify: bool
-) -> None:
-    eager, captured = fit_twice(
-        backend,
-        tmp_path,
-        module=lambda: Streaming(*STREAMS[place]),
-        capture={"on_failure": "eager", "verify": verify},
-        validation=0,
-    )
-    compare(eager, captured, replayed=False)
-    assert re.search("self.stream.*, an iterator, is read", captured.statistics.fallbacks[0])
-
-
 class GivenAModule(nn.Module):
     """A block that is given another module."""
 
@@ -334,14 +225,6 @@ class HandsAModule(Net):
         return super().training_step({**batch, "x": self.block(batch["x"], self.other)}, batch_idx)
 
 
-def test_a_module_as_an_argument(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=HandsAModule, capture=named("block"), validation=0
-    )
-    compare(eager, captured)
-    assert captured.statistics.graphs[0].replays > 0
-
-
 class Numbered(Net):
     """Two blocks are told their number by one object."""
 
@@ -361,15 +244,6 @@ class Numbered(Net):
         context.scale = 2.0
         hidden = self.blocks[1](hidden, context)
         return nn.functional.cross_entropy(self.head(hidden).float(), batch["y"])
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_an_object_that_changes_within_the_step(backend: str, tmp_path: Path) -> None:
-    capture = {**named("blocks.*"), "on_failure": "eager"}
-    eager, captured = fit_twice(backend, tmp_path, module=Numbered, capture=capture, validation=0)
-    compare(eager, captured, replayed=False)
-    found = {graph.scope: graph.replays for graph in captured.statistics.graphs}
-    assert found["module blocks.0"] == 0 < found["module blocks.1"]
 
 
 def values_made_anew() -> dict[str, Any]:
@@ -397,28 +271,12 @@ class SetAnew(Net):
         return self.loss(batch) + settings["scale"](self.net(rows)).mean() * len(settings["range"])
 
 
-def test_an_attribute_that_is_set_anew_with_an_equal_value(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(backend, tmp_path, module=SetAnew)
-    compare(eager, captured)
-    assert captured.statistics.captures == 1
-
-
 class OtherTensor(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.given = [torch.full((3,), float(batch_idx), device=self.device)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + (self.net(batch["x"]) * self.given[0]).mean()
-
-
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_no_reason_has_an_address_in_it(backend: str, tmp_path: Path) -> None:
-    capture = {"on_failure": "eager"}
-    eager, captured = fit_twice(backend, tmp_path, module=OtherTensor, capture=capture)
-    compare(eager, captured, replayed=False)
-    said = " ".join(captured.statistics.fallbacks)
-    assert "self.given[0]: another Tensor float32[3]" in said
-    assert " at 0x" not in said
 
 
 class Sized(Net):
@@ -439,11 +297,69 @@ class Sized(Net):
         return self.loss(batch) + mixed.square().mean()
 
 
-def test_tensors_of_attributes_that_are_made_anew(backend: str, tmp_path: Path) -> None:
-    """They are inputs of the step from the second graph on."""
-    options: dict[str, Any] = {"data": lambda: batches(10, last=5), "max_epochs": 6}
-    eager, captured = fit_twice(backend, tmp_path, module=Sized, **options)
-    compare(eager, captured)
-    assert captured.statistics.captures <= 6  # however many epochs
-    assert captured.statistics.replayed > 36
-    assert torch.equal(captured.module.mask, eager.module.mask)
+BLOCK, LAYERS = named("block"), named("gpt.transformer.h.*")
+ROWS = {
+    "Settings": row(
+        Settings, graphs=2, also="unverified; modules, unverified", modules=("block",), below="",
+        validation=0,
+    ),
+    "GivenInBatches": row(
+        GivenInBatches, graphs=2, changes=('batch["context"].scale: 1.0 -> 3.0',), validation=0,
+    ),
+    "CountedInTheBatch": row(
+        CountedInTheBatch, said=r"training_step changes batch\[\"counter\"\]", data=with_counter,
+        outside=lambda: COUNTERS[-1].count, capture={"min_repeats": 0}, validation=0,
+        found="rule remedy",
+    ),
+    **table(
+        each={
+            Collected: r"`block` runs eagerly: .*: the call changes args\[1\]\.seen",
+            CollectedInList: r"`block` runs eagerly: .*: the call changes args\[1\]\['hidden'\]",
+        },
+        capture=BLOCK, validation=0, found=None,
+    ),
+    "HandsAModule": row(
+        HandsAModule, capture=BLOCK, check=lambda fit: fit.statistics.graphs[0].replays > 0,
+        validation=0,
+    ),
+    "Numbered": row(
+        Numbered, capture=named("blocks.*"), said=None, replayed=1,
+        check=lambda fit: {graph.scope for graph in fit.statistics.graphs if graph.replays}
+        == {"module blocks.1"}, validation=0,
+    ),
+    "SetAnew": row(SetAnew, graphs=1),
+    "OtherTensor": row(
+        OtherTensor, said=r"self.given\[0\]: another Tensor float32\[3\]", replayed=1, placed=False
+    ),
+    # Its tables are inputs of the step from the second graph on, however many epochs there are.
+    "Sized": row(
+        Sized, graphs=range(7), replayed=37, data=lambda: batches(10, last=5), max_epochs=6,
+        check=lambda fit: fit.module.mask.shape == (5, 5),
+    ),
+}  # fmt: skip
+ROWS |= {
+    f"an iterator {place}": row(
+        partial(Streaming, *how),
+        said="self.stream.*, an iterator, is read",
+        also="unverified",
+        validation=0,
+    )
+    for place, how in STREAMS.items()
+}
+for frozen in (False, True):
+    cached, without = (
+        partial(Remembering, use_cache=used, frozen=frozen) for used in (True, False)
+    )
+    ROWS |= {
+        f"a cache in layers, {frozen}": row(
+            cached, capture=LAYERS, said="config.use_cache = False", found=None, placed=False,
+            also="unverified", validation=0,
+        ),
+        f"layers without a cache, {frozen}": row(without, capture=LAYERS, validation=0),
+        f"a cache in a step, {frozen}": row(cached, validation=0),
+    }  # fmt: skip
+
+
+class TestObjects(Promises):
+    rows = ROWS
+    unlike = ("an iterator in an object", "an iterator in a list", "an iterator in a dict")

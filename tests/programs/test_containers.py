@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.programs.table import row
+from tests.programs.table import Promises, row
 from tests.training.fits import Net, batches
 
 Code = Callable[..., None]
@@ -171,3 +171,8 @@ ROWS |= {
     name: row(partial(Filling, *texts), said=said, placed=False, max_epochs=2, validation=0)
     for name, (*texts, said) in NONE_STAYS.items()
 }
+
+
+class TestContainers(Promises):
+    rows = ROWS
+    unlike = ("deque, read",)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.training.fits import Net, batches, compare, fit_twice
-from tests.training.modules.test_equal import named
+from tests.programs.table import Promises, row
+from tests.training.fits import Net, batches
 
 HERE = sys.modules[__name__]
 
@@ -202,64 +202,33 @@ class At(Callback):
             self.change(pl_module)
 
 
-@pytest.fixture
-def as_before() -> Iterator[Callable[[], None]]:
-    def put_back() -> None:
-        global ENCLOSING
-        HERE.compute = once  # type: ignore[attr-defined]
-        LOSSES["main"] = once
-        Losses.compute = staticmethod(once)  # type: ignore[method-assign]
-        named_by_itself.inner = once  # type: ignore[attr-defined]
-        ENCLOSING = enclosing()
-
-    yield put_back
-    put_back()
-
-
 def stepping(how: Any) -> Any:
-    """A class of its own, so that what is set in it is nobody else's."""
+    """Of a class of its own, so that what is set in it is nobody else's."""
     block = type("OwnBlock", (Block,), {"how": staticmethod(how)})
 
     def __init__(self: Any) -> None:
         Stepping.__init__(self)
         self.block = block()
 
-    return type("OwnStepping", (Stepping,), {"__init__": __init__})
+    return type("OwnStepping", (Stepping,), {"__init__": __init__})()
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("what", EXCHANGES)
-def test_exchanged(
-    backend: str, tmp_path: Path, as_before: Callable[[], None], what: str, scope: str
-) -> None:
-    how, change = EXCHANGES[what]
-
-    def module() -> Any:
-        as_before()
-        return stepping(how)()
-
-    capture = {"scope": "step"} if scope == "step" else named("block")
-    eager, captured = fit_twice(
-        backend, tmp_path, module=module, callbacks=lambda: [At(change)],
-        capture={**capture, "verify": False}, validation=0, max_epochs=3,
-    )  # fmt: skip
-    compare(eager, captured)
-    assert captured.statistics.replayed >= 20
+@contextmanager
+def as_before() -> Iterator[None]:
+    """Nothing is exchanged, before and after."""
+    put_back()
+    yield
+    put_back()
 
 
-@pytest.mark.parametrize("what", ["forward of a layer", "class of a block", "block"])
-def test_what_is_exchanged_before_the_first_graph_drops_none(
-    backend: str, tmp_path: Path, as_before: Callable[[], None], what: str
-) -> None:
-    how, change = EXCHANGES[what]
-    eager, captured = fit_twice(
-        backend, tmp_path, module=lambda: stepping(how)(), callbacks=lambda: [At(change)],
-        capture={"min_repeats": 14}, validation=0, max_epochs=3,
-    )  # fmt: skip
-    compare(eager, captured)
-    assert captured.statistics.captures == 1
-    assert captured.statistics.replayed > 10
+def put_back() -> None:
+    global ENCLOSING, WEIGHT
+    WEIGHT = 1.0
+    HERE.compute = once  # type: ignore[attr-defined]
+    LOSSES["main"] = once
+    Losses.compute = staticmethod(once)  # type: ignore[method-assign]
+    named_by_itself.inner = once  # type: ignore[attr-defined]
+    ENCLOSING = enclosing()
 
 
 class Noisy(Dataset[Any]):
@@ -317,22 +286,6 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SETTINGS)
-def test_settings_of_the_data(backend: str, tmp_path: Path, what: str) -> None:
-    data, read, change = SETTINGS[what]
-
-    class Reading(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss(batch.get("main", batch)) * read(self.trainer)
-
-    eager, captured = fit_twice(
-        backend, tmp_path, module=Reading, callbacks=lambda: [At(lambda m: change(m.trainer))],
-        data=data, capture={"verify": False}, validation=0, max_epochs=3,
-    )  # fmt: skip
-    compare(eager, captured)
-    assert captured.statistics.captures == 2
-
-
 WEIGHT = 1.0
 
 
@@ -385,37 +338,34 @@ def _weigh(module: Any) -> None:
         WEIGHT = 2.0
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler looks into hooks and graphs, and says so
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize(
-    "kind", ["backward", "compiled", "attribute", "compiled function", "hook", "profiled"]
-)
-def test_values_of_code_that_runs_unseen(
-    backend: str, tmp_path: Path, kind: str, scope: str
-) -> None:
-    class Module(Stepping):
-        def __init__(self) -> None:
-            global WEIGHT
-            WEIGHT = 1.0
-            super().__init__()
-            self.block = Unseen(kind)  # type: ignore[assignment]
-            if kind in ("compiled", "attribute"):
-                self.block.compile(backend="eager")
+class ThroughUnseen(Stepping):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block = Unseen(kind)  # type: ignore[assignment]
+        if kind in ("compiled", "attribute"):
+            self.block.compile(backend="eager")
 
-    capture = {"scope": "step"} if scope == "step" else named("block")
+
+class Reading(Net):
+    """Reads a setting of the data."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.read = [read]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch.get("main", batch)) * self.read[0](self.trainer)
+
+
+@contextmanager
+def profiled() -> Iterator[None]:
     before = sys.getprofile()
-    if kind == "profiled":
-        sys.setprofile(lambda *_: None)
+    sys.setprofile(lambda *_: None)
     try:
-        eager, captured = fit_twice(
-            backend, tmp_path, module=Module, callbacks=lambda: [At(_weigh)],
-            capture={**capture, "verify": False, "on_failure": "eager"}, validation=0, max_epochs=3,
-        )  # fmt: skip
+        with as_before():
+            yield
     finally:
         sys.setprofile(before)
-    # The emulated backend captures nothing that is compiled.
-    compiled = kind in ("compiled", "attribute", "compiled function")
-    compare(eager, captured, replayed=backend == "cuda" or not compiled)
 
 
 class Switching(Net):
@@ -425,9 +375,45 @@ class Switching(Net):
         return weighted(self.loss(batch)) if len(batch["x"]) == 8 else compute(self.loss(batch))
 
 
-def test_what_one_graph_depends_on_is_no_matter_of_another(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=Switching, data=lambda: batches(6) + batches(6, 4), validation=0
+USUAL = {"around": as_before, "found": None, "validation": 0}
+OF_BLOCK = {"modules": ("block",), "below": "", "capture": {"verify": False}, "max_epochs": 3}
+
+
+def at(change: Callable[[Any], object]) -> Callable[[], list[Callback]]:
+    return lambda: [At(change)]
+
+
+ROWS = {
+    what: row(partial(stepping, how), replayed=20, callbacks=at(change), **OF_BLOCK, **USUAL)
+    for what, (how, change) in EXCHANGES.items()
+}
+# What is exchanged before the first graph drops none.
+ROWS |= {
+    f"{what}, early": row(
+        partial(stepping, EXCHANGES[what][0]), graphs=1, replayed=11, max_epochs=3,
+        callbacks=at(EXCHANGES[what][1]), capture={"min_repeats": 14}, **USUAL,
     )
-    compare(eager, captured)
-    assert captured.statistics.captures == 2
+    for what in ("forward of a layer", "class of a block", "block")
+}  # fmt: skip
+ROWS |= {
+    what: row(
+        partial(Reading, read), graphs=2, data=data, capture={"verify": False}, max_epochs=3,
+        callbacks=at(lambda module, change=change: change(module.trainer)), resumes=False, **USUAL,
+    )
+    for what, (data, read, change) in SETTINGS.items()
+}  # fmt: skip
+# The emulated backend captures nothing that is compiled; the compiler looks into hooks.
+UNSEEN = {**OF_BLOCK, **USUAL, "below": None, "said": None, "ignored": ".*"}
+ROWS |= {
+    f"unseen, {kind}": row(partial(ThroughUnseen, kind), callbacks=at(_weigh), **UNSEEN)
+    for kind in ("backward", "compiled", "attribute", "compiled function", "hook")
+}
+ROWS["unseen, profiled"] = row(
+    partial(ThroughUnseen, "profiled"), callbacks=at(_weigh), **{**UNSEEN, "around": profiled}
+)
+# What one graph depends on is no matter of another.
+ROWS["Switching"] = row(Switching, graphs=2, data=lambda: batches(6) + batches(6, 4), **USUAL)
+
+
+class TestExchanged(Promises):
+    rows = ROWS

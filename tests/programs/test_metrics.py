@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torchmetrics
 
-from tests.training.fits import Net, batches, compare, fit_twice, warned
+from tests.programs.table import Promises, table
+from tests.training.fits import Net, batches
 
 
 class Scored(Net):
@@ -90,33 +89,10 @@ class CollectedForwardValue(CollectedAsObject):
         return loss
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        LoggedObject, LoggedForwardValue, ComputedAtEpochEnd, Collected, CollectedAsObject,
-        CollectedForwardValue,
-    ],
-)  # fmt: skip
-def test_metric(backend: str, tmp_path: Path, module: Any) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=module, max_epochs=3, data=lambda: batches(6)
-    )
-    compare(eager, captured)
-
-
 class UsedInTheLoss(Scored):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss, guess = self.scores(batch)
         return loss * (1 + self.accuracy(guess, batch["y"]))
-
-
-def test_a_metric_value_in_the_loss_is_refused(backend: str, tmp_path: Path) -> None:
-    warned(
-        backend,
-        tmp_path,
-        r"metric `accuracy` is used at .*test_metrics\.py:\d+ in training_step: return loss",
-        module=UsedInTheLoss,
-    )
 
 
 class ChangedAfterwards(Scored):
@@ -135,17 +111,18 @@ class OfTheIndex(Scored):
         return loss
 
 
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        (
-            ChangedAfterwards,
-            r"`mean` at .*: self\.mean\.update\(value\) is changed",
-        ),
-        (OfTheIndex, r"batch_idx is read at .*test_metrics.py"),
-    ],
-)
-def test_what_a_metric_is_given_is_refused(
-    backend: str, tmp_path: Path, module: Any, said: str
-) -> None:
-    warned(backend, tmp_path, said, module=module)
+ROWS = table(
+    LoggedObject, LoggedForwardValue, ComputedAtEpochEnd, Collected, CollectedAsObject,
+    CollectedForwardValue, max_epochs=3, data=lambda: batches(6),
+) | table(
+    each={
+        UsedInTheLoss: "metric `accuracy` is used at .* in training_step: return loss",
+        ChangedAfterwards: r"`mean` at .*: self\.mean\.update\(value\) is changed",
+        OfTheIndex: "batch_idx is read at",
+    }
+)  # fmt: skip
+
+
+class TestMetrics(Promises):
+    rows = ROWS
+    unlike = ("OfTheIndex",)

@@ -6,16 +6,15 @@ A graph knows neither the batches of a vmap nor tangents: such calls run as they
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from tests.training.fits import Net, compare, fit_twice
-from tests.training.modules.test_equal import named
+from tests.programs.table import Promises, row
+from tests.training.fits import Net
 
 
 class Block(nn.Module):
@@ -82,25 +81,6 @@ class Transformed(Net):
         return super().training_step({**batch, "x": self.head(hidden)}, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    "capture", [{"scope": "auto"}, {"scope": "modules"}, named("block", "net")]
-)
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("way", WAYS)
-def test_calls_inside_of_a_transform(
-    backend: str, tmp_path: Path, way: str, every: int, capture: dict[str, Any]
-) -> None:
-    capture = {**capture, "on_failure": "eager", "verify": False}
-    fits = fit_twice(
-        backend, tmp_path, module=lambda: Transformed(way, every), capture=capture, validation=0
-    )
-    compare(*fits, replayed=False)
-    statistics = fits[1].statistics
-    if capture["scope"] == "modules" and every == 1:
-        assert any("is made inside of a transform" in line for line in statistics.fallbacks)
-
-
 IN_STEPS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "squeeze_": lambda head, x: head(x).squeeze_(1),
     "views in place": lambda head, x: head(x).unsqueeze_(1).transpose_(0, 2).squeeze_(),
@@ -126,10 +106,20 @@ class Summed(Net):
         return super().loss(batch) + IN_STEPS[self.way](self.head, batch["x"]).pow(2).mean()
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("way", IN_STEPS)
-def test_steps_with_transforms(backend: str, tmp_path: Path, way: str, scope: str) -> None:
-    fits = fit_twice(backend, tmp_path, module=lambda: Summed(way), capture={"scope": scope})
-    compare(*fits, replayed=scope == "step")
-    assert fits[1].statistics.replayed > 0
+EVERY_WAY = {
+    "said": None, "validation": 0, "capture": {"scope": "auto", "verify": False},
+    "modules": ("block", "net"), "ignored": ".torch.jit",
+}  # fmt: skip
+ROWS = {
+    f"{way}, every {n}": row(
+        partial(Transformed, way, n), also="modules, unverified",
+        below="is made inside of a transform" if n == 1 and way != "without_autograd" else None,
+        **EVERY_WAY,
+    )
+    for way in WAYS for n in (1, 3)
+}  # fmt: skip
+ROWS |= {way: row(partial(Summed, way), ignored=".torch.jit", found=None) for way in IN_STEPS}
+
+
+class TestTransforms(Promises):
+    rows = ROWS

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from tests.training.fits import Net, compare, fit_twice
+from tests.programs.table import Promises, row
+from tests.training.fits import Net
 
 VARIABLE: ContextVar[Tensor] = ContextVar("VARIABLE")
 
@@ -179,35 +178,30 @@ def of_fused_optimizers(keeper: Keeper, state: Tensor) -> None:
 HOLDERS = {name: f for name, f in globals().items() if name.startswith("of_")}
 
 
+class Counted(Net):
+    """An attribute of a parameter."""
+
+    def loss(self, batch: Any) -> Tensor:
+        weight: Any = self.net[4].weight
+        weight.uses = getattr(weight, "uses", 0) + 1
+        return super().loss(batch) * (1 + weight.uses / 64)
+
+
 class Holding(Net):
     """Has a keeper whose state something else holds."""
 
-    def __init__(self, hold: Callable[[Keeper, Tensor], None]) -> None:
+    def __init__(self, hold: Callable[[Keeper, Any], None]) -> None:
         super().__init__()
         self.keeper, self._hold = Keeper(), [hold]
 
     def on_fit_start(self) -> None:
-        self._hold.pop()(self.keeper, torch.zeros(8, device=self.device))
+        hold = self._hold.pop()
+        counts = hold.__name__.startswith("in_")
+        state = SimpleNamespace(n=0) if counts else torch.zeros(8, device=self.device)
+        hold(self.keeper, state)
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + self.keeper(batch["x"]).pow(2).mean()
-
-
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_state_of(backend: str, tmp_path: Path, holder: str, scope: str) -> None:
-    fits = fit_twice(
-        backend, tmp_path, module=lambda: Holding(HOLDERS[holder]), capture={"scope": scope}
-    )
-    compare(*fits, replayed=scope == "step")
-    assert fits[1].statistics.replayed > 0
-
-
-@pytest.mark.parametrize("scope", ["step", "modules"])
-def test_verified_again_and_again(backend: str, tmp_path: Path, scope: str) -> None:
-    capture = {"scope": scope, "verify": 2}
-    fits = fit_twice(backend, tmp_path, module=lambda: Holding(of_weak_dictionary), capture=capture)
-    compare(*fits, replayed=scope == "step")
 
 
 # ------------------------------------------------------------------ of Python
@@ -264,30 +258,21 @@ def in_generator(keeper: Keeper, count: SimpleNamespace) -> None:
 COUNTERS = {name: f for name, f in globals().items() if name.startswith("in_")}
 
 
-@pytest.mark.filterwarnings("ignore:GraphCapture")
-@pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("counter", COUNTERS)
-def test_counters(backend: str, tmp_path: Path, counter: str, scope: str) -> None:
-    """What Python keeps there is found as well: such code runs eagerly, and counts once a step."""
-
-    def hold(keeper: Keeper, state: Tensor) -> None:
-        COUNTERS[counter](keeper, SimpleNamespace(n=0))
-
-    capture = {"scope": scope, "on_failure": "eager"}
-    fits = fit_twice(backend, tmp_path, module=lambda: Holding(hold), capture=capture)
-    compare(*fits, replayed=False)
-    statistics = fits[1].statistics
-    if scope == "step":
-        assert "A replay runs no Python code" in statistics.fallbacks[0] or (
-            "A graph would freeze" in statistics.fallbacks[0]
-        )
+ROWS = {name: row(partial(Holding, hold)) for name, hold in HOLDERS.items()}
+ROWS["of_weak_dictionary"] = row(
+    partial(Holding, of_weak_dictionary), also="verified; modules, verified"
+)
+ROWS["Counted"] = row(Counted)
+# What Python keeps there is found as well: such code runs eagerly, and counts once a step.
+ROWS |= {
+    name: row(
+        partial(Holding, hold), placed=False,
+        said="A replay runs no Python code|A graph would freeze",
+    )
+    for name, hold in COUNTERS.items()
+}  # fmt: skip
 
 
-def test_an_attribute_of_a_parameter_is_counted_by_replays(backend: str, tmp_path: Path) -> None:
-    class Counted(Net):
-        def loss(self, batch: Any) -> Tensor:
-            weight: Any = self.net[4].weight
-            weight.uses = getattr(weight, "uses", 0) + 1
-            return super().loss(batch) * (1 + weight.uses / 64)
-
-    compare(*fit_twice(backend, tmp_path, module=Counted))
+class TestElsewhere(Promises):
+    rows = ROWS
+    unlike = ("Counted", "in_gradient_hook", "in_generator")

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +17,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.training.fits import Net, compare, fit_twice, said_of_rates, warned
-
-pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture", "ignore:To copy construct")
+from tests.programs.table import Promises, row, stepping
+from tests.training.fits import Net
 
 Batch = dict[str, Tensor]
 
 
-def net(step: Any, *, lr: float = 0.0123) -> type[Net]:
-    """A module with this ``training_step``, and a rate that moves at every step."""
+class Moving(Net):
+    """Its rate moves at every step."""
 
-    class Stepping(Net):
-        training_step = step
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("teacher", torch.zeros(8, 16).T)
+        self.register_buffer("other", torch.zeros(8, 16).T)
+        self.schedule = torch.linspace(0.04, 0.4, 20)  # no buffer
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 180).view(60, 3))
+        self.seen: Any = None
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("teacher", torch.zeros(8, 16).T)
-            self.register_buffer("other", torch.zeros(8, 16).T)
-            self.schedule = torch.linspace(0.04, 0.4, 20)  # no buffer
-            self.register_buffer("table", torch.linspace(0.5, 1.5, 180).view(60, 3))
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=lr, fused=True)
-            moving = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-            return [optimizer], [{"scheduler": moving, "interval": "step"}]
-
-    return Stepping
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.0123, fused=True)
+        moving = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [{"scheduler": moving, "interval": "step"}]
 
 
 # ------------------------------------------------------------------ logged
@@ -74,23 +74,6 @@ def logs_conversions(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     self.log("wave", math.sin(index), prog_bar=True)
     self.log("root", np.sqrt(1.0 + batch_idx))
     return self.loss(batch)
-
-
-LOGGED = [logs_floats, logs_arithmetic, logs_conversions]
-
-
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("step", LOGGED)
-def test_logged_numbers_are_those_of_the_replay(
-    backend: str, tmp_path: Path, step: Any, window: int
-) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=net(step), max_epochs=3, accumulate_grad_batches=window,
-        capture={"on_failure": "eager"},
-    )  # fmt: skip
-    compare(eager, captured)
-    assert captured.statistics.replayed > 8
-    assert "float" not in globals()
 
 
 # ------------------------------------------------------------------ in a branch
@@ -145,48 +128,16 @@ def divides_later(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return loss
 
 
-BRANCHES = [every_fourth, late_loss, last_batch, by_the_rate, first_step, milestones]
-BRANCHES += [value_of_the_epoch, divides_later]
-
-
-@pytest.mark.parametrize("window", [1, 2])
-@pytest.mark.parametrize("step", BRANCHES)
-def test_a_branch_on_a_number(backend: str, tmp_path: Path, step: Any, window: int) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=net(step), max_epochs=4, accumulate_grad_batches=window
-    )
-    compare(eager, captured)
-    assert captured.statistics.replayed > 12
-
-
 def shows(first: int) -> Any:
     """A step that reads the device once in three steps."""
 
     def shows_images(self: Any, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
         if batch_idx % 3 == first:
-            self.shown = [float(value) for value in loss.detach().reshape(1)]
+            self.seen = [float(value) for value in loss.detach().reshape(1)]
         return loss
 
     return shows_images
-
-
-@pytest.mark.parametrize("first", range(3))
-@pytest.mark.parametrize("scope", ["step", "auto"])
-def test_a_branch_that_cannot_be_captured_runs_eagerly(
-    backend: str, tmp_path: Path, scope: str, first: int
-) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=net(shows(first)), max_epochs=4,
-        capture={"on_failure": "eager", "scope": scope},
-    )  # fmt: skip
-    compare(eager, captured, replayed=False)
-    assert captured.module.shown == eager.module.shown
-    assert captured.statistics.replayed > 16
-    assert captured.statistics.captures >= 1
-    (line,) = captured.statistics.fallbacks
-    assert "a step runs eagerly" in line
-    assert "test_trainer_numbers.py" in line
 
 
 # ------------------------------------------------------------------ as a factor
@@ -239,9 +190,6 @@ def cosine(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 def by_the_rates(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     rate = self.optimizers().param_groups[0]["lr"]
     return self.loss(batch) * (1 - 10 * rate) + rate
-
-
-PRECISIONS = ["64-true", "bf16-mixed", "bf16-true"]
 
 
 def as_a_tensor(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -305,55 +253,24 @@ def in_half(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return (loss - 0.1 * self.global_step).float()
 
 
-FACTORS = [as_a_tensor, annealed, warmed_up, tempered, taught, all_operators, by_the_rates, cosine]
-FACTORS += [divides, chooses, averages, fills, becomes_tensors, indexes, in_half]
+@contextmanager
+def scheduling() -> Iterator[None]:
+    """A package has a function ``decay``."""
+    text = "import math\ndef decay(n, most):\n    return float(1 + math.cos(math.pi * n / most))\n"
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        packages = Path(root) / "site-packages"
+        packages.mkdir()
+        (packages / "scheduling.py").write_text(text)
+        patch.syspath_prepend(str(packages))
+        patch.delitem(sys.modules, "scheduling", raising=False)
+        yield
 
 
-@pytest.mark.parametrize("window", [1, 3])
-@pytest.mark.parametrize("step", FACTORS)
-def test_a_number_as_a_factor(backend: str, tmp_path: Path, step: Any, window: int) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=net(step), max_epochs=4, accumulate_grad_batches=window
-    )
-    compare(eager, captured)
-    assert captured.statistics.captures <= 3 * window
-    assert captured.statistics.replayed >= 17
-
-
-@pytest.mark.parametrize(
-    ("step", "precision"),
-    [
-        *((step, precision) for step in (annealed, tempered) for precision in PRECISIONS),
-        *((all_operators, precision) for precision in PRECISIONS[:2]),
-    ],
-)
-def test_a_factor_in_other_precisions(
-    backend: str, tmp_path: Path, step: Any, precision: str
-) -> None:
-    eager, captured = fit_twice(
-        backend, tmp_path, module=net(step), max_epochs=3, precision=precision
-    )
-    compare(eager, captured, said=said_of_rates(captured))
-
-
-def test_a_package_makes_it_a_float(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One graph for all epochs, whose number is an input."""
-    (tmp_path / "site-packages").mkdir()
-    code = "import math\ndef decay(n, most):\n    return float(1 + math.cos(math.pi * n / most))\n"
-    (tmp_path / "site-packages" / "scheduling.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
-    decay = importlib.import_module("scheduling").decay
-
-    def decays(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-        momentum = decay(self.current_epoch, 10)
-        self.teacher.data = self.teacher.data * momentum + self.net[0].weight.data * (1 - momentum)
-        return self.loss(batch) + (self.net[0].weight - self.teacher).square().mean()
-
-    eager, captured = fit_twice(backend, tmp_path, module=net(decays), max_epochs=4)
-    compare(eager, captured)
-    assert captured.statistics.captures == 1
+def decays(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """A package makes a number a float: one graph for all epochs, whose number is an input."""
+    momentum = importlib.import_module("scheduling").decay(self.current_epoch, 10)
+    self.teacher.data = self.teacher.data * momentum + self.net[0].weight.data * (1 - momentum)
+    return self.loss(batch) + (self.net[0].weight - self.teacher).square().mean()
 
 
 def drawn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -363,15 +280,11 @@ def drawn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return loss * share * (1 - batch_idx / 20)
 
 
-def test_a_factor_beside_a_host_half(backend: str, tmp_path: Path) -> None:
-    compare(*fit_twice(backend, tmp_path, module=net(drawn), max_epochs=3))
-
-
 # ------------------------------------------------------------------ refused
 
 
 def stores(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    self.index = batch_idx
+    self.seen = batch_idx
     return self.loss(batch)
 
 
@@ -407,19 +320,11 @@ def schedules_itself(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return loss
 
 
-class Stored(net(stores)):  # type: ignore[misc]
-    """What it stores is there before, as it happens."""
+class Stored(Moving):
+    """What its step stores is there before, as it happens."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.index = batch_idx
-
-
-@pytest.mark.parametrize("module", [Stored, net(stores)], ids=["over itself", "anew"])
-def test_a_counter_that_is_stored(backend: str, tmp_path: Path, module: Any) -> None:
-    eager, captured = fit_twice(backend, tmp_path, module=module)
-    compare(eager, captured)
-    assert type(captured.module.index) is int
-    assert captured.module.index == eager.module.index
+        self.seen = batch_idx
 
 
 REFUSED = {
@@ -429,14 +334,7 @@ REFUSED = {
     smoothed: "trainer.global_step is read at .*label_smoothing",
     writes_an_entry: "an index into a tensor that the step writes, is used at .*add_",
     clamps_at_zero: "trainer.global_step is read at .*clamp",
-    schedules_itself: "the step sets .*last_epoch",
 }
-
-
-@pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
-def test_what_cannot_be_followed_is_refused(backend: str, tmp_path: Path, step: Any) -> None:
-    _, captured = warned(backend, tmp_path, REFUSED[step], module=net(step))
-    assert captured.statistics.replayed == 0
 
 
 def overrides_log(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -444,13 +342,58 @@ def overrides_log(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch)
 
 
-class Overriding(net(overrides_log)):  # type: ignore[misc]
+class Overriding(Moving):
     """Looks at what it logs."""
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         super().log(name, max(value, 3.0), **options)
 
 
-def test_a_log_that_looks_at_its_number(backend: str, tmp_path: Path) -> None:
-    eager, captured = fit_twice(backend, tmp_path, module=Overriding)
-    compare(eager, captured)
+FACTOR = {"max_epochs": 4, "graphs": range(4), "replayed": 17}
+ROWS = (
+    stepping(
+        Moving, logs_floats, logs_arithmetic, logs_conversions, max_epochs=3, replayed=9,
+        also="by threes",
+    )
+    | stepping(
+        Moving, every_fourth, late_loss, last_batch, by_the_rate, first_step, milestones,
+        value_of_the_epoch, divides_later, max_epochs=4, replayed=13, also="accumulated",
+    )
+    # One in three of its steps cannot be captured.
+    | {
+        f"shows {first} {scope}": replace(found, capture={"scope": scope})
+        for scope in ("step", "auto")
+        for first in range(3)
+        for found in stepping(
+            Moving, shows(first), max_epochs=4, said="a step runs eagerly", replayed=17
+        ).values()
+    }
+    | stepping(
+        Moving, as_a_tensor, warmed_up, taught, by_the_rates, cosine, divides, chooses, averages,
+        fills, becomes_tensors, indexes, in_half, also="by threes", ignored="To copy construct",
+        **FACTOR,
+    )
+    | stepping(
+        Moving, annealed, tempered, also="by threes; float64; bf16; bf16-true", **FACTOR
+    )
+    | stepping(Moving, all_operators, also="by threes; float64; bf16", **FACTOR)
+    | stepping(Moving, decays, around=scheduling, max_epochs=4, graphs=1)
+    | stepping(Moving, drawn, max_epochs=3)
+    | stepping(Moving, stores)
+    | {"stored over itself": row(type("Over", (Stored,), {"training_step": stores}))}
+    | {"Overriding": row(type("Overriding", (Overriding,), {"training_step": overrides_log}))}
+    | stepping(Moving, each=REFUSED)
+    | stepping(Moving, schedules_itself, said="the step sets .*last_epoch", placed=False,)
+)  # fmt: skip
+
+
+class TestNumbers(Promises):
+    rows = ROWS
+    unlike = (
+        "schedules_itself",
+        "indexed",
+        "raised",
+        "smoothed",
+        "writes_an_entry",
+        "clamps_at_zero",
+    )

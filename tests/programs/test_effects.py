@@ -1,0 +1,377 @@
+"""Steps that do something outside of their module, and what a fit of them has done there."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import io
+import logging
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import rich
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
+
+from tests.programs.table import Promises, copied, table
+from tests.training.fits import Net, batches
+
+LOGGER = logging.getLogger("tests.side_effects")
+FILE = Path()
+STEPS: list[int] = []
+COUNTS: dict[str, list[int]] = collections.defaultdict(list)
+BOARD = SimpleNamespace(seen=set())
+LAST: Any = None
+counter = 0
+
+
+class Printing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        print("a step")
+        return self.loss(batch)
+
+
+class PrintingByLightning(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.print("a step")
+        return self.loss(batch)
+
+
+class PrintingInAHelper(Net):
+    def loss(self, batch: Any) -> Any:
+        for _ in range(2):
+            print("a loss")
+        return super().loss(batch)
+
+
+class PrintingBehindAnExcept(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with contextlib.suppress(Exception):
+            print("a step")
+        return self.loss(batch)
+
+
+class WritingToTheConsole(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sys.stdout.write("a step\n")
+        return self.loss(batch)
+
+
+class PrintingByRich(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rich.print("a step")
+        return self.loss(batch)
+
+
+class LoggingOfPython(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        LOGGER.warning("a step of %d samples", len(batch["x"]))
+        return self.loss(batch)
+
+
+class LoggingOnRankZero(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rank_zero_info("a step")
+        return self.loss(batch)
+
+
+class Writing(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with open(FILE, "a", encoding="utf-8") as file:
+            file.write("a step\n")
+        return self.loss(batch)
+
+
+class WritingAPath(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with FILE.open("a", encoding="utf-8") as file:
+            file.write("a step\n")
+        return self.loss(batch)
+
+
+class LoggingToTheLogger(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.log_metrics({"samples": len(batch["x"])})
+        return self.loss(batch)
+
+
+class LoggingToTheExperiment(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.log_metrics({"samples": len(batch["x"])})
+        return self.loss(batch)
+
+
+class LoggingToTheTrainersLoggers(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for logger in self.trainer.loggers:
+            logger.log_metrics({"samples": len(batch["x"])})
+        return self.loss(batch)
+
+
+class LoggingToTheTrainersLogger(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trainer.logger.log_metrics({"samples": len(batch["x"])})
+        return self.loss(batch)
+
+
+class Appending(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        STEPS.append(len(batch["x"]))
+        return self.loss(batch)
+
+
+class AppendingInAComprehension(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        [STEPS.append(size) for size in (1, 2)]
+        return self.loss(batch)
+
+
+def note(size: int) -> None:
+    COUNTS["sizes"].append(size)
+
+
+note.calls = 0
+
+
+def noting(step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
+    def noted(self: Any, batch: Any, batch_idx: int) -> Any:
+        note(len(batch["x"]))
+        return step(self, batch, batch_idx)
+
+    return noted
+
+
+class AppendingInADecorator(Net):
+    @noting
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class CountingInAFunction(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        note.calls += 1
+        return self.loss(batch)
+
+
+class AddingToAnObject(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        BOARD.seen.add(f"step {len(BOARD.seen)}")
+        return self.loss(batch)
+
+
+class Counting(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        global counter
+        counter += 1
+        return self.loss(batch)
+
+
+class Keeping(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        global LAST
+        loss = self.loss(batch)
+        LAST = loss.detach()
+        return loss
+
+
+class InASubmodule(Net):
+    class Layer(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            STEPS.append(len(x))
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = self.Layer(16, 3)
+
+
+class CountingInTheClass(Net):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        type(self).calls += 1
+        return self.loss(batch)
+
+
+class CountingInTheNamedClass(Net):
+    calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        CountingInTheNamedClass.calls += 1
+        return self.loss(batch)
+
+
+class AppendingToTheClass(Net):
+    sizes: list[int] = []  # noqa: RUF012
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes.append(len(batch["x"]))
+        return self.loss(batch)
+
+
+def enclosed() -> LightningModule:
+    """A module whose step stores in variables of the function that made it."""
+    calls = 0
+    COUNTS["enclosed"] = sizes = []
+
+    class Enclosed(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            nonlocal calls
+            calls += 1
+            sizes.append(calls)
+            return self.loss(batch)
+
+    return Enclosed()
+
+
+@functools.lru_cache(maxsize=1)
+def ramp(size: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, size, device=device)[:, None]
+
+
+class Caching(Net):
+    """Validation with another size empties the cache before steps are captured."""
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss({**batch, "x": batch["x"] * ramp(len(batch["x"]), self.device)})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ramp(5, self.device)
+
+
+class CachingAndRefused(Caching):
+    """The capture fills the cache and is given up."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * (2.0 if loss.item() > 1.0 else 1.0)
+
+
+class CachingLayer(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x * ramp(len(x), x.device))
+
+
+class ReadingLayer(nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+class CachingInSubmodules(Caching):
+    """The capture of one submodule fills the cache, and that of the next one is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(CachingLayer(8, 16), nn.ReLU(), ReadingLayer(16, 3))
+
+
+class Quiet(Net):
+    """Reads what the others change, asks for loggers that are not there, logs below the level."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        LOGGER.debug("not shown")
+        if self.logger is not None and self.trainer.loggers:
+            self.logger.log_metrics({"samples": 1.0})
+        return super().training_step(batch, batch_idx) * (1.0 + len(STEPS) + counter)
+
+
+REFUSED = {
+    Printing: 'print is used at .* in training_step: print\\("a step"\\)',
+    PrintingByLightning: "self.print is used at .* in training_step",
+    PrintingInAHelper: "print is used at .* in loss",
+    PrintingBehindAnExcept: "print is used at .* in training_step",
+    WritingToTheConsole: "sys.stdout.write is used at .* in training_step: sys",
+    PrintingByRich: "rich.console.Console.print is used at .* in training_step: rich",
+    LoggingOfPython: "a logger of Python is used at .* in training_step",
+    LoggingOnRankZero: "a logger of Python is used at .* in training_step",
+    Writing: "open is used at .* in training_step",
+    WritingAPath: "open is used at .* in training_step",
+    LoggingToTheLogger: "trainer.logger is used at .* in training_step: self.logger",
+    LoggingToTheExperiment: "trainer.logger is used at .* in training_step: self.logger",
+    LoggingToTheTrainersLoggers: "trainer.loggers is used at .* in training_step: for",
+    LoggingToTheTrainersLogger: "trainer.logger is used at .* in training_step: self.trainer",
+    Appending: "training_step changes STEPS, named at .* in training_step: STEPS.append",
+    AppendingInAComprehension: "training_step changes STEPS",
+    AppendingInADecorator: r"changes COUNTS\['sizes'\], named at .* in note: COUNTS",
+    CountingInAFunction: "training_step changes note.calls, named at .* in training_step: note",
+    AddingToAnObject: "changes BOARD.seen, named at .* in training_step: BOARD.seen.add",
+    Counting: "training_step changes counter, named at .* in training_step: counter ",
+    Keeping: "training_step changes LAST, named at .* in training_step: LAST =",
+    CountingInTheClass: r"changes CountingInTheClass.calls, named at .*: type\(self\).calls",
+    CountingInTheNamedClass: "changes CountingInTheNamedClass.calls, named at .*: Counting",
+    AppendingToTheClass: "changes AppendingToTheClass.sizes, named at .*: self.sizes.app",
+    enclosed: "changes calls, sizes, named at .* in training_step: calls ",
+}
+
+
+class Effects(logging.Handler):
+    """Everything that the last fit has done outside of its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.lines = io.StringIO()
+        self.folder = Path()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Begin with nothing; the loggers of Lightning show what they are given."""
+        global FILE, LAST, counter
+        self.texts.clear()
+        self.lines = io.StringIO()
+        LAST, counter = None, 0
+        for held in (STEPS, COUNTS, BOARD.seen, AppendingToTheClass.sizes):
+            held.clear()
+        CountingInTheClass.calls = CountingInTheNamedClass.calls = note.calls = 0
+        ramp.cache_clear()
+        names = [f"lightning.{part}.utilities.rank_zero" for part in ("pytorch", "fabric")]
+        loggers = [LOGGER, *map(logging.getLogger, names)]
+        levels = [logger.level for logger in loggers]
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(self.lines):
+            FILE = Path(folder) / "written.txt"
+            for logger in loggers:
+                logger.setLevel(logging.INFO)
+                logger.addHandler(self)
+            yield
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(self)
+
+    def found(self) -> Any:
+        """What was printed, logged, written and stored."""
+        lines = self.lines.getvalue().splitlines()
+        return (
+            [line for line in lines if line in ("a step", "a loss")],
+            [text for text in self.texts if text.startswith("a step")],
+            FILE.read_text() if FILE.exists() else "",
+            STEPS, COUNTS, sorted(BOARD.seen), counter, note.calls, LAST, CountingInTheClass.calls,
+            CountingInTheNamedClass.calls, AppendingToTheClass.sizes,
+        )  # fmt: skip
+
+
+EFFECTS = Effects()
+SIX = {"max_epochs": 3, "data": lambda: batches(6)}
+NOTED = {"around": EFFECTS.noted, "outside": lambda: copied(EFFECTS.found())}
+ROWS = (
+    table(each=REFUSED, also="auto", **NOTED)
+    | table(each={InASubmodule: "training_step changes STEPS, named at "}, **NOTED)
+    | table(Quiet, logger=False, **NOTED)
+    # A cache holds no memory of a capture.
+    | table(Caching, CachingInSubmodules, said=None, **SIX, **NOTED)
+    | table(CachingAndRefused, said="if loss.item", also="auto", **SIX, **NOTED)
+)  # fmt: skip
+
+
+class TestEffects(Promises):
+    rows = ROWS

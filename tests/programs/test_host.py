@@ -1,0 +1,394 @@
+"""What a step computes on the host: constants, draws of the CPU's generator, branches on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.programs.table import Promises, table
+from tests.training.fits import Net, batches
+
+
+class Plain(Net):
+    """No draws on the device: on a CPU one generator serves both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Identity()
+        self.table = torch.arange(3.0)
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = {**batch, "x": batch["x"] * self.scale(batch["x"])}
+        return super().training_step(batch, batch_idx)
+
+
+class ANumber(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor(1.5, device=x.device)
+
+
+class Numbers(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor([1.0, 2.0] * 4, device=x.device)
+
+
+class WrittenInPlace(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor([1.0, 2.0] * 4, device=x.device).add_(x.detach().mean())
+
+
+class NewTensor(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return x.new_tensor([1, 2] * 4)
+
+
+class ATable(Plain):
+    """As relative positions are made: computed on the host, moved in every step."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        places = torch.arange(8)[:, None] - torch.arange(8)[None, :]
+        return places.abs().to(x.device)[x.shape[0] % 8].to(x.dtype) + 1.0
+
+
+class Draw(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rand((8,), device="cpu").to(x.device)
+
+
+class ADrawnNumber(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rand((), device="cpu") + 0.5
+
+
+class DrawnPlaces(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return x[torch.randperm(x.shape[0], device="cpu").to(x.device)].detach()
+
+
+class DrawnFromItsOwn(Plain):
+    """A generator of the module's, as programs have it that draw the same noise each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.rand((8,), generator=self.generator).to(x.device) + 0.5
+
+
+class FilledInPlace(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        noise = torch.zeros(8, device="cpu")
+        noise.uniform_(0.5, 1.5)
+        noise[2] = 1.0
+        return noise.to(x.device)
+
+
+class NeverDropped(Plain):
+    """A ``layerdrop`` of nought, as most configurations have it."""
+
+    rate = 0.0
+
+    def scale(self, x: Tensor) -> float:
+        return 1.0 if torch.rand([], device="cpu") < self.rate else 2.0
+
+
+class Dropped(NeverDropped):
+    rate = 0.25
+
+
+class Drawn(Plain):
+    """With ``item()``, and with a number that no step has twice: only the branch is compared."""
+
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if torch.rand((), device="cpu").mul(2).gt(1.9).item() else 1.0
+
+
+class AMask(Plain):
+    """As transformers asks whether a mask may be dropped: it may, but for the first element."""
+
+    def scale(self, x: Tensor) -> Tensor | float:
+        mask = x.new_ones(x.shape, dtype=torch.bool)
+        mask = torch.cat([mask, (x > -1e9)], dim=1)
+        return 2.0 if mask.all() else mask.float().mean()
+
+
+class Lengths(Plain):
+    def scale(self, x: Tensor) -> float:
+        lengths = (x[:, :3] > -1e9).sum(1)
+        return float(lengths.max().item()) / 3
+
+
+class Places(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        places = (x[0] > -1e9).nonzero()[:, 0]
+        return x[0, places].detach()
+
+
+class WrittenPlaces(Plain):
+    """As Longformer writes a number where nothing is attended to."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        rows, columns = (x[:, :3] > -1e9).nonzero(as_tuple=True)
+        written = x.detach().clone()
+        written[rows, columns] = 0.5
+        return written
+
+
+class Unique(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        return loss * (batch["y"] * 0 + 5).unique().numel()
+
+
+class Counted(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.bincount((x[:, 0] > 0).long(), minlength=3).float()[1]
+
+
+class Shifted(Plain):
+    """As labels are shifted to the right, with an assertion."""
+
+    def scale(self, x: Tensor) -> float:
+        shifted = x.new_zeros(x.shape, dtype=torch.long)
+        shifted[:, 1:] = (x[:, :-1] > -1e9).long()
+        shifted.masked_fill_(shifted == -100, 0)
+        assert torch.all(shifted >= 0).item()
+        return 2.0
+
+
+class WrittenOnTheHost(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        table = torch.zeros((2, 8), device="cpu")
+        row = table[1]
+        row[2:] = torch.rand((6,), device="cpu")
+        return table.to(x.device).sum(0) + 1.0
+
+
+class IndexedByAList(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return x[:, [-2]].detach() + x[torch.arange(8).flip(0)]
+
+
+class ConstantMask(Plain):
+    """As contrastive losses take the positive pairs out of all similarities."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        hidden = self.net[0](batch["x"])
+        similar, pairs = hidden @ hidden.t(), torch.eye(8, dtype=torch.bool, device=loss.device)
+        similar.masked_fill_(pairs, -9e15)
+        pairs = pairs.roll(4, 0)
+        loss = loss - similar[pairs].mean()
+        return loss + similar[pairs[2], 1:3].sum() + similar[[1], pairs[2]].sum()
+
+
+class Global(Plain):
+    """As Longformer asks whether any token attends to all."""
+
+    def scale(self, x: Tensor) -> float:
+        attends = torch.zeros_like(x, dtype=torch.long)
+        attends[:, 0] = 1
+        attends[..., 1:3] = 0.0
+        attends = (x > -1e9).long() * (attends + 1)
+        mask = torch.where(attends > 0, torch.tensor(0.0, device=x.device), -1e9)
+        mask[attends == 2] = 1e9
+        return 2.0 if (mask > 0).flatten().any().item() else 1.0
+
+
+class AsList(Plain):
+    def scale(self, x: Tensor) -> float:
+        return float(sum((x[:, 0] > -1e9).tolist())) / 8
+
+
+class Spoken(Plain):
+    """A loss of aligned sequences: ``ctc_loss`` reads lengths and makes tables of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        hidden = self.net[0](batch["x"]).reshape(8, 4, 4).log_softmax(-1)
+        return loss + self.spoken(hidden, batch["y"])
+
+    def spoken(self, log_probs: Tensor, labels: Tensor) -> Tensor:
+        lengths = torch.full((4,), 8, dtype=torch.long, device="cpu")
+        targets = labels.view(4, 2) + 1
+        return functional.ctc_loss(log_probs, targets, lengths, torch.full_like(lengths, 2))
+
+
+class SpokenWithPadding(Spoken):
+    """As transformers does it, where what is padded is less than nought."""
+
+    def spoken(self, log_probs: Tensor, labels: Tensor) -> Tensor:
+        labels = (labels - 4).where(torch.arange(8, device=labels.device) % 3 == 0, labels)
+        labels = labels.view(4, 2) + 1
+        assert not labels.max() >= 4
+        mask = torch.ones_like(log_probs[..., 0], dtype=torch.long)
+        lengths = torch.div(mask.sum(0) - 1, 1, rounding_mode="floor") + 1
+        kept = labels > 0
+        targets = labels.masked_select(kept)
+        with torch.backends.cudnn.flags(enabled=False):
+            return functional.ctc_loss(
+                log_probs, targets, lengths, kept.sum(-1), reduction="sum", zero_infinity=True
+            )
+
+
+class SpokenAtLength(Spoken):
+    """About one batch in four has other lengths."""
+
+    def spoken(self, log_probs: Tensor, labels: Tensor) -> Tensor:
+        targets = labels.view(4, 2) + 1
+        first = 1 + (labels[:4].sum() > 2).long()
+        lengths = torch.ones_like(targets[:, 0]) * first
+        return nn.CTCLoss()(log_probs, targets, lengths + 6, lengths)
+
+
+class Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        (rows,) = (x[:, 0] > 0).nonzero(as_tuple=True)
+        return x.index_add(0, rows, x[rows])
+
+
+class SpokenAndChosen(Spoken):
+    """Submodules are captured, but for one: what it chooses is looked for, operator by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = nn.Sequential(nn.Linear(8, 8), Positive())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step({**batch, "x": self.chosen(batch["x"])}, batch_idx)
+
+
+class Chosen(Plain):
+    """A loss of some rows; about one batch in six has a row that is left out."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super(Plain, self).training_step(batch, batch_idx)
+        hidden, chosen = self.net[0](batch["x"]), batch["x"][:, 0] > 2.0
+        masked = hidden * 2.0
+        masked[chosen] = 0.5
+        masked[~chosen] = self.net[0].weight[:, 0]
+        return loss + hidden[~chosen].mean() + hidden[chosen, 1:3].sum() + masked.square().mean()
+
+
+class ABranch(Plain):
+    """About one batch in six has another number of positive values in its first column."""
+
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if (x[:, 0] > 0).sum() > 5 else 1.0
+
+
+class Kept(Plain):
+    """A number of the host outlives the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.shares: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = torch.rand(1, device="cpu")
+        factor = torch.tensor([2.0], device=self.device) * share.to(self.device)
+        return {"loss": self.loss({**batch, "x": batch["x"] * factor}), **self.keep(share)}
+
+    def keep(self, share: Tensor) -> dict[str, Any]:
+        self.share = share
+        return {}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.share))
+
+
+class Returned(Kept):
+    def keep(self, share: Tensor) -> dict[str, Any]:
+        return {"share": share}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(outputs["share"]))
+
+
+class Appended(Kept):
+    def keep(self, share: Tensor) -> dict[str, Any]:
+        self.shares.append(share)
+        return {}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.shares[-1]))
+
+
+class KeptAndUsed(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        self.kept = torch.rand((8,), device="cpu")
+        return self.kept.to(x.device)
+
+
+class ReturnedAndRead(Plain):
+    def scale(self, x: Tensor) -> float:
+        return 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss, noise = super().training_step(batch, batch_idx), torch.rand((8,), device="cpu")
+        return {"loss": loss if noise[0] < 2.0 else 2.0 * loss, "noise": noise}
+
+
+class AsNumbers(Plain):
+    def scale(self, x: Tensor) -> float:
+        return float(sum(torch.rand((2,), device="cpu").tolist()))
+
+
+class ReadOfTheDevice(Plain):
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if x.mean().item() > 0 else 1.0
+
+
+class ReadOfAParameter(Plain):
+    def scale(self, x: Tensor) -> float:
+        return 2.0 if (self.net[0].weight > 10).any() else 1.0
+
+
+class ReadOfWhatWasWritten(Plain):
+    """The device alone knows what is written."""
+
+    def scale(self, x: Tensor) -> float:
+        mask = x > 0
+        mask[:, 0] = self.net[0].weight[0, 0] > 10
+        return 2.0 if mask.any() else 1.0
+
+
+SERVED = [
+    ANumber, Numbers, WrittenInPlace, NewTensor, ATable, Draw, ADrawnNumber, DrawnPlaces,
+    DrawnFromItsOwn, NeverDropped, AMask, Lengths, Places, WrittenPlaces, Unique, Counted, AsList,
+    Shifted, Global, IndexedByAList, ConstantMask, Spoken, SpokenWithPadding,
+]  # fmt: skip
+TWELVE = {"data": lambda: batches(12)}
+ROWS = (
+    table(*SERVED, graphs=1, **TWELVE)
+    | table(
+        Dropped, Drawn, ABranch, SpokenAtLength, Chosen, data=lambda: batches(40), max_epochs=2,
+        graphs=range(1, 3), replayed=51,
+    )
+    # torch 2.11 hands out an alias of what dispatch modes see made, and they are refused.
+    | table(FilledInPlace, WrittenOnTheHost, said=None, graphs=range(2), **TWELVE)
+    | table(
+        Kept, Returned, Appended, said=r"a CPU tensor of shape \(1,\) is kept or returned\n",
+        placed=False, found=None, validation=0, **TWELVE,
+    )
+    | table(
+        ReturnedAndRead, ReadOfTheDevice, ReadOfAParameter, ReadOfWhatWasWritten, said=".",
+        placed=False, found=None, **TWELVE,
+    )
+    # In a rehearsal its tensor is one of the device, which is stored by replays.
+    | table(KeptAndUsed, said=None, **TWELVE)
+    # Numbers that never come back are not captured for ever.
+    | table(AsNumbers, said=None, graphs=range(11), data=lambda: batches(40))
+)  # fmt: skip
+
+
+class TestHost(Promises):
+    rows = ROWS

@@ -1,0 +1,220 @@
+"""What else stands in the way of a graph, and what only looks as if it did."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torchmetrics
+from torch import Tensor, nn
+
+from tests.programs.table import Promises, row, table
+from tests.training.equal.test_distributions import Variational
+from tests.training.fits import Net, batches
+
+
+class Catching(Net):
+    """Goes on where a look at its loss fails."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        try:
+            return loss * 2 if loss > 1 else loss
+        except Exception:
+            return loss
+
+
+class Trying(Net):
+    """Goes on where something that a replay lacks is refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.scales = itertools.cycle([1.0, 2.0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        try:
+            return loss * self.scale(loss.detach())
+        except Exception:
+            return loss
+
+
+class TryingMetric(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        return 2 * self.mean(loss)
+
+
+class TryingGradient(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        return 1 + self.net[0].weight.grad.abs().mean()
+
+
+class TryingIterator(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        return next(self.scales)
+
+
+class Box:
+    """Holds what cannot be stored again."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+
+class Boxing(Net):
+    last: Box | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.last = Box(loss.detach())
+        return loss
+
+
+class Listing(Net):
+    """A tensor is made of the numbers in others."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * torch.tensor([loss.detach()], device=self.device).mean()
+
+
+class ListingLabels(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        sums = torch.tensor([batch["y"].sum(), batch["y"][0]], device=self.device)
+        return self.loss(batch) * sums.float().mean()
+
+
+class Copying(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + copy.deepcopy(self.net)(batch["x"]).mean()
+
+
+class Saving(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        torch.save(loss.detach(), io.BytesIO())
+        return loss
+
+
+def _counts(layer: Any) -> float:
+    layer.calls += 1
+    return 1.0
+
+
+def _appends(layer: Any) -> float:
+    layer.sizes.append(8)
+    return 1.0
+
+
+def _draws(layer: Any) -> float:
+    return random.random()
+
+
+class Bound(nn.Linear):
+    last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = super().forward(x)  # bound
+        return self.last.relu()
+
+
+class Deciding(Net):
+    """Its way is not the same in all steps: a graph for each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if random.random() < 0.5:
+            loss = loss * 2
+        if random.choice(["halved", "whole"]) == "halved":
+            loss = loss / 2
+        for _ in range(random.randint(1, 2)):
+            loss = loss + 1
+        if self.global_step % 2:
+            loss = loss * 3
+        return loss
+
+
+class Hooked(Net):
+    """Hooks compute in the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(_kept)
+        self.net[4].bias.register_hook(lambda gradient: gradient * 0.5)
+
+
+def _kept(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+class Layer(nn.Module):
+    """Leaves something behind in its ``leave``."""
+
+    def __init__(self, leave: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.calls = 0
+        self.sizes: list[int] = []
+        self.leave = leave
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu() * self.leave(self)
+
+
+class Layered(Net):
+    def __init__(self, leave: Callable[[Any], Any], kind: Any = None) -> None:
+        super().__init__()
+        self.layer = kind(8, 8) if kind else Layer(leave)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss({**batch, "x": self.layer(batch["x"])})
+
+
+class EmptyTensor(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        nothing = torch.tensor([], device=self.device)
+        return self.loss(batch) + torch.cat([nothing, batch["x"][0]]).sum()
+
+
+TWENTY = {"data": lambda: batches(20), "validation": 0}
+LAYERS = {"capture": {"scope": "modules"}, "found": "rule remedy line", "replayed": 1, **TWENTY}
+ROWS = (
+    table(
+        Catching, Boxing, Listing, ListingLabels, Copying, Saving, said=".", placed=False, **TWENTY
+    )
+    # What an ``except`` has caught stays refused.
+    | table(
+        each={
+            TryingMetric: "the value of metric `mean` is used at",
+            TryingGradient: ".grad of a parameter is read at",
+            TryingIterator: "self.scales, an iterator, is read at",
+        },
+        validation=0,
+    )
+    | {
+        leave.__name__: row(partial(Layered, leave), said=said, **LAYERS)
+        for leave, said in (
+            (_counts, "changes self.calls"), (_appends, "changes self.sizes"),
+            (_draws, "random.random"),
+        )
+    }
+    | {"Bound": row(partial(Layered, _counts, Bound), said="`last` is set to another", **LAYERS)}
+    # Ways that draws and counters decide are a graph each.
+    | table(
+        Deciding, said=None, replayed=1, found="", capture={"warmup_steps": 30, "min_repeats": 0},
+        max_epochs=1,
+        data=lambda: batches(60), validation=0,
+    )
+    | table(Hooked, EmptyTensor, Variational, **TWENTY)
+)  # fmt: skip
+
+
+class TestRefusals(Promises):
+    rows = ROWS
