@@ -51,18 +51,8 @@ LAYERS = (
 )
 # Imports that still run upward: none may be added.
 UPWARD = {
-    ("regions.body", "lightning.context"),
-    ("regions.dispatch", "lightning.context"),
-    ("regions.step", "lightning.context"),
-    ("regions.step", "lightning.logs"),
-    ("regions.step", "lightning.ranks"),
-    ("regions.step", "lightning.transfer"),
-    ("regions.submodules", "lightning.context"),
     ("regions.submodules", "lightning.ranks"),
     ("regions.submodules", "lightning.strategy"),
-    ("regions.update", "lightning.context"),
-    ("regions.update", "lightning.private"),
-    ("regions.verified", "lightning.logs"),
 }
 # Imported inside the functions that need them, never while a module of ours is being imported.
 LAZY = {"cuda", "rich", "transformers", "yaml"}
@@ -337,10 +327,7 @@ ENGINE = {
 }
 WORDS = re.compile(r"self\.log\b|training_step|Trainer\(")
 # Files that are yet to lose what they know of Lightning: none may be added.
-UNEASY = {
-    *("regions/body.py", "regions/conditions.py", "regions/plan.py"),
-    *("regions/step.py", "regions/submodules.py", "watch/numbers.py", "watch/side_effects.py"),
-}
+UNEASY = {"regions/submodules.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError
-from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.findings import moves_batches_itself, why_no_whole_step
+from lightning_graphs.lightning.fit import LightningContext
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts
 from lightning_graphs.lightning.progress import ProgressValues
@@ -234,10 +234,22 @@ class GraphCapture(Callback):
                 say=rank_zero_info,
                 warn=rank_zero_warn,
             )
-            told = statistics, messages
-            known = TrainerWatch(trainer, pl_module), why_no_whole_step(trainer, pl_module)
-            parts = (*told, progress, investment, calls, budget, recovery, ranks, *known)
-            fit = TrainingContext(trainer, pl_module, options, pool, *parts)
+            fit = LightningContext(
+                trainer=trainer,
+                module=pl_module,
+                options=options,
+                pool=pool,
+                statistics=statistics,
+                messages=messages,
+                progress=progress,
+                investment=investment,
+                own=calls,
+                budget=budget,
+                recovery=recovery,
+                ranks=ranks,
+                watch=TrainerWatch(trainer, pl_module, progress),
+                no_whole_step=why_no_whole_step(trainer, pl_module),
+            )
 
             def switch_off() -> None:
                 handler.close()
@@ -371,7 +383,7 @@ def _side_stream(
         before.wait_stream(stream)
 
 
-def _runner_for(fit: TrainingContext) -> Runner:
+def _runner_for(fit: LightningContext) -> Runner:
     """The runner that the options ask for.
 
     By default that of whole steps. Submodules follow, from the next step on, where that turns out

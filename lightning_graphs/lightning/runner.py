@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
-from lightning_graphs.lightning.context import CaptureFacts, TrainingContext
+from lightning_graphs.lightning.fit import LightningContext
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
     Unrecorded,
@@ -41,6 +41,7 @@ from lightning_graphs.regions.conditions import (
     signature_in_words,
     without_values,
 )
+from lightning_graphs.regions.context import CaptureFacts
 from lightning_graphs.regions.gradients import KEPT_LATE
 from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, Region
 from lightning_graphs.regions.notices import StepMessages
@@ -64,7 +65,7 @@ _WRAPPED = (
 class StepRunner(Region[tuple[Any, ...], StepPlan]):
     """Runs the steps of a fit as a whole."""
 
-    def __init__(self, fit: TrainingContext) -> None:
+    def __init__(self, fit: LightningContext) -> None:
         self._fit = fit
         self._recovery = fit.recovery
         self._trainer = fit.trainer
@@ -83,7 +84,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
-        self._learned = CaptureFacts(fit.module, self._forget_plans)
+        self._learned = CaptureFacts(fit, self._forget_plans)
         self._kept = self._learned.kept
         self._values = BatchValues()
         self._seeds = NewSeeds.of(fit.module, fit.module.device)
@@ -393,7 +394,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._fit.progress.mirrored = frozenset()
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            watching = self._learned.logged.watching(self._module)
+            watching = self._fit.watch.logged.watching(self._module)
             with watching, self._fit.compiled.watching():
                 return self._calls.training_step(*args, **kwargs)
         return self._calls.training_step(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.lightning.fit import LightningContext
 from lightning_graphs.lightning.logs import QuickLog
 from lightning_graphs.lightning.strategy import log_exchanged
 from lightning_graphs.private.exchange import replaced
@@ -26,7 +26,7 @@ class ModuleRunner:
     has_failed = may_follow_values = False
 
     def __init__(
-        self, fit: TrainingContext, warmup_steps: int, looks_at_shapes: bool = False
+        self, fit: LightningContext, warmup_steps: int, looks_at_shapes: bool = False
     ) -> None:
         fit.ranks.close()  # submodules exchange nothing
         if fit.progress is not None:

@@ -7,7 +7,7 @@ from statistics import median
 
 import torch
 
-from lightning_graphs.lightning.context import TrainingContext
+from lightning_graphs.lightning.fit import LightningContext
 from lightning_graphs.policy.timing import StepTiming, Stopwatch, judge
 from lightning_graphs.report import render, summary_line
 
@@ -18,7 +18,7 @@ _OF_PARTS = "the optimizer step", "capturing submodules, not"
 class FitSummary:
     """Times the first steps of a fit, draws the conclusion, and says how it went."""
 
-    def __init__(self, fit: TrainingContext, switch_off: Callable[[], None]) -> None:
+    def __init__(self, fit: LightningContext, switch_off: Callable[[], None]) -> None:
         self._fit = fit
         fit.ranks.left = self.left
         self._statistics = statistics = fit.statistics

@@ -13,18 +13,26 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
 from lightning_graphs.lightning.findings import observers_of, overrides
-from lightning_graphs.lightning.logs import refuse_log
-from lightning_graphs.lightning.private import kept_log_caught
-from lightning_graphs.lightning.ranks import unseen_by_ddp
+from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, refuse_log
+from lightning_graphs.lightning.private import (
+    announce_optimizer_step,
+    call_gradient_hooks,
+    kept_log_caught,
+)
+from lightning_graphs.lightning.progress import ProgressValues
+from lightning_graphs.lightning.ranks import unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.lightning.strategy import log_exchanged, loss_of
+from lightning_graphs.lightning.transfer import copies_on_host
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed
 from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.regions.conditions import Observers
+from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import AsRead, Environment
 from lightning_graphs.watch.object_graph import HELD_ELSEWHERE, know_base
@@ -87,10 +95,70 @@ def _without_autocast_cache(plugin: Any) -> Iterator[None]:
 class TrainerWatch:
     """Makes the environments of a fit, and watches its trainer in them."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        progress: ProgressValues | None = None,  # mirrors the values for the progress bar
+    ) -> None:
         self._trainer = trainer
         self._module = module
+        self._progress = progress
         self.own = UserCode(module)
+        self.logged = LoggedNumbers()  # Python numbers that change from step to step
+        self.run = trainer.strategy.training_step  # a program's own one, too
+
+    @property
+    def function(self) -> Any:
+        """See :class:`Client`, as for what follows."""
+        return self._module.training_step
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self._trainer.optimizers
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return scaler_of(self._trainer.precision_plugin)
+
+    @property
+    def clipping(self) -> tuple[object, ...]:
+        return self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
+
+    @property
+    def epoch(self) -> int:
+        return self._trainer.current_epoch
+
+    @property
+    def ddp(self) -> Any:
+        return wrapper_of(self._trainer)
+
+    def recorder(self) -> LogRecorder:
+        return LogRecorder(self._module, self._progress, self.logged)
+
+    def mute(self) -> LogRecorder:
+        return LogRecorder(self._module)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
+        self._trainer.precision_plugin.backward(loss, self._module, optimizer)
+
+    def clip(self, optimizer: Optimizer) -> None:
+        value, algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
+        self._module.configure_gradient_clipping(
+            optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
+        )
+
+    def call_gradient_hooks(self, optimizer: Optimizer) -> None:
+        call_gradient_hooks(self._trainer, self._module, optimizer)
+
+    def announce_optimizer_step(self, optimizer: Optimizer) -> None:
+        announce_optimizer_step(self._trainer, optimizer)
+
+    def waits_for_gradients(self) -> bool:
+        return waits_for_gradients(self._trainer)
+
+    def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
+        return copies_on_host(self._trainer, batch)
 
     def environment(
         self,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +14,13 @@ from torch.optim import Optimizer
 from lightning_graphs.device.generators import Generators
 from lightning_graphs.device.rules import OLD_GRADIENTS
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning.context import TrainingContext
-from lightning_graphs.private.callsite import add_line, calls_observed, returned_by
+from lightning_graphs.private.callsite import LIBRARIES, add_line, calls_observed, returned_by
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import scaling_states
 from lightning_graphs.regions.conditions import Observers, Phase
+from lightning_graphs.regions.context import Recorder, TrainingContext
 from lightning_graphs.regions.gradients import drop_gradients
-from lightning_graphs.regions.optimizer import CapturableOptimizer, scaler_of
+from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.values.memory import OutputPlan
 from lightning_graphs.watch.side_effects import Places
 from lightning_graphs.watch.tracers import refuse_stand_ins
@@ -31,19 +30,9 @@ _UNSCALES_ITSELF = "_step_supports_amp_scaling"
 divides gradients by the loss scale itself, and its hooks see scaled ones."""
 
 
-class Recorder(Protocol):
-    """Records what a step logs."""
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Record what the body logs."""
-
-    def finish(self) -> None:
-        """Called at the end of the step's own code, as a part of it."""
-
-
 @dataclass(eq=False)
 class StepBody:
-    """The step of one fit as Lightning does it, without the hooks."""
+    """The step of one fit, without the hooks of its client."""
 
     fit: TrainingContext
     optimizer: Optimizer
@@ -51,9 +40,8 @@ class StepBody:
     observers: Observers
 
     def __post_init__(self) -> None:
-        self.trainer, self.module = self.fit.trainer, self.fit.module
-        self._plugin = self.trainer.precision_plugin
-        self._scaler = scaler_of(self._plugin)
+        self.module, self.client = self.fit.module, self.fit.watch
+        self._scaler = self.client.scaler
 
     @contextlib.contextmanager
     def surrounded(
@@ -97,14 +85,14 @@ class StepBody:
         return output
 
     def forward(self, arguments: tuple[Any, ...], recorder: Recorder) -> tuple[OutputPlan, Tensor]:
-        """What ``training_step`` returns, and the loss in it."""
-        returned = self.fit.own.training_step(*arguments)
+        """What the step returns, and the loss in it."""
+        returned = self.client.run(*arguments)
         try:
             refuse_stand_ins(returned)
             output = OutputPlan(returned, static=False)
             loss = self.fit.watch.loss_of(returned)
         except CaptureError as error:
-            add_line(error, "returned at", returned_by(self.module.training_step))
+            add_line(error, "returned at", returned_by(self.client.function))
             raise
         recorder.finish()
         return output, loss
@@ -114,14 +102,16 @@ class StepBody:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         hooks = self.observers.before_backward
         if hooks and any(p.grad is not None for p in parameters):
-            seen = f"training_step runs a backward pass of its own, and {hooks[0]} may look at it"
+            seen = (
+                f"{LIBRARIES.step} runs a backward pass of its own, and {hooks[0]} may look at it"
+            )
             raise OLD_GRADIENTS.refused(seen)
         drop_gradients(parameters)
 
     def _backward(self, loss: Tensor) -> None:
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        self._plugin.backward(loss, self.module, self.optimizer)
+        self.client.backward(loss, self.optimizer)
 
     @calls_observed
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
@@ -133,11 +123,7 @@ class StepBody:
         if self.observers.before_step:
             cut("step")
         else:
-            self.module.configure_gradient_clipping(
-                self.optimizer,
-                gradient_clip_val=self.trainer.gradient_clip_val,
-                gradient_clip_algorithm=self.trainer.gradient_clip_algorithm,
-            )
+            self.client.clip(self.optimizer)
         self._step()
 
     def _step(self) -> None:

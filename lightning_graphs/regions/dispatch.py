@@ -16,7 +16,6 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
-from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.private.torch import COMPILED_CALL, in_transform, is_compiled_in_place
 from lightning_graphs.regions.calls import (
     CaptureConfig,
@@ -25,6 +24,7 @@ from lightning_graphs.regions.calls import (
     enter,
     release,
 )
+from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.observe import ObservedCall, StepObserver
 from lightning_graphs.regions.verified import CallDiffers

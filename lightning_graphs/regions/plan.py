@@ -102,7 +102,7 @@ class Present:
 class StepPlan(Plan):
     """A captured step.
 
-    Its part "forward" is replayed in place of ``training_step``; where they are no part of another
+    Its part "forward" is replayed in place of the step's code; where they are no part of another
     one, "backward" in place of the backward pass, "unscale" ahead of the hooks before the optimizer
     step, and "step" in place of clipping and optimizer step.
     """
@@ -110,8 +110,8 @@ class StepPlan(Plan):
     key: Signature
     inputs: StaticInputs  # the static batch
     effects: SideEffects  # what it finds in places, and does there and to containers of its batch
-    outputs: OutputPlan  # what ``training_step`` returned
-    log: Instruction  # makes its calls of loggers and metrics again
+    outputs: OutputPlan  # what the step returned
+    logs: Instruction  # makes its calls of loggers and metrics again
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: GradientBuffers
     outside: GradientBuffers  # of parameters that the optimizer does not have
@@ -188,7 +188,7 @@ class StepPlan(Plan):
         if name == "forward":
             if self.clocks is not None:
                 yield self.clocks.end
-            yield self.log
+            yield self.logs
             yield self.present.owing.clear
             if self.effects.is_needed:
                 yield partial(self.effects.store, self.present)

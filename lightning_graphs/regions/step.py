@@ -18,11 +18,13 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
-from lightning_graphs.lightning.context import CaptureFacts, TrainingContext
-from lightning_graphs.lightning.logs import LogRecorder
-from lightning_graphs.lightning.ranks import waits_for_gradients, wrapper_of
-from lightning_graphs.lightning.transfer import copies_on_host
-from lightning_graphs.private.callsite import NO_LINE, add_line, calls_observed, definition_of
+from lightning_graphs.private.callsite import (
+    LIBRARIES,
+    NO_LINE,
+    add_line,
+    calls_observed,
+    definition_of,
+)
 from lightning_graphs.private.cudnn import CapturedDropout
 from lightning_graphs.private.engine import backward_passes_told, renew_gradient_nodes
 from lightning_graphs.private.torch import (
@@ -30,7 +32,7 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     version_of,
 )
-from lightning_graphs.regions.body import Recorder, StepBody
+from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.conditions import (
     Observers,
     Phase,
@@ -38,6 +40,7 @@ from lightning_graphs.regions.conditions import (
     conditions_of,
     refuse_new_seeds,
 )
+from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
 from lightning_graphs.regions.gradients import (
     BatchGradients,
     GradientTargets,
@@ -132,7 +135,7 @@ class StepCapture(StepBody):
         super().__init__(fit, optimizer, capturable, observers)
         self._learned = learned
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
-        self._copies = partial(copies_on_host, self.trainer)
+        self._copies = self.client.copies_on_host
         self._units = fit.ranks.units
         self._registers_hooks = False
         self._asked: list[str] = []
@@ -151,7 +154,7 @@ class StepCapture(StepBody):
     @calls_observed
     def capture(
         self,
-        arguments: Sequence[Any],  # of ``training_step``, the batch first
+        arguments: Sequence[Any],  # of the step, the batch first
         tensors: Sequence[Tensor],  # the tensor leaves of the batch, in the order of the signature
         signature: Signature,  # of ``(batch,)``, under the conditions of the step
         watch: ReplayGuards,  # tells what it depends on next to its batch
@@ -164,7 +167,7 @@ class StepCapture(StepBody):
         capture. Where none does, all is as before, but for a gradient reducer that waits for
         the rest of a backward pass. None: it could be captured, but costs more than it saves.
         """
-        unread = UnreadValues(signature, definition_of(self.module.training_step))
+        unread = UnreadValues(signature, definition_of(self.client.function))
         if self._units is not None and self.observers.before_backward:
             raise CaptureError(
                 "A captured step under FSDP2 cannot show parameters between forward and backward.",
@@ -200,13 +203,13 @@ class StepCapture(StepBody):
     def _outcome_of(self, error: CaptureError, unread: UnreadValues, *, compiled: bool) -> Outcome:
         """What a failed attempt comes to; whatever it shows of the step is learned."""
         learned, raised = self._learned, isinstance(error, RaisedInCapture)
-        waits = waits_for_gradients(self.trainer)
+        waits = self.client.waits_for_gradients()
         # C code says of a tracer that it is no list
         if raised and learned.places.are_used() and not waits:
             return Outcome.LEARNED
         unread.refuse_read(error.observed if raised else "")
         if NO_LINE in error.observed:
-            add_line(error, "in the code of", definition_of(self.module.training_step))
+            add_line(error, "in the code of", definition_of(self.client.function))
         if isinstance(error, ArenaFull):
             self._room_on_device = error.needed
         if raised or waits or isinstance(error, NoRoomError):
@@ -270,7 +273,7 @@ class StepCapture(StepBody):
                 self._has_several_passes = True
                 raise CaptureError(
                     "A captured step must add the gradients of each backward pass by itself.",
-                    "a backward pass runs inside of another one, or of `training_step`",
+                    "a backward pass runs inside of another one, or of the step",
                     "use torch.utils.checkpoint(..., use_reentrant=False)",
                 )
 
@@ -304,7 +307,7 @@ class StepCapture(StepBody):
 
     def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
         """Where the gradients of the coming capture go, and who sums them over ranks."""
-        ddp = wrapper_of(self.trainer)
+        ddp = self.client.ddp
         trained = [p for p in self.module.parameters() if p.requires_grad]
         targets = GradientTargets(
             self.optimizer,
@@ -347,7 +350,7 @@ class StepCapture(StepBody):
             arguments = (own, *self.fit.watch.arguments(rest, self._numbers.number))
             environment = self.fit.watch.environment()
             targets = self._targets(phase, environment)
-            recorder = LogRecorder(self.module, self.fit.progress, self._learned.logged)
+            recorder = self.client.recorder()
             recorder.live = self._numbers.logged
             with (
                 state_undone(self.optimizer, targets.parameters),
@@ -396,7 +399,7 @@ class StepCapture(StepBody):
             asked=asked,
             effects=effects,
             outputs=output,
-            log=recorder.reissue,
+            logs=recorder.reissue,
             gradients=gradients,
             outside=others,
             graphs=segments.graphs,
@@ -421,7 +424,7 @@ class StepCapture(StepBody):
 
     @contextlib.contextmanager
     def _surrounded(
-        self, environment: Environment, recorder: LogRecorder, effects: SideEffects
+        self, environment: Environment, recorder: Recorder, effects: SideEffects
     ) -> Iterator[None]:
         self._old_gradients = environment.old_gradients(effects.own)
         number, listed = self._numbers.number, environment.outside.listed
@@ -434,7 +437,7 @@ class StepCapture(StepBody):
             self.surrounded(recorder, self._learned.places, environment.generators, listed),
             environment.reading(self._learned.reads, number),
             rates_exchanged(*parts),
-            environment.refusing("training_step"),
+            environment.refusing(LIBRARIES.step),
         ):
             yield
 
@@ -480,6 +483,6 @@ def refuse_iterator(batch: Any) -> None:
     if isinstance(batch, Iterator):
         raise CaptureError(
             "A captured step cannot take its batch from an iterator.",
-            f"training_step takes dataloader_iter, a {type(batch).__qualname__}",
-            "write training_step(self, batch, batch_idx)",
+            f"{LIBRARIES.step} takes an iterator, a {type(batch).__qualname__}",
+            "take a batch as the argument of the step",
         )

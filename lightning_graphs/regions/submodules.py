@@ -14,7 +14,6 @@ from torch import nn
 
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.lightning.context import TrainingContext
 from lightning_graphs.lightning.ranks import wrapper_of
 from lightning_graphs.lightning.strategy import requests_watched
 from lightning_graphs.policy.budget import SETTLED
@@ -33,6 +32,7 @@ from lightning_graphs.regions.calls import (
 )
 from lightning_graphs.regions.choose import ModuleSelection
 from lightning_graphs.regions.conditions import moved_values
+from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.dispatch import MOVED, Arguments, DispatchState, ForwardDispatcher
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
@@ -111,7 +111,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         apart = pool.beside()
         # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
         reduced = wrapper_of(module.trainer) is not None
-        kinds = map(type, [*module.modules(), *module.trainer.callbacks])  # type: ignore[attr-defined]
+        kinds = map(type, [*module.modules(), *module.trainer.callbacks])
         outside = GlobalReads(module, fit.watch.own)
         words = outside.words_of(kinds)
         asks = not module.automatic_optimization or bool(words & _ASKING)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
-from operator import attrgetter
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import refuse_sparse_gradients
 from lightning_graphs.errors import GraphError, VerificationError
-from lightning_graphs.lightning.context import TrainingContext
-from lightning_graphs.lightning.private import announce_optimizer_step, call_gradient_hooks
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.gradients import (
     GradientBuffers,
     PersistentGradients,
@@ -26,7 +24,6 @@ from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
     StateAwaited,
     capture_obstacle,
-    scaler_of,
     state_undone,
 )
 from lightning_graphs.regions.plan import Part, Plan
@@ -36,8 +33,6 @@ from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.watch.refusals import code_captured
 from lightning_graphs.watch.tracers import rates_exchanged
 
-_CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
-
 
 class CapturedUpdate(Region[Hashable, Plan]):
     """Takes the optimizer steps of a fit as graph launches; a region whose calls bring nothing."""
@@ -45,7 +40,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
     def __init__(
         self, fit: TrainingContext, gradients: PersistentGradients, verifier: Verifier
     ) -> None:
-        self.optimizer: Optimizer = fit.trainer.optimizers[0]
+        self.optimizer: Optimizer = fit.watch.optimizers[0]
         # The last step had no graph before it: no other step has run beside its memory.
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
@@ -60,9 +55,9 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self._bind()
 
     def _bind(self) -> None:
-        plugin, device_type = self._fit.trainer.precision_plugin, self._pool.backend.device_type
-        obstacle = capture_obstacle(self._fit.module, self.optimizer, device_type, plugin)
-        if scaler_of(plugin) is not None and self._observers.before_step:
+        client, device_type = self._fit.watch, self._pool.backend.device_type
+        obstacle = capture_obstacle(self._fit.module, self.optimizer, device_type, client)
+        if client.scaler is not None and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
         if said := obstacle or self._moves.obstacle:
             self._fit.messages.note(f"the optimizer step runs eagerly: {said}")
@@ -79,7 +74,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
-        if self._fit.trainer.optimizers == [optimizer]:
+        if self._fit.watch.optimizers == [optimizer]:
             self.optimizer = optimizer
             self._rebind("the optimizer was replaced")
 
@@ -89,7 +84,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
             return False
         hooked = bool(self._observers.before_step)
         if hooked:  # first: they may remove gradients, and move what a graph freezes
-            call_gradient_hooks(self._fit.trainer, self._fit.module, self.optimizer)
+            self._fit.watch.call_gradient_hooks(self.optimizer)
         self.is_new = False
         plan = self._plan_for(self.capturable)
         self.is_new |= plan is None
@@ -98,14 +93,14 @@ class CapturedUpdate(Region[Hashable, Plan]):
                 self.optimizer.step()
             return hooked
         if not hooked:
-            announce_optimizer_step(self._fit.trainer, self.optimizer)
+            self._fit.watch.announce_optimizer_step(self.optimizer)
         self._moves.replays += 1
         plan.uses += 1
         plan.replay("step")
         return True
 
     def _plan_for(self, capturable: CapturableOptimizer) -> Plan | None:
-        reason = capturable.guard.changed(self._fit.trainer.current_epoch)
+        reason = capturable.guard.changed(self._fit.watch.epoch)
         if not (reason or self._guard.is_in_place() or self._guard.bring_back()):
             reason = "a parameter has moved"
         numbers = capturable.guard.numbers()
@@ -115,7 +110,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         with_gradient = tuple([p.grad is not None for p in self._parameters])
         if not any(with_gradient):
             return None  # there would be nothing in the graph
-        return self._life.plan_for((numbers, _CLIPPING(self._fit.trainer), with_gradient))
+        return self._life.plan_for((numbers, self._fit.watch.clipping, with_gradient))
 
     # ------------------------------------------------------------------ the region
 

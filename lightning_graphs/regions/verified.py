@@ -23,7 +23,6 @@ from lightning_graphs.errors import (
     in_one_line,
     is_out_of_memory,
 )
-from lightning_graphs.lightning.logs import LogRecorder
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import without_hooks
 from lightning_graphs.regions.body import StepBody
@@ -97,7 +96,7 @@ class Verification(StepBody):
         if not plan.adds:
             for group in self.optimizer.param_groups:
                 drop_gradients(group["params"])
-        recorder = LogRecorder(self.module)
+        recorder = self.client.mute()
         own = StaticInputs(batch).tensors  # it may change its batch in place
         arguments = (substitute(args[0], own), *args[1:])
         memory = self._verifier.budget.memory_of(plan.graphs["forward"])

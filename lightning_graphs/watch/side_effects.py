@@ -610,10 +610,10 @@ class Places:
             self.found = [p for p in found if p is not None] if None not in found else []
         if found:
             names = sorted([*(name for name, _ in pairs), *(place.name for place, _ in moved)])
-            observed = f"training_step changes {listed(names)}"
+            observed = f"{LIBRARIES.step} changes {listed(names)}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
-            raise DRAWN.refused(f"training_step draws from {listed(drawn)}")
+            raise DRAWN.refused(f"{LIBRARIES.step} draws from {listed(drawn)}")
 
     def capturing(self, batch: Any) -> SideEffects:
         """What a capture finds in these places, and what it does there and to its batch."""
