@@ -94,9 +94,8 @@ from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.operators import DrawingFunction, calls_followed
 from lightning_graphs.watch.reads import iterators_in
-from lightning_graphs.watch.refusals import bound_by_hooks
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
-from lightning_graphs.watch.user_code import CompiledCode
+from lightning_graphs.watch.user_code import CompiledCode, bound_by_hooks
 
 _BETWEEN: Effect = "stays eager between them"
 

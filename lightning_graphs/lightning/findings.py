@@ -14,8 +14,7 @@ from lightning_graphs.private.torch import is_compiled, module_hooks
 from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
-from lightning_graphs.watch.refusals import obstacle_in
-from lightning_graphs.watch.user_code import is_lightnings
+from lightning_graphs.watch.user_code import is_lightnings, obstacle_in
 
 CONFIGURATION = Obstacle(
     "GraphCapture can capture on one device, under DDP or FSDP2, and without detect_anomaly.",

@@ -34,10 +34,9 @@ from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.values.guards import is_object, is_plain
-from lightning_graphs.watch.environment import AsRead, Environment
+from lightning_graphs.watch.environment import AsRead, Effect, Environment
 from lightning_graphs.watch.object_graph import HELD_ELSEWHERE, know_base
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.refusals import Effect
 from lightning_graphs.watch.tracers import rates_exchanged
 from lightning_graphs.watch.user_code import UserCode, is_lightnings
 

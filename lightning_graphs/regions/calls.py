@@ -51,10 +51,9 @@ from lightning_graphs.values.signature import (
     Signature,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
-from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.environment import Environment, code_captured
 from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.refusals import code_captured
 from lightning_graphs.watch.user_code import CompiledCode
 
 # ------------------ The graphs of the calls of one step, what they contain beside tensors, and dep

@@ -14,10 +14,7 @@ from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.private.torch import is_compiled, is_compiled_in_place, module_hooks
 from lightning_graphs.regions.calls import StepKind
 from lightning_graphs.regions.observe import Observation, ObservedCall
-from lightning_graphs.watch.refusals import (
-    bound_by_hooks,
-    obstacle_in,
-)
+from lightning_graphs.watch.user_code import bound_by_hooks, obstacle_in
 
 _SHAPES = 3
 """Of so many shapes in steps of one kind, the arguments of a call do not come back."""

@@ -13,7 +13,7 @@ from lightning_graphs.regions.conditions import OF_LIBRARIES, conditions_of, dif
 from lightning_graphs.report.messages import Messages, listed
 from lightning_graphs.report.statistics import Statistics
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.refusals import RaisedInCapture
+from lightning_graphs.watch.environment import RaisedInCapture
 
 
 class StepMessages:

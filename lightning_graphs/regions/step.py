@@ -54,12 +54,11 @@ from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_left, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.draws import Readings, clocks_exchanged, draws_recorded, draws_refused
-from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.host_trace import ArenaFull, HostTracer
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.operators import Conversion, DrawingFunction, calls_followed
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.refusals import RaisedInCapture, code_captured
 from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects
 from lightning_graphs.watch.tracers import (
     NumberPlaces,

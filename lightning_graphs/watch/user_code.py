@@ -1,11 +1,11 @@
-"""Tells the code of a step's author from that of the libraries it uses."""
+"""Whose code it is: the user's, that of libraries, or what torch.compile has made."""
 
 from __future__ import annotations
 
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import PurePath
@@ -15,7 +15,12 @@ from typing import Any
 from torch import nn
 
 from lightning_graphs.private.callsite import is_library
-from lightning_graphs.private.torch import compiled_code_noticed, is_compiled
+from lightning_graphs.private.torch import (
+    compiled_code_noticed,
+    is_compiled,
+    makes_own_graphs,
+    module_hooks,
+)
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NUMERIC = ("numpy", "scipy", "pandas")  # which take `float` for a type of numbers of their own
@@ -95,6 +100,47 @@ def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
     """The modules whose class compiled code checks; of the root, its compiled step is seen."""
     compiled = filter(is_compiled, root.modules())
     return {module for owner in compiled for module in owner.modules()} - {root}
+
+
+_OWN_GRAPHS = (
+    "is compiled to CUDA graphs of its own, which no graph can hold; write torch.compile(...) "
+    "without mode, or mode='max-autotune-no-cudagraphs'"
+)
+
+
+def obstacle_in(module: nn.Module) -> str | None:
+    """Why no graph can hold a module, or one inside of it, in a sentence; None if one can."""
+    for owner in with_own_graphs(module):
+        return f"`{owner}` {_OWN_GRAPHS}"
+    return None
+
+
+def with_own_graphs(module: nn.Module) -> Iterator[str]:
+    """Qualified names of the submodules and attributes that ``torch.compile`` gave own graphs."""
+    for name, inner in module.named_modules():
+        if makes_own_graphs(inner):
+            yield name or type(inner).__name__
+            continue
+        for attribute, value in vars(inner).items():
+            if callable(value) and not isinstance(value, nn.Module) and makes_own_graphs(value):
+                where = name if attribute == "_compiled_call_impl" else f"{name}.{attribute}"
+                yield where.strip(".") or type(inner).__name__
+
+
+def bound_by_hooks(root: nn.Module) -> dict[str, str]:
+    """Weights that old hooks of ``torch.nn.utils`` bind anew in each call, and what to do.
+
+    ``weight_norm``, ``spectral_norm`` and pruning set a plain attribute, ahead of the forward.
+    """
+    found: dict[str, str] = {}
+    for path, inner in root.named_modules():
+        for hook in module_hooks(inner):
+            name = getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
+            library, _, kind = type(hook).__module__.rpartition(".")
+            if library == "torch.nn.utils" and name:
+                new = "prune.remove" if kind == "prune" else f"parametrizations.{kind}"
+                found[f"{path}.{name}".lstrip(".")] = f"{library}.{new}"
+    return found
 
 
 class CompiledCode:

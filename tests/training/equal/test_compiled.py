@@ -19,8 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_graphs import CaptureError
 from lightning_graphs.watch.draws import draws_refused
-from lightning_graphs.watch.refusals import with_own_graphs
-from lightning_graphs.watch.user_code import CompiledCode
+from lightning_graphs.watch.user_code import CompiledCode, with_own_graphs
 from tests.training.fits import (
     Net,
     assert_nothing_left,
