@@ -36,7 +36,7 @@ AREAS = {
     "Options and configuration": (
         "policy/options", "lightning/plugins", "lightning/callback", "regions/choose",
     ),
-    "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/"),
+    "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/", "errors"),
     "The core": ("core/", "device/", "values/", "autograd/", "private/"),
     "Reports": ("report/",),
 }  # fmt: skip

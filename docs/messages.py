@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +22,7 @@ PRINTERS = ("rank_zero_warn", "rank_zero_info", "say", "warn_user")
 CARRIERS = ("Verdict", "_left_out")
 """Classes and functions that take sentences which are printed somewhere else."""
 
-REASONS = ("reason", "obstacle", "missed")
+REASONS = ("reason", "obstacle", "missed", "note")
 """Variables and attributes whose sentences are put into others."""
 
 _EXPLAINS = re.compile(r"Why |.*what to say", re.DOTALL)
@@ -183,8 +183,18 @@ class Messages:
                 names = self.exceptions.get(name_of(call.func))
                 if names is None:
                     found.append(self._refusal(module, call, place))
-                else:
+                elif "rule" in names:
                     found.append(self._message(module, call, place, names))
+            for kind in module.tree.body:  # those that make their message themselves
+                if isinstance(kind, ast.ClassDef) and "rule" not in self.exceptions.get(
+                    kind.name, ["rule"]
+                ):
+                    base = next(b for b in map(name_of, kind.bases) if b in self.exceptions)
+                    for call, function in _calls(kind, None):
+                        if name_of(call.func) == "__init__":
+                            place, names = Place(module, function), self.exceptions[base]
+                            message = self._message(module, call, place, names)
+                            found.append(replace(message, kind=kind.name))
         return found
 
     @cached_property

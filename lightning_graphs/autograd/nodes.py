@@ -223,7 +223,7 @@ def _is_cast(parameter: Tensor, users: Sequence[tuple[Node, int]]) -> bool:
     )
 
 
-def taken_ahead_of_casts(
+def fused_grad_casts(
     outputs: Sequence[Tensor],
     parameters: Sequence[Tensor],
     # Called with a parameter, the node that accumulates its gradient, and what the cast is given
@@ -247,7 +247,7 @@ def cast_together(
     those of a pass that asks for some parameters only or will be differentiated. Others are in
     ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
     """
-    return taken_ahead_of_casts(outputs, parameters, _GatheredGradients().take)
+    return fused_grad_casts(outputs, parameters, _GatheredGradients().take)
 
 
 class _GatheredGradients:

@@ -23,7 +23,7 @@ from lightning_graphs.autograd.backward import (
     refuse_sparse_gradients,
     write_all,
 )
-from lightning_graphs.autograd.nodes import removed, taken_ahead_of_casts
+from lightning_graphs.autograd.nodes import fused_grad_casts, removed
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.distributed import buckets_of
 from lightning_graphs.private.exchange import replaced
@@ -58,7 +58,7 @@ class BucketReduction:
         """While the body runs the backward pass; after it ``.grad`` is what DDP would make it."""
         parameters = [*self._bucket_of]
         hooks = (p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters)
-        casts = taken_ahead_of_casts([loss], parameters, self._ahead_of_cast)
+        casts = fused_grad_casts([loss], parameters, self._ahead_of_cast)
         try:
             with removed(hooks), casts:
                 yield
