@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.user_code import is_lightnings
 
 NAMES = ("training_step", "backward", "optimizer_step")
@@ -92,25 +90,3 @@ def log_exchanged(
 
     with replaced(base, "log", exchanged):
         yield own
-
-
-@contextlib.contextmanager
-def requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-    """Call ``asked`` with the inputs of every backward pass that the body starts for some inputs.
-
-    Gradients that a graph writes itself have no edge in autograd: it would call them unused.
-    """
-
-    def watched(original: Callable[..., Any], place: int) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            inputs = args[place] if len(args) > place else kwargs.get("inputs")
-            if inputs is not None:
-                asked(leaves_of(inputs))
-            return original(*args, **kwargs)
-
-        return call
-
-    engine = torch.autograd
-    grad, backward = watched(engine.grad, 1), watched(engine.backward, 5)
-    with replaced(engine, "grad", grad), replaced(engine, "backward", backward):
-        yield

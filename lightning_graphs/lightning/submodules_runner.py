@@ -7,17 +7,51 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_graphs.errors import ReplayError
+from lightning_graphs.lightning.findings import why_no_whole_step
 from lightning_graphs.lightning.fit import LightningContext
 from lightning_graphs.lightning.logs import QuickLog
+from lightning_graphs.lightning.ranks import wrapper_of
 from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.private.callsite import reached_by_name, with_keyword
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, zeroed_quickly
-from lightning_graphs.regions.submodules import ModuleGraphs
+from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
 from lightning_graphs.regions.update import CapturedUpdate
+from lightning_graphs.watch.reads import GlobalReads
+
+_ASKING = frozenset({"autograd", "backward", "create_graph"})
+"""Names in code that may start a backward pass of its own, perhaps for some parameters only."""
+_AGAIN = frozenset({"create_graph", "retain_graph"})
+"""Keywords in code that may go through a graph more than once."""
+_STARTS = frozenset(dir(LightningModule))
+"""Names of methods that Lightning calls."""
+
+
+def _facts_of(fit: LightningContext) -> StepFacts:
+    """What is known of the steps of a fit ahead of the first one."""
+    module, trainer = fit.module, fit.trainer
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    code = GlobalReads(module, fit.watch.own)
+    words = code.words_of(map(type, [*module.modules(), *callbacks]))
+    asks = not module.automatic_optimization or bool(words & _ASKING)
+    own = type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
+    schedules = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+    return StepFacts(
+        module.device,
+        fit.watch.environment,
+        # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
+        direct=not (asks or wrapper_of(trainer) is not None),
+        adds=own or schedules or trainer.accumulate_grad_batches > 1,
+        again=with_keyword(_AGAIN, reached_by_name(_STARTS, code.codes)),
+        repeats=fit.recovery.repeats,
+        may_be_whole=fit.options.by_submodules and not why_no_whole_step(trainer, module),
+    )
 
 
 class ModuleRunner:
@@ -40,7 +74,9 @@ class ModuleRunner:
         self._gradients = gradients = PersistentGradients(fit.recovery.gradients_held)
         verifier = fit.verifier()
         # First: it may refuse the options, and changes nothing.
-        self._graphs = ModuleGraphs(fit, gradients, verifier, looks_at_shapes=looks_at_shapes)
+        self._graphs = ModuleGraphs(
+            fit, _facts_of(fit), gradients, verifier, looks_at_shapes=looks_at_shapes
+        )
         if fit.options.validation:
             step = partial(self._validation_step, trainer.strategy.validation_step)
             self._open.enter_context(replaced(trainer.strategy, "validation_step", step))

@@ -137,7 +137,7 @@ class GraphedCall(Plan):
     def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         return self.is_as_captured and self.holds() and self.graphed.accepts(args, kwargs)
 
-    def why_not(self) -> str:
+    def what_differs(self) -> str:
         """Why it does not hold, for a person to read."""
         changes = self.call.kernels.changes(BackendFlags.now())
         if changes:

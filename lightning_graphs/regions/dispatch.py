@@ -159,7 +159,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
             if site is None:  # a call that was seen, and stays eager
                 return _NONE
             if not site.holds():
-                self._missing = site.why_not()
+                self._missing = site.what_differs()
             # Out of order it would overwrite what a pending backward pass needs.
             elif site.graphed.is_next:
                 answer = self._replayed(site, args, kwargs)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+import torch
 from torch import nn
 
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, ReplayError
-from lightning_graphs.lightning.ranks import wrapper_of
-from lightning_graphs.lightning.strategy import requests_watched
 from lightning_graphs.policy.budget import SETTLED
-from lightning_graphs.private.callsite import add_line, named_at, reached_by_name, with_keyword
+from lightning_graphs.private.callsite import CallSite, add_line, named_at
+from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.calls import (
     CallRefused,
     CaptureConfig,
@@ -40,15 +38,23 @@ from lightning_graphs.regions.observe import Observation, StepObserver
 from lightning_graphs.regions.verified import CallChecks, CallDiffers
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report.messages import FEW, PATIENCE
-from lightning_graphs.watch.reads import GlobalReads
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.environment import Environment
 
-_ASKING = frozenset({"autograd", "backward", "create_graph"})
-"""Names in code that may start a backward pass of its own, perhaps for some parameters only."""
-_AGAIN = frozenset({"create_graph", "retain_graph"})
-"""Keywords in code that may go through a graph more than once."""
 
-_STARTS = frozenset(dir(LightningModule))
-"""Names of methods that Lightning calls."""
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a client knows of the code of steps before the first one."""
+
+    device: torch.device  # of the module
+    environment: Callable[[Sequence[nn.Module]], Environment]  # made for captures of these modules
+    # Graphs write the gradients of parameters themselves. Autograd is asked for those of some
+    # parameters only, or is told of each, where this is False.
+    direct: bool
+    adds: bool  # gradients of earlier steps may be added to
+    again: CallSite  # where a step may go through a graph twice, and what for; empty if nowhere
+    repeats: bool  # such a step can be run once more
+    may_be_whole: bool  # whole steps can be captured, and were not tried
 
 
 @dataclass(slots=True)
@@ -87,21 +93,13 @@ class Search:
     left: int = PATIENCE  # how many steps are observed yet; 0 once nothing came of it
 
 
-def _adds_gradients(module: LightningModule) -> bool:
-    """Whether gradients of earlier steps may be added to, as far as is known before the fit."""
-    trainer = module.trainer
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    schedules = (isinstance(c, GradientAccumulationScheduler) for c in callbacks)
-    own = type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
-    return own or trainer.accumulate_grad_batches > 1 or any(schedules)
-
-
 class ModuleGraphs(Region[StepCall, CapturedStep]):
     """Observes, captures and replays the calls of chosen submodules, step by step."""
 
     def __init__(
         self,
         fit: TrainingContext,
+        facts: StepFacts,
         gradients: PersistentGradients,
         verifier: Verifier,
         *,
@@ -109,22 +107,13 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     ) -> None:
         module, options, pool = fit.module, fit.options, fit.pool
         apart = pool.beside()
-        # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
-        reduced = wrapper_of(module.trainer) is not None
-        kinds = map(type, [*module.modules(), *module.trainer.callbacks])
-        outside = GlobalReads(module, fit.watch.own)
-        words = outside.words_of(kinds)
-        asks = not module.automatic_optimization or bool(words & _ASKING)
-        # Graphs write gradients of which autograd knows nothing.
-        self._watches_requests = direct = not (asks or reduced)
-        ran = reached_by_name(_STARTS, outside.codes)
-        # Where a step may go through a graph twice, and what for: it is run again, or waited for.
-        self._again = with_keyword(_AGAIN, ran)
-        left = PATIENCE if self._again.line else 0
-        self._patience, self.insured = (0, left) if fit.recovery.repeats else (left, 0)
-        self._verifier, self._checks = verifier, CallChecks(verifier, module, module.device)
-        made_with = fit.watch.environment, pool, gradients, self._checks.check, fit.compiled
-        self._means = CaptureConfig(*made_with, direct=direct, adds=_adds_gradients(module))
+        self._watches_requests, self._again = facts.direct, facts.again
+        left = PATIENCE if facts.again.line else 0
+        # A step that goes through a graph twice is run once more, or else waited for.
+        self._patience, self.insured = (0, left) if facts.repeats else (left, 0)
+        self._verifier, self._checks = verifier, CallChecks(verifier, module, facts.device)
+        made_with = facts.environment, pool, gradients, self._checks.check, fit.compiled
+        self._means = CaptureConfig(*made_with, direct=facts.direct, adds=facts.adds)
         # What decides over the calls while a step runs.
         self.stage = DispatchState(fit, replace(self._means, pool=apart))
         self._fit = fit
@@ -143,8 +132,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._observed: Observed | None = None
         self._searches: dict[StepKind, Search] = {}
         fit.messages.scope_changed()
-        asked = options.by_submodules  # and not only tried after the whole step
-        self._may_be_whole = asked and not fit.no_whole_step
+        self._may_be_whole = facts.may_be_whole
         self._looks_at_shapes = looks_at_shapes and not fit.compiled.runs
         # What may leave too little memory for a step that was not replayed yet; or empty.
         self.held = ""
@@ -219,7 +207,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     def watching(self, loss: Any = None) -> AbstractContextManager[None]:
         """See what the body does, a part of a step or its backward pass, where that counts."""
         direct, observed = self._watches_requests, self._observed
-        requests = requests_watched(self._asked) if direct else nullcontext()
+        requests = _requests_watched(self._asked) if direct else nullcontext()
         if observed is None or observed.observer.is_over:
             return requests
         return self._observing(observed, loss, requests)
@@ -486,3 +474,25 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._last = None
         for forward in self._graphed.values():
             forward.forget()
+
+
+@contextmanager
+def _requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
+    """Call ``asked`` with the inputs of every backward pass that the body starts for some inputs.
+
+    Gradients that a graph writes itself have no edge in autograd: it would call them unused.
+    """
+
+    def watched(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inputs = args[place] if len(args) > place else kwargs.get("inputs")
+            if inputs is not None:
+                asked(leaves_of(inputs))
+            return original(*args, **kwargs)
+
+        return call
+
+    engine = torch.autograd
+    grad, backward = watched(engine.grad, 1), watched(engine.backward, 5)
+    with replaced(engine, "grad", grad), replaced(engine, "backward", backward):
+        yield
