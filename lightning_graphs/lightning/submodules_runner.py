@@ -114,7 +114,7 @@ class ModuleRunner:
             with self._compiled.watching():
                 return self._calls.training_step(*args, **kwargs)
         self._graphs.begin(args)
-        if self._graphs.insured and self._graphs.stage.elsewhere is not None:
+        if self._graphs.insured and self._graphs.stage.replays:
             self._graphs.insured -= 1
             self._recovery.insure(args, self._again)
         return self._stepping(args, kwargs)

@@ -132,13 +132,10 @@ class GraphedCall(Plan):
         return not any(p.requires_grad is (p in frozen) for p in self.parameters)
 
     def fits(self, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> bool:
-        return self.accepts(*call)
-
-    def accepts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        return self.is_as_captured and self.holds() and self.graphed.accepts(args, kwargs)
+        return self.is_as_captured and self.holds() and self.graphed.accepts(*call)
 
     def what_differs(self) -> str:
-        """Why it does not hold, for a person to read."""
+        """What is not as it was at the capture, for a person to read."""
         changes = self.call.kernels.changes(BackendFlags.now())
         if changes:
             return f"the step has set switches of torch otherwise: {', '.join(changes)}"
@@ -157,8 +154,7 @@ class CapturedStep(Plan):
         baked: CallGuards,
     ) -> None:
         self._orders = list(dict.fromkeys(site.graphed.order for site in captured))
-        key = kind, observation.pattern(calls), baked.values
-        super().__init__(key=key, checks=baked.checks)
+        super().__init__(key=(kind, baked.values), checks=baked.checks)
         self.kind = kind
         self.calls = calls
         self.baked = baked
@@ -191,14 +187,10 @@ class CapturedStep(Plan):
         # Any graph over the same memory may overwrite it.
         return any(site.graphed.outputs.is_kept for site in self.captured)
 
-    @property
-    def is_waiting(self) -> bool:
-        return any(order.is_waiting for order in self._orders)
-
     def change(self, to: CapturedStep) -> str:
         lines = self.kind.change(to.kind)
         lines += moved_values(self.baked.values, to.baked.values)
-        return listed(lines) or "a step calls its modules differently"
+        return listed(lines)
 
     def fits(self, call: StepCall) -> bool:
         if call.flags != self.kind.flags or not self.holds():
@@ -284,12 +276,6 @@ class StepKind(NamedTuple):
 
     signature: Signature | None  # of its batch; None for batches that have none
     flags: Flags
-
-    @property
-    def is_told_by_tensors(self) -> bool:
-        """Whether there is nothing but tensors in the batch on which shapes could depend."""
-        signature = self.signature
-        return signature is not None and len(signature.specs) == len(signature.leaves)
 
     def change(self, to: StepKind) -> list[str]:
         """What is different in another kind, for a person to read."""

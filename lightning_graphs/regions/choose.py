@@ -16,8 +16,6 @@ from lightning_graphs.regions.calls import StepKind
 from lightning_graphs.regions.observe import Observation, ObservedCall
 from lightning_graphs.watch.user_code import bound_by_hooks, obstacle_in
 
-_SHAPES = 3
-"""Of so many shapes in steps of one kind, the arguments of a call do not come back."""
 _WORK = 5
 """So many nodes of autograd are worth a graph of their own: on an H200 the graph of a LayerNorm,
 which is one and a cast, takes 1.6 to 2 times as long, that of a Linear with its casts, 8, 0.6 to
@@ -92,8 +90,7 @@ class ModuleSelection:
         for call in left:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
             keys.add(call.key())
-            few = 2 if call.follows_values else _SHAPES
-            if len(keys) >= few and (call.follows_values or kind.is_told_by_tensors):
+            if call.follows_values and len(keys) > 1:
                 found[call.module] = call.name
         # Among many experts some have arguments of the same shapes twice by chance.
         kin = {_kin(call) for call in left if call.module in found}

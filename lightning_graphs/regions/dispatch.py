@@ -31,8 +31,8 @@ from lightning_graphs.regions.verified import CallDiffers
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
-_UNKNOWN = "no step that was captured calls it so often, or in this order"
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+_UNKNOWN = "no step that was captured calls it so often, or in this order"
 
 
 @dataclass(slots=True)
@@ -47,20 +47,11 @@ class DispatchState:
     evaluating: bool = False  # a validation step's is, and it shall have graphs
     stale: str = ""  # why no graph may be right any longer; empty if all may
     astray: bool = False  # a call was not given the tensor that its graph reads in place
-    # Finds graphs for a call (the n-th of a module) that the present ones do not fit, and goes on
-    # with them; None while a step runs eagerly.
-    elsewhere: Callable[[nn.Module, int, Arguments], GraphedCall | None] | None = None
+    replays: bool = False  # the present step has graphs
     has_replayed: bool = False  # a call of the present step was replayed
     missed: str = ""  # why a call of the present step found no graph; empty if all did
     observer: StepObserver | None = None  # is told of every call; None where nobody is
-    # Another captured step makes the call that found none: it is no reason to search.
-    foreseen: bool = False
     seeded: bool = False  # a call made cuDNN's random state anew, eagerly; others follow from it
-
-    @property
-    def had_graphs(self) -> bool:
-        """Whether a call of the present step was replayed, or would have been but for a seed."""
-        return self.has_replayed or self.seeded
 
 
 class ForwardDispatcher(Region[Arguments, GraphedCall]):
@@ -154,23 +145,17 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         index = self._calls
         self._calls = index + 1
         self._missing = _UNKNOWN
-        if index < len(self.sites):
-            site = self.sites[index]
-            if site is None:  # a call that was seen, and stays eager
-                return _NONE
-            if not site.holds():
-                self._missing = site.what_differs()
-            # Out of order it would overwrite what a pending backward pass needs.
-            elif site.graphed.is_next:
-                answer = self._replayed(site, args, kwargs)
-                if answer is not _NONE or stage.seeded:
-                    return answer
-        if stage.elsewhere is None or stage.stale:
+        site = self.sites[index] if index < len(self.sites) else None
+        if site is None and index < len(self.sites):  # a call that was seen, and stays eager
             return _NONE
-        site = stage.elsewhere(self._module, index, (args, kwargs))
-        if site is not None:
-            return self._replayed(site, args, kwargs)
-        if not (stage.missed or stage.foreseen or stage.seeded):  # others follow from it
+        if site is not None and not site.holds():
+            self._missing = site.what_differs()
+        # Out of order it would overwrite what a pending backward pass needs.
+        elif site is not None and site.graphed.is_next:
+            answer = self._replayed(site, args, kwargs)
+            if answer is not _NONE:
+                return answer
+        if stage.replays and not (stage.missed or stage.stale or stage.seeded):
             stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return _NONE
 

@@ -117,12 +117,6 @@ class Observation:
     # The first operator whose output shape depends on values; empty if there is none.
     shaped_by: str = ""
 
-    def pattern(self, chosen: Sequence[ObservedCall]) -> Hashable:
-        """What tells this step from another with the same batch: which calls, in which order."""
-        number = {call: i for i, call in enumerate(chosen)}
-        passes = tuple((number[call], way) for call, way in self.passes if call in number)
-        return tuple((call.ordinal, call.key()) for call in chosen), passes
-
 
 @dataclass(frozen=True, slots=True)
 class Seen:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_graphs.device.rules import may_follow_values
-from lightning_graphs.errors import CaptureError, GraphError, ReplayError
+from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
 from lightning_graphs.policy.budget import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
 from lightning_graphs.private.exchange import replaced
@@ -21,7 +21,6 @@ from lightning_graphs.regions.calls import (
     CaptureConfig,
     CapturedStep,
     FlagsReader,
-    GraphedCall,
     StepCall,
     StepKind,
     batch_signature,
@@ -31,10 +30,10 @@ from lightning_graphs.regions.calls import (
 from lightning_graphs.regions.choose import ModuleSelection
 from lightning_graphs.regions.conditions import moved_values
 from lightning_graphs.regions.context import TrainingContext
-from lightning_graphs.regions.dispatch import MOVED, Arguments, DispatchState, ForwardDispatcher
+from lightning_graphs.regions.dispatch import MOVED, DispatchState, ForwardDispatcher
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
-from lightning_graphs.regions.observe import Observation, StepObserver
+from lightning_graphs.regions.observe import StepObserver
 from lightning_graphs.regions.verified import CallChecks, CallDiffers
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report.messages import FEW, PATIENCE
@@ -66,31 +65,6 @@ class Observed:
     observer: StepObserver  # sees its calls, and keeps their arguments
     forwards: list[ForwardDispatcher]  # stand in place of what it sees calls of
     left: int = FEW  # how many steps with other values may come before
-
-
-class _NothingGraphed(CaptureError):
-    """No call of an observed step could be captured."""
-
-    def __init__(self, observation: Observation, whole: str) -> None:
-        super().__init__(
-            "GraphCapture(scope='modules') needs a submodule that can be captured.",
-            "no submodule could be captured",
-            "write on_failure='eager' to train without graphs, and to read why for each",
-        )
-        self.note = f"steps run eagerly: they call no submodule that has parameters{whole}"
-        if observation.calls:
-            self.note = (
-                "steps run eagerly: no submodule of them could be captured. modules=[...] names "
-                f"some, diagnose=True lists what is in the way{whole}"
-            )
-
-
-@dataclass(slots=True)
-class Search:
-    """Steps of a kind that was captured are observed: one of them made other calls."""
-
-    reason: str  # what is said if nothing comes of it
-    left: int = PATIENCE  # how many steps are observed yet; 0 once nothing came of it
 
 
 class ModuleGraphs(Region[StepCall, CapturedStep]):
@@ -130,7 +104,8 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._last: CapturedStep | None = None
         self._forgotten = 0  # how often all graphs were
         self._observed: Observed | None = None
-        self._searches: dict[StepKind, Search] = {}
+        self._missed = 0  # steps with a call that found no graph
+        self._idle = 0  # steps in a row that called no graphed module
         fit.messages.scope_changed()
         self._may_be_whole = facts.may_be_whole
         self._looks_at_shapes = looks_at_shapes and not fit.compiled.runs
@@ -158,12 +133,8 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             self._lend_no_longer("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
             self._look_back(self._observed)
-        elif stage.elsewhere is not None and self._last is not None:
-            if stage.missed:  # look for a step that makes such calls
-                self._searches.setdefault(self._last.kind, Search(stage.missed))
-            elif self._graphed and self._last.captured and not stage.had_graphs:
-                reason = "steps run eagerly that call no graphed module"
-                self._searches.setdefault(self._last.kind, Search(reason, FEW))
+        elif stage.replays:
+            self._look_at_missed()
         if stage.stale:
             self._forget(stage.stale)
         step = self._step_for(StepCall(args[:1], self._flags.now()))
@@ -172,16 +143,28 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             self.held = "graphs" if len(self._plans) else ""
             if self._observed is not None:
                 self.held = "arguments"
-            stage.elsewhere = None
         else:
             is_settled = step.uses >= (SETTLED if self._verifier.budget.is_tight else 1)
             self.held = "" if is_settled else "replays"
             if step.uses < SETTLED or self._verifier.budget.is_tight:
                 self._verifier.budget.settle()
-            stage.elsewhere = self._elsewhere
             step.begin()
+        stage.replays = step is not None
         for module, forward in self._graphed.items():
             forward.begin(() if step is None else step.sites.get(module, ()))
+
+    def _look_at_missed(self) -> None:
+        """Say that the calls of the last step had no graphs; drop them if none is of use."""
+        stage, note = self.stage, self._fit.messages.note
+        self._missed += bool(stage.missed)
+        if stage.missed and self._missed == PATIENCE:
+            note(stage.missed)
+        has_graphs = bool(self._graphed and self._last is not None and self._last.captured)
+        is_idle = has_graphs and not (stage.missed or stage.has_replayed or stage.seeded)
+        self._idle = self._idle + 1 if is_idle else 0
+        if self._idle == FEW:
+            note("steps run eagerly that call no graphed module")
+            self._forget("steps run that call no graphed module")
 
     def begin_again(self, error: ReplayError) -> None:
         """Begin a step anew that graphs could not serve: eagerly, and observed."""
@@ -190,7 +173,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         add_line(error, "see", self._again)  # where a backward pass of Lightning's was refused
         self._forget(f"a step cannot be served: {error.observed}")
         self._observe(kind)
-        self.stage.has_replayed, self.stage.elsewhere = False, None
+        self.stage.has_replayed = self.stage.replays = False
 
     def begin_evaluating(self) -> None:
         """Begin a validation step, whose calls without autograd have graphs."""
@@ -240,9 +223,6 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
         before = self._forgotten
         step = self._life.plan_for(call)
-        if step is not None and self._searched(step.kind) is not None:
-            self._observe(step.kind)
-            return None
         if step is not None and any(step.hook_tables):
             self._forget("a hook was registered inside of a graphed module")
         if before != self._forgotten:
@@ -266,33 +246,10 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     def _plans_of(self, kind: StepKind) -> list[CapturedStep]:
         return [step for step in self._plans.plans() if step.kind == kind]
 
-    def _elsewhere(self, module: nn.Module, index: int, call: Arguments) -> GraphedCall | None:
-        """Go on with another captured step of this kind that makes this call, if one does."""
-        last = self._last
-        assert last is not None
-        # Every graph is whole in itself as long as no backward pass needs another's memory.
-        is_free = not (last.is_waiting or last.is_kept)
-        self.stage.foreseen = False
-        for step in self._plans.plans():
-            sites = step.sites.get(module, ())
-            if index >= len(sites) or step.kind != last.kind or not step.holds():
-                continue
-            site = sites[index]
-            fits = site is None or site.accepts(*call)
-            if site is not None and fits and is_free and not any(step.hook_tables):
-                self._last = self._plans.get(step.key)
-                step.begin()
-                for other, forward in self._graphed.items():
-                    forward.sites = step.sites.get(other, ())
-                return site
-            # It is captured, or stays eager, there.
-            self.stage.foreseen |= fits and step is not last
-        return None
-
     def _asked(self, inputs: Sequence[Any]) -> None:
         """A backward pass is started for these tensors only: autograd knows of all from now on."""
         self._means = replace(self._means, direct=False)
-        if self.stage.elsewhere is not None and self._last is not None:
+        if self.stage.replays and self._last is not None:
             self._last.refuse_requests(inputs)
         elif self._plans.plans():
             self._forget("a step asks for some gradients only")
@@ -317,10 +274,9 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         """Capture what the last step has shown, if it is worth it and can be."""
         kind, observation = observed.kind, observed.observer.observation
         observed.observer.remove()
-        search = self._searched(kind)
         now = self._flags.now()  # a capture finds the hooks and the precision that are there
         is_fit = now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
-        if search is None and not (is_fit and self._read(kind) == observed.values):
+        if not (is_fit and self._read(kind) == observed.values):
             if observed.left > 0:
                 observed.left -= 1  # values may take turns
                 return
@@ -338,38 +294,16 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             )
             return
         unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.messages.note)
-        removed = [self._graphed.pop(module) for module in unsteady if module in self._graphed]
-        for forward in removed:
-            forward.remove()
+        for module in unsteady:
+            if module in self._graphed:
+                self._graphed.pop(module).remove()
         if self._choice.wants_another(kind, observation):
             part = self._choice.steady_part(observation)
             if len(self._plans) or self._fit.investment.goes_on_with_part(part):
                 self._observe(kind)
             return
-        if search is not None and removed:
-            del self._searches[kind]
-            return
         calls = self._choice.first(observation, self._fit.messages.note)
-        if search is not None and not calls:
-            search.left = 0
-            self._fit.messages.note(search.reason)
-            return
-        if search is not None:
-            key = (kind, observation.pattern(calls))
-            called = {call.module for call in calls}
-            plans = (s for s in self._plans_of(kind) if called <= s.sites.keys())
-            known = any(s.key[:2] == key and s.holds() for s in plans)  # type: ignore[index]
-            if known or not self._plans.is_due(key):
-                search.left -= 1
-                if search.left == 0:
-                    self._fit.messages.note(search.reason)
-                return
-            del self._searches[kind]
         self._life.capture(StepCall((), now, calls, observation), (kind, self._read(kind)))
-
-    def _searched(self, kind: StepKind) -> Search | None:
-        search = self._searches.get(kind)
-        return search if search is not None and search.left > 0 else None
 
     # ------------------------------------------------------------------ the region
 
@@ -394,7 +328,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         """Capture the calls that were observed, or what those call that are refused."""
         kind, calls, observation = key[0], call.calls, call.observation
         assert observation is not None
-        options = self._fit.options
+        options, messages = self._fit.options, self._fit.messages
         with self._fit.investment.paying():
             while calls:
                 try:
@@ -413,23 +347,29 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
                         return None
                     self._choice.refuse(error.call.module)
                     calls = self._choice.calls(observation)
-                    self._fit.messages.refused(error.call.name, error)
-        raise _NothingGraphed(
-            observation, ', scope="step" tries the whole step' * self._may_be_whole
+                    messages.refused(error.call.name, error)
+        whole = ', scope="step" tries the whole step' if self._may_be_whole else ""
+        if options.on_failure == "eager" and observation.calls:
+            messages.note(
+                "steps run eagerly: no submodule of them could be captured. modules=[...] names "
+                f"some, diagnose=True lists what is in the way{whole}"
+            )
+        elif options.on_failure == "eager":
+            messages.note(f"steps run eagerly: they call no submodule that has parameters{whole}")
+        raise CaptureError(
+            "GraphCapture(scope='modules') needs a submodule that can be captured.",
+            "no submodule could be captured",
+            "write on_failure='eager' to train without graphs, and to read why for each",
         )
 
     def refuse(self, error: GraphError) -> None:
         if self._fit.options.on_failure == "raise":
             raise error
-        if isinstance(error, _NothingGraphed):
-            self._fit.messages.note(error.note)
-        else:
+        if isinstance(error, NoRoomError):
             self._fit.messages.note("a step runs eagerly", error)
 
     def discard(self, plan: CapturedStep) -> None:
         release(plan.captured, self._fit.statistics)
-        if not self._plans_of(plan.kind):
-            self._searches.pop(plan.kind, None)
 
     def enter(self, plan: CapturedStep, call: StepCall) -> None:
         statistics = self._fit.statistics

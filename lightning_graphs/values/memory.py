@@ -469,11 +469,6 @@ class ReplayOrder:
         self._captured += 1
         return self._captured - 1
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether a backward pass is still to come that a replay out of order would spoil."""
-        return bool(self._pending)
-
     def begin(self) -> None:
         """Begin anew from the first graph: what is pending will not run."""
         for pending in self._pending:

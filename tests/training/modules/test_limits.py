@@ -103,8 +103,8 @@ def test_batches_without_signature_of_two_shapes(backend: str, tmp_path: Path) -
         validation=0,
     )
     compare(eager, captured)
-    assert captured.statistics.captures == 2
-    assert replays(captured)["module blocks.2"] > 12
+    assert captured.statistics.captures == 1  # the batch does not tell the two kinds of steps
+    assert replays(captured)["module blocks.2"] > 5
 
 
 class Cropping(Blocks):
@@ -116,7 +116,7 @@ class Cropping(Blocks):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
-def test_the_search_for_the_right_graphs_ends(backend: str, tmp_path: Path) -> None:
+def test_arguments_that_have_another_shape_in_each_step(backend: str, tmp_path: Path) -> None:
     eager, captured = fit_twice(
         backend,
         tmp_path,
@@ -129,7 +129,7 @@ def test_the_search_for_the_right_graphs_ends(backend: str, tmp_path: Path) -> N
     compare(eager, captured, replayed=False)
     assert captured.statistics.captures == 1
     assert len(captured.statistics.fallbacks) == 1
-    assert "calls of `blocks.0` run eagerly: their arguments" in captured.statistics.fallbacks[0]
+    assert "a call of `blocks.0` runs eagerly: A graphed call" in captured.statistics.fallbacks[0]
 
 
 class Reading(Block):

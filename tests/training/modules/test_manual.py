@@ -185,12 +185,11 @@ def test_both_networks_are_called_twice_in_a_step(
 
 def test_steps_that_train_now_one_and_now_the_other(backend: str, tmp_path: Path) -> None:
     fit = trained(backend, tmp_path, Alternating, data=lambda: batches(24))
-    assert fit.statistics.captures == 2
-    assert fit.statistics.recaptures == ["a step calls its modules differently"]
-    assert fit.statistics.fallbacks == []
+    assert fit.statistics.captures == 1
+    assert fit.statistics.recaptures == fit.statistics.fallbacks == []
     counts = replays(fit)
-    assert counts["module generator"] > 10
-    assert counts["module critic"] > 20
+    assert counts["module generator"] > 30
+    assert counts["module critic"] > 10  # of its calls in steps of the other kind none
 
 
 def test_modules_that_are_named_are_taken_in_the_default_scope(
@@ -285,12 +284,10 @@ class TakingTurns(Gan):
         self.take(generating, judged(self.critic(fake), 1.0))
 
 
-def test_steps_that_are_known_to_part_midway_are_not_searched_again(
-    backend: str, tmp_path: Path
-) -> None:
+def test_steps_that_part_midway(backend: str, tmp_path: Path) -> None:
     capture = {"scope": "modules"}
     fit = trained(backend, tmp_path, TakingTurns, data=lambda: batches(24), capture=capture)
-    assert fit.statistics.captures == 2
+    assert fit.statistics.captures == 1
     assert fit.statistics.eager <= 16
     assert fit.statistics.fallbacks == []
 
