@@ -271,8 +271,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._active = plan
         if plan is None:
             return self._eager(args, kwargs)
-        if plan.effects.rewrites_batch:
-            plan.present.batch = args[0]
+        plan.present.batch = args[0]
         return self._replay(plan)
 
     # ------------------------------------------------------------------ the three phases

@@ -219,17 +219,16 @@ class GradientBuffers:
         pairs = self.pairs() if takes_over else ()
         return removed(p.register_post_accumulate_grad_hook(partial(move, b)) for p, b in pairs)
 
-    def bind(self, *, zeroed: bool = False, bound: bool = False) -> None:
+    def bind(self, *, zeroed: bool = False) -> None:
         """Point ``.grad`` of every parameter at its buffer, or copy there for user code to keep.
 
         Args:
             zeroed: The step has dropped the gradients of earlier ones.
-            bound: ``.grad`` is known to be the buffers.
         """
         kept, self._kept_elsewhere = [] if zeroed else self._kept_elsewhere, []
         if self.copied:
             self._copy_out(zeroed)
-        elif not (bound or self.are_bound()):
+        elif not self.are_bound():
             self._set(self.buffers)
             for parameter, gradient, buffer in kept:
                 with torch.no_grad():

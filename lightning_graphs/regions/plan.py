@@ -102,15 +102,15 @@ class Present:
 class StepPlan(Plan):
     """A captured step.
 
-    Its part "forward" is replayed in place of the step's code; where they are no part of another
-    one, "backward" in place of the backward pass, "unscale" ahead of the hooks before the optimizer
-    step, and "step" in place of clipping and optimizer step.
+    Its part "forward" is replayed in place of the step's own code; where they are no part of
+    another one, "backward" in place of the backward pass, "unscale" ahead of the hooks before the
+    optimizer step, and "step" in place of clipping and optimizer step.
     """
 
     key: Signature
     inputs: StaticInputs  # the static batch
     effects: SideEffects  # what it finds in places, and does there and to containers of its batch
-    outputs: OutputPlan  # what the step returned
+    outputs: OutputPlan  # what its code returned
     logs: Instruction  # makes its calls of loggers and metrics again
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: GradientBuffers
@@ -232,20 +232,20 @@ class StepPlan(Plan):
         present = self.present
         present.copies = copies
         self.emit("forward")
-        present.batch = None
         if present.tensors:
             self._write_batch()
-        owing = present.owing
-        return self.outputs.copies(owing) if copies else self.outputs.give_away(owing)
+        hand_out = self.outputs.copies if copies else self.outputs.give_away
+        returned = hand_out(present.owing)
+        present.batch, present.tensors = None, ()  # not before: without memory it is done again
+        return returned
 
     @torch.no_grad()
     def _write_batch(self) -> None:
-        present = self.present
-        batch, present.tensors = present.tensors, ()
+        batch = self.present.tensors
         for i in self.writes_batch:
             batch[i].copy_(self.inputs.tensors[i])
         if self.asked:
-            self.asked.hand_out(batch, present.owing)
+            self.asked.hand_out(batch, self.present.owing)
 
     def attach(self, *, bound: bool = False) -> None:
         """Make ``.grad`` of everything what it is after the backward pass."""

@@ -238,7 +238,7 @@ class BatchValues:
         self.unread: set[str] = set()  # names of values that are others in other batches
         self._read: set[str] = set()
         self._before: Signature | None = None
-        self._error: BatchValueRead | None = None
+        self._observed = ""  # what has read one of them, and where
         # What has read a value that is another one in the last batch; None if nothing has
         self.why: BatchValueRead | None = None
 
@@ -252,14 +252,14 @@ class BatchValues:
             )
             before, self._before = self._before, replace(signature, extra=())
             moved = set() if before is None else set(_moved(before, signature))
-            self.why = self._error if moved & self._read else None
+            self.why = _read(self._read, self._observed) if moved & self._read else None
             if moved <= self.unread | self._read:
                 return signature, tensors
             self.unread |= moved - self._read
 
     def read(self, error: BatchValueRead) -> None:
         """Let these values count."""
-        self._error = error
+        self._observed = error.observed
         self._read |= set(error.names)
         self.unread -= self._read
 

@@ -331,10 +331,6 @@ class SideEffects:
                 self._written.append((leaf.detach(), position))
 
     @property
-    def rewrites_batch(self) -> bool:
-        return bool(self._in_batch)
-
-    @property
     def is_needed(self) -> bool:
         """Whether a replay has anything to do with places or with its batch."""
         return bool(self._contained or self._types or self._effects)
