@@ -48,7 +48,7 @@ from lightning_graphs.watch.numbers import WAYS, Numbers, TracedNumber
 from lightning_graphs.watch.operators import form_of
 from lightning_graphs.watch.side_effects import SideEffects
 
-# ------------------ A real step under the rules of a capture: what that would refuse is noted, and
+# ------------------------------------------------------------------ operators
 
 _NUMBERS = (bool, int, float)
 
@@ -130,7 +130,7 @@ class Observer(Recorder):
     def begin(self, on_host: Iterable[Tensor]) -> None:
         """Begin another step; the host has these tensors, too, and what follows from them."""
         self.calls: list[Call] = []
-        self.told: list[str] = []  # what Python was told by it in this step
+        self.answers: list[str] = []  # what Python has read by it in this step
         self._anew: set[float] = set()
         self._on_host = {self.know(tensor).id for tensor in on_host}
 
@@ -179,11 +179,11 @@ class Observer(Recorder):
         return result
 
     def _tell(self, result: Any, answered: bool) -> Any:
-        """Remember what Python is told, if the host has it."""
+        """Remember what Python reads, if the host has it."""
         self.answered = False
         if answered and not self.silent:
             what = [tuple(tensor.shape) for tensor in tensors_in(result)] or result
-            self.told.append(f"{self._sites.here().describe()} gave {what!r}")
+            self.answers.append(f"{self._sites.here().describe()} gave {what!r}")
         return result
 
     def _host_has(self, tensors: Iterable[Tensor]) -> bool:
@@ -221,7 +221,7 @@ class Observer(Recorder):
         return result
 
     def _is_known(self, call: OperatorCall) -> bool:
-        """Whether the host has what it would be told by an operator."""
+        """Whether the host has what it would read by an operator."""
         if call.func in INDEXING:
             masks = [t for t in tensors_in(call.args[1]) if t.dtype is torch.bool]
             return bool(masks) and self._host_has(masks)
@@ -274,26 +274,23 @@ class NotedNumbers(Numbers):
     def begin(self) -> None:
         """Begin another step."""
         self.tape = HostTape()
-        self.told: list[Any] = []  # what Python was told of them, as captured code may be
+        self.outcomes: list[Any] = []  # what Python has read of them, as captured code may
         self._ways = 1.0  # which draws may lead the step; so many graphs there are
 
     def refuse(self, obstacle: Obstacle, name: str) -> None:
         self._met(obstacle, name)
 
-    def kind_of_result(self, value: Any) -> Callable[..., Any] | None:
-        return _KINDS.get(type(value))
-
-    def kind_of(self, value: Any, obstacle: Obstacle) -> Callable[..., Any] | None:
+    def kind_of(self, value: Any, obstacle: Obstacle | None = None) -> Callable[..., Any] | None:
         if isinstance(value, numpy.ndarray):
             return lambda _, __, ___, value, *____: value
-        return self.kind_of_result(value)
+        return _KINDS.get(type(value))
 
     def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
         if obstacle is DRAWN:
             self._ways *= self.ways_of(read)
         too_many = obstacle is DRAWN and self._ways > WAYS
         if type(value) is bool or not too_many:  # else no two steps went the same way
-            self.told.append(value)
+            self.outcomes.append(value)
         if too_many or not self.follow:
             self.refuse(obstacle, name)
         return value
@@ -309,8 +306,8 @@ class NotedNumbers(Numbers):
         for number in whole if len(whole) <= WAYS else ():  # C code may read them unseen
             ways = self._ways * self.ways_of(number.now)
             if ways <= WAYS:
-                number.is_told, self._ways = True, ways
-                self.told.append(number.value)
+                number.has_few_values, self._ways = True, ways
+                self.outcomes.append(number.value)
         return found
 
     def bare(self, value: float) -> float:
@@ -323,7 +320,22 @@ class NotedNumbers(Numbers):
         return isinstance(value, Noted) or any(value is made for made in self._made)
 
 
-class Noted(TracedNumber):
+class NotedValue:
+    """A value that it is in all respects; C code reads it unseen."""
+
+    name: str
+    value: Any
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return type(self.value), (self.value,)
+
+
+def _kind(base: type, kind: Any, members: dict[str, Any]) -> Any:
+    """A class of values of Python's that tell when they are used."""
+    return type(f"Noted{kind.__name__}", (base, kind), members)
+
+
+class Noted(TracedNumber, NotedValue):
     """A number that it stands for, in all respects; a use that no replay can follow is noted.
 
     C code reads it unseen: of torch's functions the observer sees the arguments, and of
@@ -332,7 +344,7 @@ class Noted(TracedNumber):
 
     numbers: NotedNumbers
 
-    is_told = False
+    has_few_values = False
     """There is a graph for each of its values."""
 
     def named(self, expression: str) -> str:
@@ -344,7 +356,7 @@ class Noted(TracedNumber):
         return super().computed(name, function, *operands)
 
     def _guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
-        return value if self.is_told else super()._guarded(name, read, value, obstacle)
+        return value if self.has_few_values else super()._guarded(name, read, value, obstacle)
 
     def converted(self, kind: type, module: str) -> Any:
         """A capture follows it where user code asks."""
@@ -352,18 +364,12 @@ class Noted(TracedNumber):
             self.refuse()
         return self.numbers.bare(self.value) if kind is float else kind(self.value)
 
-    def __reduce__(self) -> tuple[type, tuple[Any]]:
-        return type(self.value), (self.value,)
+
+def _new(kind: Any) -> Callable[..., Any]:
+    return lambda cls, numbers, name, read, value, *_: kind.__new__(cls, value)
 
 
-def _kind(kind: Any) -> Any:
-    def new(cls: type, numbers: NotedNumbers, name: str, read: object, value: Any, *_: Any) -> Any:
-        return kind.__new__(cls, value)
-
-    return type(f"Noted{kind.__name__}", (Noted, kind), {"__new__": new})
-
-
-_KINDS: dict[type, Any] = {kind: _kind(kind) for kind in (int, float)}
+_KINDS: dict[type, Any] = {k: _kind(Noted, k, {"__new__": _new(k)}) for k in (int, float)}
 
 
 def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -> bool:
@@ -383,40 +389,34 @@ def parts_of(value: Any, kind: type) -> list[Any]:
     return [part for part in (*found, *inside) if isinstance(part, kind)]
 
 
-# ------------------ Python values of a batch that tell when a step under observation reads them
+# ------------------------------------------------------------------ values of the batch
 
 
-class Told:
-    """A value that it is in all respects; C code reads it unseen."""
+class BatchValue(NotedValue):
+    """A value of the batch: every use of it is noted."""
 
-    name: str
-    value: Any
     on_read: Callable[[str], object]
 
     def read(self) -> Any:
-        """The value itself, for somebody who looks at it."""
+        """The value itself, for code that looks at it."""
         self.on_read(self.name)
         return self.value
 
-    def __reduce__(self) -> tuple[type, tuple[Any]]:
-        return type(self.value), (self.value,)
+
+def _reading(plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda value, *args, **kwargs: plain(value.read(), *args, **kwargs)
 
 
-def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda told, *args, **kwargs: plain(told.read(), *args, **kwargs)
-
-
-def _told_kind(kind: type) -> Any:
-    """A class of such values."""
+def _batch_kind(kind: type) -> Any:
     methods = (WrapperDescriptorType, MethodDescriptorType)
     own: dict[str, Any] = {n: f for n, f in vars(kind).items() if isinstance(f, methods)}
     own.pop("__getattribute__", None)  # inherited from Python 3.13 on
     if kind in (str, bytes):  # what the other operand, float and int do with them
         own |= {"__radd__": lambda value, other: other + value, "__float__": float, "__int__": int}
-    return type(kind.__name__, (Told, kind), {name: _telling(f) for name, f in own.items()})
+    return _kind(BatchValue, kind, {name: _reading(f) for name, f in own.items()})
 
 
-_TOLD_KINDS = {kind: _told_kind(kind) for kind in (str, bytes, int, float)}
+_BATCH_KINDS = {kind: _batch_kind(kind) for kind in (str, bytes, int, float)}
 
 
 class BatchReads:
@@ -443,10 +443,10 @@ class BatchReads:
         """
         self._given.append({})
         self._is_over = False
-        told = _each(batch, "batch", self._telling)
-        containers, objects = SideEffects(batch=told), objects_of(told)
+        noted = _each(batch, "batch", self._noted)
+        containers, objects = SideEffects(batch=noted), objects_of(noted)
         try:
-            yield told
+            yield noted
         finally:
             self._is_over = True
             self._changed += objects.changed()
@@ -454,15 +454,17 @@ class BatchReads:
                 containers.look()
             except CaptureError as error:
                 self._changed.append(error.observed.removeprefix(f"{LIBRARIES.step} changes "))
-            _each(batch, "batch", lambda _, leaf: leaf.value if isinstance(leaf, Told) else leaf)
+            _each(
+                batch, "batch", lambda _, leaf: leaf.value if isinstance(leaf, BatchValue) else leaf
+            )
 
-    def _telling(self, name: str, value: Any) -> Any:
-        if type(value) not in _TOLD_KINDS:
+    def _noted(self, name: str, value: Any) -> Any:
+        if type(value) not in _BATCH_KINDS:
             return value
         self._given[-1][name] = value
-        told = _TOLD_KINDS[type(value)](value)
-        told.name, told.value, told.on_read = name, value, self._note
-        return told
+        noted = _BATCH_KINDS[type(value)](value)
+        noted.name, noted.value, noted.on_read = name, value, self._note
+        return noted
 
     def _note(self, name: str) -> None:
         silent = self._is_over or self._observer.silent
@@ -471,8 +473,8 @@ class BatchReads:
 
     def kept(self, value: Any, site: CallSite) -> None:
         """Note what a step stores or returns: a replay would have to read that."""
-        for told in leaves_of(value, Told):
-            self._first.setdefault(told.name, site)
+        for noted in leaves_of(value, BatchValue):
+            self._first.setdefault(noted.name, site)
 
     def unseen(self, step: int, site: CallSite) -> bool:
         """Whether code of C may have read numbers of the batch, others than in that step."""

@@ -35,11 +35,11 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.doctor.watched import (
     BatchReads,
+    BatchValue,
     Call,
     Noted,
     NotedNumbers,
     Observer,
-    Told,
     are_live,
     changes,
     parts_of,
@@ -199,8 +199,8 @@ class Doctor:
         self._before = attributes, around.outside.contents
         self._observer.begin(self._judge_batch(batch))
         compiled = CompiledCode()
-        with compiled.watching(), self._watching(around), self._reads.of_step(batch) as told:
-            returned = self._run(self._calls.training_step, told, *watched, **kwargs)
+        with compiled.watching(), self._watching(around), self._reads.of_step(batch) as noted:
+            returned = self._run(self._calls.training_step, noted, *watched, **kwargs)
         self._compiled = compiled
         self._judge_state(attributes, around)
         self._judge_returned(returned)
@@ -314,8 +314,8 @@ class Doctor:
 
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
         """Look at a call of torch; the numbers in it that every replay would have anew."""
-        for told in parts_of((args, kwargs), Told):
-            told.read()
+        for value in parts_of((args, kwargs), BatchValue):
+            value.read()
         numbers = parts_of((args, kwargs), Noted)
         call, device = (function, args, kwargs), self._module.device
         live = numbers and are_live(call, device, ahead=self._has_host_half)
@@ -441,11 +441,11 @@ class Doctor:
         """Python that only shows in its effect: other numbers than in a step of the same shapes."""
         if len(self._signatures) < self.diagnosis.steps:
             return
-        told = self._observer.told if self._has_host_half else ()
-        signature = replace(self._signatures[-1], extra=tuple(told))
+        answers = self._observer.answers if self._has_host_half else ()
+        signature = replace(self._signatures[-1], extra=tuple(answers))
         self._signatures[-1], calls = signature, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        way = signature.specs, signature.extra, tuple(self._numbers.told), self._reads.way
+        way = signature.specs, signature.extra, tuple(self._numbers.outcomes), self._reads.way
         is_followed = self._is_followed
         before, step = self._earlier.get(way, (calls, -1))
         for change in changes(before, calls):

@@ -41,7 +41,7 @@ from lightning_graphs.values.tree import (
 from lightning_graphs.watch.containers import Place
 from lightning_graphs.watch.tracers import Disguised, Tracer
 
-# ------------------ The containers of a batch, in which a captured step may put something
+# ------------------------------------------------------------------ containers of the batch
 
 _LISTS = (list, deque)
 
@@ -140,7 +140,7 @@ def new_results(batch: Any, known: Sequence[Tensor]) -> Iterator[Result]:
                 yield from results_in(value, holder.name + item_label(key))
 
 
-# ------------------ Guards the batch of a capture: its containers are copies, its tensors static i
+# ------------------------------------------------------------------ values of the batch
 
 
 def objects_of(batch: Any) -> PythonSnapshot:

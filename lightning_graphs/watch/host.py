@@ -33,7 +33,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.torch import generator_identity, memory_of, out_of_sight, storage_uses
 
-# ------------------ The host half of captured code: what it computes on the CPU, done again by eve
+# ------------------------------------------------------------------ the program of the host
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ class Register:
 
 
 @dataclass(slots=True)
-class Operation:
+class HostOperation:
     """One operator of the host half."""
 
     func: Callable[..., Any]  # the operator
@@ -70,7 +70,7 @@ class Operation:
     kwargs: dict[str, Any]  # likewise
     results: list[int]  # the registers of the tensors that it returns
     draws: HostGenerator | None = None  # the generator that it draws from
-    read: Any = None  # what it told Python, for an operator that returns no tensor
+    read: Any = None  # what Python read by it, for an operator that returns no tensor
     # Where its registers stand: in its arguments and in lists among them, under which key
     places: list[tuple[Any, Any, int]] = field(init=False)
 
@@ -100,7 +100,7 @@ class Draw:
 class HostProgram:
     """What the host computes for a graph."""
 
-    operations: Sequence[Operation]
+    operations: Sequence[HostOperation]
     values: list[Any]  # of the registers
     inputs: Sequence[tuple[int, int]]  # registers, and which input of the graph is copied to each
     held: Sequence[Tensor]  # memory that the graph reads
@@ -111,12 +111,12 @@ class HostProgram:
 
     @property
     def read(self) -> tuple[Any, ...]:
-        """What Python was told of values that every replay computes anew."""
+        """What Python has read of values that every replay computes again."""
         return tuple(o.read for o in self.operations if not o.results)
 
     @torch.no_grad()
     def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
-        """Compute what the coming replay needs; whether Python would be told what it was told.
+        """Compute what the coming replay needs; whether Python would read what it has read.
 
         If not, the generators are where they were, and the graph is not for this step.
         """
@@ -157,12 +157,12 @@ def copy_in(static: Tensor, value: Tensor) -> Tensor:
 
 
 def shape(value: Tensor) -> torch.Size:
-    """Operation: what Python is told of the shape of a tensor."""
+    """Operation: what Python reads of the shape of a tensor."""
     return value.shape
 
 
 def numbers(value: Tensor) -> tuple[torch.Size, tuple[Any, ...]]:
-    """Operation: what Python is told of a tensor by ``tolist`` and the like."""
+    """Operation: what Python reads of a tensor by ``tolist`` and the like."""
     return value.shape, tuple(value.flatten().tolist())
 
 
@@ -202,7 +202,7 @@ def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool
     return name in _SELECTIONS or not any(t.is_floating_point() for t in outputs)
 
 
-# ------------------ Runs on the host what captured code computes there, and keeps what replays nee
+# ------------------------------------------------------------------ its recording
 
 
 RULE = "A replay cannot repeat everything that a step computes on the host."
@@ -218,7 +218,7 @@ class HostTape:
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[HostOperation] = []
         self.values: list[Any] = []  # what they compute; a register is a place in this list
         self.inputs: list[tuple[int, int]] = []  # their registers, and which input each of them is
         self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
@@ -253,25 +253,25 @@ class HostTape:
         """Let replays copy a tensor into memory of the device."""
         register = self._registers[value]
         assert register is not None
-        self.operations.append(Operation(copy_in, [static, register], {}, [register.index]))
+        self.operations.append(HostOperation(copy_in, [static, register], {}, [register.index]))
 
     def compare(self, func: Callable[..., Any], tensor: Tensor) -> None:
-        """Let replays compare what Python is told of a tensor of the host."""
+        """Let replays compare what Python reads of a tensor of the host."""
         if (register := self._registers[tensor]) is not None:
-            self.operations.append(Operation(func, [register], {}, [], read=func(tensor)))
+            self.operations.append(HostOperation(func, [register], {}, [], read=func(tensor)))
 
     def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Draw:
         """Draw from a generator of Python or NumPy, and let replays draw."""
         draw = Draw(call)
         with self._continued(generator):
             draw()
-        self.operations.append(Operation(draw, [], {}, [], generator))
+        self.operations.append(HostOperation(draw, [], {}, [], generator))
         self._draws.append((generator, draw))
         return draw
 
-    def told(self, read: Callable[[], Any]) -> float:
-        """Let replays compare what Python is told of draws; how many ways that may go."""
-        self.operations.append(Operation(read, [], {}, [], read=read()))
+    def count_ways(self, read: Callable[[], Any]) -> float:
+        """Let replays compare what Python reads of draws; how many outcomes that may have."""
+        self.operations.append(HostOperation(read, [], {}, [], read=read()))
         values = [draw.value for _, draw in self._draws]
         found: Counter[Any] = Counter()
         with contextlib.ExitStack() as stack:
@@ -306,7 +306,7 @@ class HostTape:
             return value
         # That of Python's numbers is not always the same.
         again = partial(make, **{**kwargs, "dtype": value.dtype})
-        self.operations.append(Operation(again, [], {}, [self._meet(value).index]))
+        self.operations.append(HostOperation(again, [], {}, [self._meet(value).index]))
         self.compare(shape, value)
         return value
 
@@ -339,7 +339,9 @@ class HostTape:
             self.refuse(f"{func} is called")
         results = [self._meet(tensor).index for tensor in outputs]
         read = None if outputs else result
-        self.operations.append(Operation(func, [*own.args], own.kwargs, results, generator, read))
+        self.operations.append(
+            HostOperation(func, [*own.args], own.kwargs, results, generator, read)
+        )
         return result
 
     def know(self, func: OpOverload, tensor: Tensor) -> Register | None:
@@ -371,14 +373,14 @@ class HostTape:
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
             value = tensor.as_strided((count,), (1,), 0).clone()
         base = self._new_register(value)
-        self.operations.append(Operation(aten.clone.default, [value], {}, [base.index]))
+        self.operations.append(HostOperation(aten.clone.default, [value], {}, [base.index]))
         for alias in self._registers:
             if memory_of(alias) == memory_of(tensor):
                 if alias.dtype != tensor.dtype:
                     self.refuse(f"{func} writes to a view of another type")
                 register = self._registers[alias] = self._new_register(alias)
                 view = [base, alias.shape, alias.stride(), alias.storage_offset()]
-                made = Operation(aten.as_strided.default, view, {}, [register.index])
+                made = HostOperation(aten.as_strided.default, view, {}, [register.index])
                 self.operations.append(made)
 
     def _new_register(self, tensor: Tensor) -> Register:
@@ -412,13 +414,13 @@ class HostTape:
             generator.set_state(found)
 
     def drop_what_nobody_reads(self) -> None:
-        """Keep draws, and what Python or the device is told, with all that it follows from."""
+        """Keep draws, and what Python or the device is given, with all that it follows from."""
         storages = list(map(memory_of, self.values))
         needed: set[int] = set()
         kept = []
         for operation in reversed(self.operations):
-            told = not operation.results or operation.func is copy_in
-            if told or operation.draws or any(storages[r] in needed for r in operation.results):
+            leaves = not operation.results or operation.func is copy_in
+            if leaves or operation.draws or any(storages[r] in needed for r in operation.results):
                 given = [register for _, _, register in operation.places]
                 needed.update(storages[r] for r in (*given, *operation.results))
                 kept.append(operation)

@@ -74,12 +74,11 @@ class Numbers(abc.ABC):
     tape: HostTape | None  # has what the step draws
 
     @abc.abstractmethod
-    def kind_of(self, value: Any, obstacle: Obstacle) -> Callable[..., Any] | None:
-        """The class of tracers for such a value; None: user code gets the value itself."""
+    def kind_of(self, value: Any, obstacle: Obstacle | None = None) -> Callable[..., Any] | None:
+        """The class of tracers for a value; None: user code gets the value itself.
 
-    @abc.abstractmethod
-    def kind_of_result(self, value: Any) -> Callable[..., Any] | None:
-        """The class of tracers for what user code computes; None: it gets the value itself."""
+        Without an obstacle it is for what user code computes from other tracers.
+        """
 
     @abc.abstractmethod
     def refuse(self, obstacle: Obstacle, name: str) -> object:
@@ -112,9 +111,9 @@ class Numbers(abc.ABC):
         return self.guarded(name, read, value, obstacle) if is_plain(value) else value
 
     def ways_of(self, read: Callable[[], Any]) -> float:
-        """How many ways a step may go that Python tells what is read of its draws."""
+        """How many ways a step may go by what Python reads of its draws."""
         assert self.tape is not None
-        return self.tape.told(partial(_present, read, None))
+        return self.tape.count_ways(partial(_present, read, None))
 
 
 def item_of(read: Callable[[], Any], index: int) -> Callable[[], Any]:
@@ -133,7 +132,7 @@ class StepNumbers(Numbers):
         could_follow: Callable[[Conversion], bool] = lambda _: False,
     ) -> None:
         self.could_follow = could_follow
-        self._told: set[str] = set()  # what was drawn and has led the step on its way
+        self._led: set[str] = set()  # what was drawn and has led the step on its way
         self.has_guards = False  # the step has gone a way that these numbers decide
         self._guards: list[tuple[str, Callable[[Any], Any]]] = []
         self.tape = tape
@@ -154,18 +153,17 @@ class StepNumbers(Numbers):
 
     # ------------------------------------------------------------------ what code gets
 
-    def kind_of(self, value: Any, obstacle: Obstacle) -> Callable[..., Any] | None:
-        if type(value) is bool:
-            return None
-        if obstacle is DRAWN and type(value) is numpy.ndarray:
+    def kind_of(self, value: Any, obstacle: Obstacle | None = None) -> Callable[..., Any] | None:
+        kind, drawn = type(value), obstacle is DRAWN
+        if kind is numpy.ndarray and (drawn or obstacle is None):
             return ArrayTracer
-        known = isinstance(value, Real) if obstacle is DRAWN else type(value) in _PLAIN
-        if known:
+        if obstacle is None or kind in (int, float):
             return ScalarTracer
-        return None if obstacle is DRAWN else lambda _, name, read, *__: OpaqueTracer(name, read)
-
-    def kind_of_result(self, value: Any) -> Callable[..., Any] | None:
-        return ArrayTracer if type(value) is numpy.ndarray else ScalarTracer
+        if kind is bool:
+            return None
+        if drawn:
+            return ScalarTracer if isinstance(value, Real) else None
+        return lambda _, name, read, *__: OpaqueTracer(name, read)
 
     # ------------------------------------------------------------------ what becomes of it
 
@@ -179,9 +177,9 @@ class StepNumbers(Numbers):
         if obstacle is not DRAWN:
             self._guards.append((name, partial(_present, read)))
             return value
-        if name not in self._told:
+        if name not in self._led:
             self._ways *= self.ways_of(read)
-            self._told.add(name)
+            self._led.add(name)
         if self._ways > WAYS:
             self.refuse(DRAWN, f"{name}, on which the way of the step depends,")
         return value
@@ -310,11 +308,11 @@ class TracedNumber(Followed):
         name, numbers = self.named(name), _numbers_among(operands)
         read, value = self.follow(function, *operands)
         lasts, obstacle = all(n.lasts for n in numbers), _obstacle_of(numbers)
-        kind = self.numbers.kind_of_result(value)
+        kind = self.numbers.kind_of(value)
         return kind(self.numbers, name, read, value, lasts, obstacle) if kind else value
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        """What Python is told of a function of it, which is a guard."""
+        """What Python reads of a function of it, which is a guard."""
         obstacle = _obstacle_of(_numbers_among(operands))
         return self._guarded(name, *self.follow(function, *operands), obstacle)
 

@@ -27,7 +27,7 @@ from lightning_graphs.private.callsite import frames_from, is_library
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.values.tree import leaves_of
 
-# ------------------ Functions of Python that numbers go through: ``float``, ``int`` and those of `
+# ------------------------------------------------------------------ functions of Python
 
 
 class Followed(abc.ABC):
@@ -122,7 +122,7 @@ def constants_around() -> Iterator[Any]:
             yield from frame.f_code.co_consts
 
 
-# ------------------ Operators of torch with a Python number that may as well have it on the device
+# ------------------------------------------------------------------ operators of torch
 
 
 class Given(Protocol):
@@ -350,14 +350,6 @@ def _set(function: Any, input: Any, index: Any, value: Any) -> Form | None:
     return lambda given: function(input, index, given.tensor_of(value, input.dtype))
 
 
-def _full_like(_: Any, input: Any, fill_value: Any, **options: Any) -> Form | None:
-    return _made(partial(torch.empty_like, input, **options), fill_value)
-
-
-def _new_full(_: Any, input: Any, size: Any, fill_value: Any, **options: Any) -> Form | None:
-    return _made(partial(input.new_empty, size, **options), fill_value)
-
-
 def _full(here: torch.device, size: Any, fill_value: Any, **options: Any) -> Form | None:
     target = options.get("device")
     if target in (None, "cpu") or torch.device(target).type != here.type:
@@ -448,6 +440,8 @@ _FORMS: dict[str, Callable[..., Form | None]] = {
     "__setitem__": _set,
     "__getitem__": _indexed,
     "full": _full,
-    "full_like": _full_like,
-    "new_full": _new_full,
+    "full_like": lambda _, x, fill_value, **o: _made(partial(torch.empty_like, x, **o), fill_value),
+    "new_full": lambda _, x, size, fill_value, **o: _made(
+        partial(x.new_empty, size, **o), fill_value
+    ),
 }

@@ -49,7 +49,7 @@ from lightning_graphs.watch.object_graph import (
 from lightning_graphs.watch.operators import stands_for_a_while
 from lightning_graphs.watch.user_code import UserCode, function_of, inside_of_compiled
 
-# ------------------ Clocks that code reads: a graph would freeze what they show
+# ------------------------------------------------------------------ clocks
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 NUMBERS: Mapping[str, Callable[[], Any]] = {
@@ -77,7 +77,7 @@ def clock_named(function: Any) -> str:
 _OF_C = type(time.time)
 
 
-# ------------------ Watches which attributes a step reads and sets: a replay runs no Python
+# ------------------------------------------------------------------ attributes of modules
 
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.")
 _LIVE_IN_LIBRARIES = frozenset(
@@ -268,7 +268,7 @@ def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) ->
     return own.get(key, of_class.get(key, Absence.ABSENT))
 
 
-# ------------------ Finds values outside of modules that code which ran names: globals, closures,
+# ------------------------------------------------------------------ globals, closures, classes
 
 _DEFAULTS = attrgetter("__defaults__")
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads

@@ -483,7 +483,7 @@ def _results(place: Place, value: Any) -> list[Result]:
     return results_in(value, f"stored `{place.name}`")
 
 
-# ------------------ Learns in which places the steps of a fit store something, or find something b
+# ------------------------------------------------------------------ the places of a fit
 
 
 class LeftBehindError(CaptureError):
