@@ -91,7 +91,6 @@ from lightning_graphs.watch.draws import (
     draws_exchanged,
 )
 from lightning_graphs.watch.environment import Environment
-from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.operators import DrawingFunction, calls_followed
 from lightning_graphs.watch.reads import iterators_in
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
@@ -412,7 +411,7 @@ class Doctor:
                 bound_anew = isinstance(change.now, Tensor) and not whole
                 found.append((REBOUND if bound_anew else STORED, change.name))
         found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
-        iterators = iterators_in(iter_objects(self._module))
+        iterators = iterators_in(around.held)
         found += [(DRAWN, n) for n in iterators if n.rpartition(".")[2] in outside.words]
         bound = bound_by_hooks(self._module)
         for obstacle, name in found:
