@@ -221,6 +221,9 @@ class Messages:
                     found += [self._sentence(name, text, place) for text in texts]
                 if _EXPLAINS.match(ast.get_docstring(function) or ""):
                     found += [self._sentence(function.name, t, place) for t in _returned(function)]
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.Lambda) and isinstance(node.body, ast.Constant):
+                    found.append(self._sentence("lambda", node.body, Place(module, None)))
         return [message for message in found if not message.passed_on]
 
     @cached_property

@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-MOVED = {
+BEFORE = {
     "training": "lightning",
     "training.callback": "lightning.callback",
     "training.options": "policy.options",
@@ -28,7 +28,7 @@ class _Moved(ModuleType):
 
     def __init__(self, package: str, before: str) -> None:
         super().__init__(f"{package}.{before}")
-        self._present = f"{package}.{MOVED[before]}"
+        self._present = f"{package}.{BEFORE[before]}"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -38,4 +38,4 @@ class _Moved(ModuleType):
 
 def register(package: str) -> None:
     """Make all of them importable; nothing is imported for that."""
-    sys.modules.update({f"{package}.{name}": _Moved(package, name) for name in MOVED})
+    sys.modules.update({f"{package}.{name}": _Moved(package, name) for name in BEFORE})

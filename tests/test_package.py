@@ -15,7 +15,7 @@ import pytest
 
 import lightning_graphs
 from lightning_graphs import errors
-from lightning_graphs.moved import MOVED
+from lightning_graphs.moved import BEFORE
 from lightning_graphs.report import GraphRecord
 from tests.processes import in_one_process, run_script
 
@@ -189,11 +189,11 @@ def test_modules_of_the_core_have_their_dotted_names() -> None:
     assert run_python(code) == "True True"
 
 
-@pytest.mark.parametrize("before", sorted(MOVED))
+@pytest.mark.parametrize("before", sorted(BEFORE))
 def test_names_of_before_lead_to_the_same_objects(before: str) -> None:
     """Entry points of an installed package, saved configurations and pickles hold them."""
     found = importlib.import_module(f"lightning_graphs.{before}")
-    present = importlib.import_module(f"lightning_graphs.{MOVED[before]}")
+    present = importlib.import_module(f"lightning_graphs.{BEFORE[before]}")
     for name, value in vars(present).items():
         if not name.startswith("__"):
             assert getattr(found, name) is value
@@ -323,16 +323,13 @@ ENGINE = {
     *("policy", "regions", "doctor"),
 }
 WORDS = re.compile(r"self\.log\b|training_step|Trainer\(")
-# Files that are yet to lose what they know of Lightning: none may be added.
-UNEASY = {"regions/submodules.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_the_engine_knows_nothing_of_lightning(path: Path) -> None:
     """Neither its modules, nor the words of a remedy, which come from the client."""
     module, package = module_and_package(path)
-    name = path.relative_to(PACKAGE).as_posix()
-    if module.split(".")[1:2] and module.split(".")[1] in ENGINE and name not in UNEASY:
+    if {*module.split(".")[1:2]} & ENGINE:
         text = path.read_text(encoding="utf-8")
         tops = {n.partition(".")[0] for n in imported_names(ast.parse(text), package)}
         assert not tops & (LIGHTNING | {"torchmetrics"})

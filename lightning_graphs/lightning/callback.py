@@ -243,7 +243,6 @@ class GraphCapture(Callback):
                 messages=messages,
                 progress=progress,
                 investment=investment,
-                own=calls,
                 budget=budget,
                 recovery=recovery,
                 ranks=ranks,

@@ -10,7 +10,6 @@ from lightning.pytorch import Trainer
 from lightning_graphs.lightning import words as words  # whose import tells the engine
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.progress import ProgressValues
-from lightning_graphs.lightning.strategy import StrategyCalls
 from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.tolerance import Tolerance
@@ -25,7 +24,6 @@ class LightningContext(TrainingContext):
     """What every runner is made of."""
 
     trainer: Trainer
-    own: StrategyCalls  # the strategy's own methods
     recovery: OomRecovery
     watch: TrainerWatch
     progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU

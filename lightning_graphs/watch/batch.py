@@ -63,7 +63,7 @@ class Holder(Place):
         return self.value
 
     def put(self, value: Any) -> None:
-        raise AssertionError("a batch is the caller's")
+        raise TypeError("a batch is the caller's")
 
     def content(self, value: Any) -> dict[Any, Any]:
         """What a container holds in the place of this one."""
