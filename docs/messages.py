@@ -22,7 +22,7 @@ PRINTERS = ("rank_zero_warn", "rank_zero_info", "say", "warn_user")
 CARRIERS = ("Verdict", "_left_out")
 """Classes and functions that take sentences which are printed somewhere else."""
 
-REASONS = ("reason", "obstacle", "missed", "note")
+REASONS = ("reason", "obstacle", "missed", "note", "stale")
 """Variables and attributes whose sentences are put into others."""
 
 _EXPLAINS = re.compile(r"Why |.*what to say", re.DOTALL)
