@@ -112,7 +112,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     original = Verification.check
 
     def counted(self: Verification, plan: Any, args: Any) -> None:
-        steps.append(self.trainer.global_step)
+        steps.append(self.module.trainer.global_step)
         original(self, plan, args)
 
     monkeypatch.setattr(Verification, "check", counted)
