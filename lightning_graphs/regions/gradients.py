@@ -429,8 +429,11 @@ class PersistentGradients(KeptGradients, GradientMemory):
         try:
             yield
         finally:
-            buffers = [*self._buffers.values()]
-            self.bound, self.tracked = None, GradientBuffers([*self._buffers], buffers)
+            # No name here holds the buffers: it would count as a reference
+            self.bound, self.tracked = (
+                None,
+                GradientBuffers([*self._buffers], [*self._buffers.values()]),
+            )
             now = self._now()
             known = zip(self._uses, before, now, strict=False)
             self._uses = [u + b - a for u, a, b in known] + now[len(before) :]
