@@ -16,6 +16,9 @@ from tests.failures.support import forwards_are_their_own
 from tests.training.fits import assert_nothing_left, compare, prepare
 
 # Where a capture changes what others see: the policies, and who owns graphs.
+_FOLDERS = tuple(
+    f"/lightning_graphs/{name}/" for name in ("lightning", "regions", "watch", "policy", "report")
+)
 _FILES = (
     "device/graph.py",
     "autograd/callables.py",
@@ -41,7 +44,7 @@ class Interruption(Callback):
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         path = frame.f_code.co_filename
-        watched = "/lightning_graphs/training/" in path or path.endswith(_FILES)
+        watched = path.endswith(_FILES) or any(folder in path for folder in _FOLDERS)
         return self._line if watched and not self.happened else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
