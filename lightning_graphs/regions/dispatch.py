@@ -40,9 +40,7 @@ class DispatchState:
     """What all graphed modules of a fit share."""
 
     fit: TrainingContext
-    means: (
-        CaptureConfig  # for captures of calls without autograd, which may be replayed in any order
-    )
+    means: CaptureConfig  # of calls without autograd, which may be replayed in any order
     stepping: bool = False  # a training step's own code is running, and no backward pass
     evaluating: bool = False  # a validation step's is, and it shall have graphs
     stale: str = ""  # why no graph may be right any longer; empty if all may

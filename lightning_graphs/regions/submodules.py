@@ -95,10 +95,9 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._device_type = pool.backend.device_type
         self._choice = ModuleSelection(module, options)
         self._flags = FlagsReader(module)
-        self._forwards: dict[
-            nn.Module, ForwardDispatcher
-        ] = {}  # of modules that were ever observed
-        self._graphed: dict[nn.Module, ForwardDispatcher] = {}  # of those that have graphs
+        # Of modules that were ever observed, and of those that have graphs
+        self._forwards: dict[nn.Module, ForwardDispatcher] = {}
+        self._graphed: dict[nn.Module, ForwardDispatcher] = {}
         self._life = Lifecycle[StepCall, CapturedStep](self, fit, verifier, itemgetter(0))
         self._plans = self._life.cache
         self._last: CapturedStep | None = None
