@@ -265,11 +265,12 @@ def test_every_exception_class_is_known(found: Any) -> None:
 def test_every_raise_has_a_message(messages: ModuleType, found: Any) -> None:
     """Each raises an exception of ours, or what was caught, or what Python's protocols want."""
     places = {message.site for message in found.errors}
+    known = {*found.exceptions, *messages.REFUSALS}
     makers = {
         function.name
         for module in found.modules
         for function in module.functions
-        if any(messages.name_of(c.func) in found.exceptions for c in _calls_in(function))
+        if any(messages.name_of(c.func) in known for c in _calls_in(function))
     }
     protocols = {"AttributeError", "TypeError", "ValueError"}
     seen = 0
