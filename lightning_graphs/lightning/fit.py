@@ -24,7 +24,7 @@ class LightningContext(TrainingContext):
     """What every runner is made of."""
 
     trainer: Trainer
-    recovery: OomRecovery
+    recovery: OomRecovery  # repeats a step that finds no memory
     watch: TrainerWatch
     progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
 

@@ -134,14 +134,6 @@ class Client(environment.Client, Protocol):
         """What the host has of each tensor of a batch; None where that is nothing."""
 
 
-class Recovery(Protocol):
-    """Repeats a step that finds no memory."""
-
-    @property
-    def repeats(self) -> bool:
-        """Whether a step that graphs cannot serve may be run again."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingContext:
     """What every region of a fit is made of."""
@@ -153,7 +145,6 @@ class TrainingContext:
     messages: Messages  # tells the user
     investment: CapturePolicy  # decides what is worth a capture
     budget: MemoryBudget  # what memory may be taken
-    recovery: Recovery  # repeats a step that finds no memory
     ranks: Any  # does whole steps the same way on all ranks
     watch: Client  # the loop around the regions
     no_whole_step: str  # why its steps are no whole graphs; empty if they may be
