@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.autograd.graphed import GraphedCallable
-from lightning_graphs.regions.choose import select
+from lightning_graphs.regions.dispatch import select
 from lightning_graphs.values.tree import leaves_of, substitute
 
 BLOCKS = {

@@ -60,7 +60,7 @@ from torch.utils.data import DataLoader
 from workloads import Classifier, Gpt2, Mlp, Transformer
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.lightning.transfer import copies_on_host
+from lightning_graphs.lightning.strategy import copies_on_host
 
 WARMUP, TIMED, BLOCKS = 30, 20, 10
 LAST_THIRD = 150  # the step that it begins with

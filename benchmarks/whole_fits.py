@@ -54,7 +54,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.report.messages import Statistics
 
 TO_EAGER, TO_BEST = 1.02, 1.10
 WORTH_A_LIMIT = 4096  # MiB

@@ -23,8 +23,13 @@ from lightning_graphs.autograd.backward import (
     refuse_sparse_gradients,
     zero_gradient,
 )
-from lightning_graphs.autograd.free_variables import Bindings, FreeVariables
-from lightning_graphs.autograd.graphed import BackwardPass, GraphedCallable, Stores
+from lightning_graphs.autograd.graphed import (
+    BackwardPass,
+    Bindings,
+    FreeVariables,
+    GraphedCallable,
+    Stores,
+)
 from lightning_graphs.autograd.nodes import (
     PerUseGradients,
     accumulation_refused,

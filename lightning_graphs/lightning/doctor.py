@@ -45,7 +45,7 @@ from lightning_graphs.doctor.watched import (
     parts_of,
 )
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning import findings
+from lightning_graphs.lightning import words as findings
 from lightning_graphs.lightning.logs import (
     LOGGED_NUMBER,
     METRIC_EARLY,
@@ -55,9 +55,8 @@ from lightning_graphs.lightning.logs import (
     metrics_of,
 )
 from lightning_graphs.lightning.private import takes_no_closure
-from lightning_graphs.lightning.strategy import StrategyCalls, intercepted, loss_of
+from lightning_graphs.lightning.strategy import StrategyCalls, copies_on_host, intercepted, loss_of
 from lightning_graphs.lightning.trainer import TrainerWatch
-from lightning_graphs.lightning.transfer import copies_on_host
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.callsite import (
     CallSite,
@@ -91,9 +90,9 @@ from lightning_graphs.watch.draws import (
     draws_exchanged,
 )
 from lightning_graphs.watch.environment import Environment
-from lightning_graphs.watch.operators import DrawingFunction, calls_followed
 from lightning_graphs.watch.reads import iterators_in
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
+from lightning_graphs.watch.tracers import DrawingFunction, calls_followed
 from lightning_graphs.watch.user_code import CompiledCode, bound_by_hooks
 
 _BETWEEN: Effect = "stays eager between them"

@@ -22,15 +22,14 @@ from lightning_graphs.lightning.private import (
     result_key,
     training_results,
 )
-from lightning_graphs.lightning.progress import ProgressValues
-from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.lightning.strategy import ProgressValues, log_exchanged
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import current_autograd_node, version_of
 from lightning_graphs.values.memory import clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, refuse_stand_ins
+from lightning_graphs.watch.user_code import iter_objects
 
 METRIC_VALUE = Obstacle(
     "A captured step cannot use the value of a metric, because metrics are updated after the step.",

@@ -28,10 +28,10 @@ from lightning_graphs.private.callsite import (
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.snapshot import Gradients, PythonSnapshot, RegionState, Snapshot
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.object_graph import UnregisteredTensors, held_in_value, iter_objects
+from lightning_graphs.watch.user_code import UnregisteredTensors, held_in_value, iter_objects
 
 Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a step once more, given why, and what ``training_step`` was given."""

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
-from lightning_graphs.lightning.fit import LightningContext
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
     Unrecorded,
@@ -28,9 +27,9 @@ from lightning_graphs.lightning.private import (
 )
 from lightning_graphs.lightning.ranks import NOT_REDUCED, syncs
 from lightning_graphs.lightning.strategy import NAMES, StepHandler
+from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.policy.budget import MemoryKept
-from lightning_graphs.policy.timing import StepTiming
-from lightning_graphs.policy.worth import HyperParameterChurn
+from lightning_graphs.policy.worth import HyperParameterChurn, StepTiming
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import (
     CaptureKey,
@@ -41,15 +40,14 @@ from lightning_graphs.regions.conditions import (
     signature_in_words,
     without_values,
 )
-from lightning_graphs.regions.context import CaptureFacts
+from lightning_graphs.regions.context import CaptureFacts, StepMessages
 from lightning_graphs.regions.gradients import KEPT_LATE
 from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, Region
-from lightning_graphs.regions.notices import StepMessages
 from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified import Verification
-from lightning_graphs.report.statistics import Statistics, capture_cost
+from lightning_graphs.report.messages import Statistics, capture_cost
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 

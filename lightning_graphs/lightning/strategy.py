@@ -1,24 +1,45 @@
-"""Exchanges the three strategy methods through which every training step passes.
+"""Lightning's strategy, progress bar and batch transfer, as far as captures exchange them.
 
 Every hook, counter, progress bar, logger and checkpoint stays in Lightning's hands. The methods
 have had these names and signatures since Lightning 2.0; they are looked up on the instance.
+
+Lightning reads every value with ``prog_bar=True`` at the end of every batch, whatever the refresh
+rate of the bar. On a GPU that waits for the step to finish, and nothing runs while the CPU prepares
+the next one. The mirror holds the values of the latest step that has finished.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Protocol
 
-from lightning.pytorch import LightningModule
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.lightning.private import (
+    is_profiled,
+    step_progress,
+    step_value,
+    training_results,
+    updates_loggers,
+)
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import is_strided, version_of
+from lightning_graphs.values.guards import is_object
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.user_code import is_lightnings
+
+# ------------------ Exchanges the three strategy methods through which every training step passes
 
 NAMES = ("training_step", "backward", "optimizer_step")
 
@@ -90,3 +111,209 @@ def log_exchanged(
 
     with replaced(base, "log", exchanged):
         yield own
+
+
+# ------------------ Values for the progress bar without a stall: mirrored to pinned memory, by the
+
+_SLOTS = 64
+
+
+class ProgressValues:
+    """The values that steps log with ``prog_bar=True``.
+
+    Whole steps copy them as part of the graph. Of other steps they are copied when Lightning asks,
+    where :attr:`follows` is set.
+
+    On the bar a value may be one step old. It is exact where Lightning waits for the device anyway:
+    at steps that are logged, at the last batch of an epoch, and in loggers and ``callback_metrics``
+    always.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        # Memory that a graph writes must exist before the capture.
+        self._host = torch.full((_SLOTS,), float("nan"), pin_memory=True)
+        self._values = self._host.numpy()
+        self._slots: dict[str, int] = {}
+        self._results: Any = training_results(trainer)
+        self.mirrored: frozenset[str] = frozenset()  # names that the replayed step has copied
+        self.follows = False  # copy the values of steps that are no graphs as a whole
+
+    def installed(self) -> AbstractContextManager[None]:
+        """Answer for the results collection when it is asked for the metrics of a step."""
+        if self._results is None:
+            return nullcontext()
+        return replaced(self._results, "metrics", self._metrics)
+
+    def capture(self, values: Mapping[str, Tensor]) -> frozenset[str]:
+        """Copy scalars to the host, as a part of a capture, too; the names that found a place."""
+        placed = list(filter(self._has_place, values))
+        for name in placed:
+            place = self._host[self._slots[name] :][:1]
+            place.copy_(values[name].detach().float().reshape(1), non_blocking=True)
+        return frozenset(placed)
+
+    def show(self, name: str, number: Any) -> None:
+        if self._has_place(name):
+            self._values[self._slots[name]] = number
+            self.mirrored |= {name}
+
+    def _has_place(self, name: str) -> bool:
+        if name not in self._slots and len(self._slots) < _SLOTS:
+            self._slots[name] = len(self._slots)
+        return name in self._slots
+
+    def _metrics(self, on_step: bool) -> Any:
+        """What the collection returns, with mirrored numbers instead of a read for each."""
+        results, trainer = self._results, self._trainer
+        original = type(results).metrics
+        is_late = on_step and (self.mirrored or self.follows)
+        if not is_late or trainer.is_last_batch or updates_loggers(trainer):
+            return original(results, on_step)
+        entries, names = step_progress(results), self.mirrored
+        if self.follows:
+            values = {e.meta.name: step_value(results, e) for e in entries.values()}
+            names = self.capture({n: v for n, v in values.items() if v is not None and v.is_cuda})
+        late = {n: e for n, e in entries.items() if e.meta.name in names}
+        numbers = {n: float(self._values[self._slots[e.meta.name]]) for n, e in late.items()}
+        if any(number != number for number in numbers.values()):
+            return original(results, on_step)  # no replay has finished yet, or a real NaN
+        shown = [entry.meta for entry in late.values()]
+        for meta in shown:
+            meta.prog_bar = False
+        try:
+            metrics = original(results, on_step)
+        finally:
+            for meta in shown:
+                meta.prog_bar = True
+        metrics["pbar"].update(numbers)
+        return metrics
+
+
+# ------------------ Copies batches to the device beside the running step, not after it
+
+
+class BatchTransfer:
+    """Runs ``strategy.batch_to_device`` on a stream of its own.
+
+    The loop asks for the next batch while the GPU still replays the last step. On the stream of
+    the steps the copy would wait for it. Where the CPU is far ahead it waits here, so that batches
+    do not pile up in memory.
+
+    Nobody must override the hooks that move a batch. A tensor, or a tuple, list or dict of tensors,
+    then takes a short way to what Lightning would make of it; its own costs 0.1 ms of CPU time.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._strategy = strategy = trainer.strategy
+        self._device = strategy.root_device
+        self._transfer = strategy.batch_to_device
+        self._stream = torch.cuda.Stream(self._device)
+        self._moved = torch.cuda.Event()
+        self._launched: deque[torch.cuda.Event] = deque()
+        self._copied: deque[list[tuple[weakref.ref[Tensor], Tensor]]] = deque(maxlen=_AHEAD + 1)
+        unchanged = getattr(self._transfer, "__func__", None) is Strategy.batch_to_device
+        self._is_short = unchanged and not is_profiled(trainer)
+
+    def installed(self) -> AbstractContextManager[None]:
+        return replaced(self._strategy, "batch_to_device", self._batch_to_device)
+
+    def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        steps = torch.cuda.current_stream(self._device)
+        is_elsewhere = bool(args) or kwargs.get("device") is not None
+        parts = taken_apart(batch) if self._is_short and not is_elsewhere else None
+        if parts is None:
+            return self._long_way(steps, batch, *args, **kwargs)
+        tensors, build = parts
+        self._wait_for_steps(steps)
+        torch.cuda.set_stream(self._stream)
+        try:
+            moved = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+        finally:
+            torch.cuda.set_stream(steps)
+        self._hand_over(steps, moved)
+        self._copied.append(list(zip(map(weakref.ref, moved), tensors, strict=True)))
+        return build(moved)
+
+    def on_host(self, tensor: Tensor) -> Tensor | None:
+        """What one of the last batches' tensors was copied from; None if it was changed since."""
+        for copied in self._copied:
+            for moved, source in copied:
+                if moved() is tensor and version_of(tensor) == 0:
+                    return source
+        return None
+
+    def _long_way(self, steps: torch.cuda.Stream, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        before = leaves_of(batch)  # a batch that moves itself may be moved in place
+        if any(map(_needs_the_step_stream, before)):
+            return self._transfer(batch, *args, **kwargs)
+        self._wait_for_steps(steps)
+        with torch.cuda.stream(self._stream):
+            moved = self._transfer(batch, *args, **kwargs)
+        leaves = leaves_of(moved)
+        if len(leaves) == len(before):
+            pairs = [(t, b) for t, b in zip(leaves, before, strict=True) if isinstance(t, Tensor)]
+            self._copied.append([(weakref.ref(t), b) for t, b in pairs if t.is_cuda])
+        self._hand_over(steps, [t for t in leaves if isinstance(t, Tensor) and t.is_cuda])
+        return moved
+
+    def _hand_over(self, steps: torch.cuda.Stream, moved: Sequence[Tensor]) -> None:
+        """Let the steps wait for the copies, and the copies' memory for the steps."""
+        self._moved.record(self._stream)
+        steps.wait_event(self._moved)
+        for tensor in moved:
+            tensor.record_stream(steps)
+
+    def _wait_for_steps(self, steps: torch.cuda.Stream) -> None:
+        """Let at most so many steps be unfinished as batches may lie ready for them."""
+        if len(self._launched) == _AHEAD:
+            event = self._launched.popleft()
+            event.synchronize()
+        else:
+            event = torch.cuda.Event()
+        event.record(steps)
+        self._launched.append(event)
+
+
+def copies_on_host(trainer: Trainer, batch: Sequence[Tensor]) -> list[Tensor | None]:
+    """What the host has of each tensor of a batch; None where that is nothing."""
+    transfer = getattr(vars(trainer.strategy).get("batch_to_device"), "__self__", None)
+    if isinstance(transfer, BatchTransfer):
+        return [transfer.on_host(tensor) for tensor in batch]
+    return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
+
+
+_AHEAD = 2
+"""Steps that the CPU may be ahead of the GPU."""
+
+
+def _needs_the_step_stream(leaf: Any) -> bool:
+    """Whether a leaf must not be copied beside the step.
+
+    What computed a tensor on the GPU may still run. Sparse and nested tensors, and those inside an
+    object, cannot be recorded as in use by the step, and their memory would be given away early.
+    """
+    if isinstance(leaf, Tensor):
+        return leaf.is_cuda or not is_strided(leaf)
+    return hasattr(leaf, "to") or is_object(leaf)
+
+
+def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
+    """The tensors of a simple batch, and what builds one like it; None for any other batch.
+
+    A simple one is a strided tensor of the CPU, or a tuple, list or dict of nothing but such.
+    """
+    kind = type(batch)
+    tensors: list[Any]
+    build: Callable[[list[Tensor]], Any]
+    if kind is Tensor:
+        tensors, build = [batch], itemgetter(0)
+    elif kind is tuple or kind is list:
+        tensors, build = list(batch), kind
+    elif kind is dict:
+        tensors, build = list(batch.values()), lambda moved: dict(zip(batch, moved, strict=True))
+    else:
+        return None
+    if all([type(t) is Tensor and t.device.type == "cpu" and is_strided(t) for t in tensors]):
+        return tensors, build
+    return None

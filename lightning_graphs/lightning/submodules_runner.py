@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.lightning.findings import why_no_whole_step
-from lightning_graphs.lightning.fit import LightningContext
 from lightning_graphs.lightning.logs import QuickLog
 from lightning_graphs.lightning.ranks import wrapper_of
 from lightning_graphs.lightning.strategy import log_exchanged
+from lightning_graphs.lightning.trainer import LightningContext
+from lightning_graphs.lightning.words import why_no_whole_step
 from lightning_graphs.private.callsite import reached_by_name, with_keyword
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.gradients import PersistentGradients

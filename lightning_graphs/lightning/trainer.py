@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -17,28 +18,35 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
-from lightning_graphs.lightning.findings import observers_of, overrides
 from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, refuse_log
+from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
     announce_optimizer_step,
     call_gradient_hooks,
     kept_log_caught,
 )
-from lightning_graphs.lightning.progress import ProgressValues
 from lightning_graphs.lightning.ranks import unseen_by_ddp, waits_for_gradients, wrapper_of
-from lightning_graphs.lightning.strategy import log_exchanged, loss_of
-from lightning_graphs.lightning.transfer import copies_on_host
+from lightning_graphs.lightning.strategy import (
+    ProgressValues,
+    copies_on_host,
+    log_exchanged,
+    loss_of,
+)
+from lightning_graphs.lightning.words import observers_of, overrides
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed
 from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.regions.conditions import Observers
+from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.optimizer import scaler_of
+from lightning_graphs.regions.verify import Tolerance, Verifier
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
-from lightning_graphs.watch.object_graph import HELD_ELSEWHERE, know_base
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import rates_exchanged
-from lightning_graphs.watch.user_code import UserCode, is_lightnings
+from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
+
+# ------------------ The trainer, as code under watch meets it: its counters, values, learning rate
 
 # `log` and `forward` are exchanged in instances while a step or a module is captured; the state
 # is that of toggle_optimizer().
@@ -303,3 +311,26 @@ def steps_left(trainer: Trainer) -> int:
         ahead = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
         left = min(left, ahead)
     return int(left)
+
+
+# ------------------ The context of a fit under Lightning: what its runners have besides the region
+
+_ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+"""What autocast computes in, by the name of a precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningContext(TrainingContext):
+    """What every runner is made of."""
+
+    trainer: Trainer
+    recovery: OomRecovery  # repeats a step that finds no memory
+    watch: TrainerWatch
+    progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
+
+    def verifier(self) -> Verifier:
+        """What compares graphs of this fit with eager runs."""
+        arithmetic = _ARITHMETIC.get(str(self.trainer.precision_plugin.precision))
+        tolerance = Tolerance(self.module.device.type, arithmetic)
+        parts = self.budget, self.ranks, self.messages
+        return Verifier(self.options.verify, tolerance, *parts, lambda: self.module.global_step)

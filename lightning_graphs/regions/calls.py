@@ -40,8 +40,7 @@ from lightning_graphs.regions.observe import Direction, Observation, ObservedCal
 from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report.messages import listed
-from lightning_graphs.report.statistics import CaptureCost, Statistics, capture_cost
+from lightning_graphs.report.messages import CaptureCost, Statistics, capture_cost, listed
 from lightning_graphs.values.memory import ReplayOrder, Source
 from lightning_graphs.values.signature import (
     EVERYTHING,
@@ -52,9 +51,8 @@ from lightning_graphs.values.signature import (
 )
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
 from lightning_graphs.watch.environment import Environment, code_captured
-from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.user_code import CompiledCode
+from lightning_graphs.watch.user_code import CompiledCode, iter_objects
 
 # ------------------ The graphs of the calls of one step, what they contain beside tensors, and dep
 

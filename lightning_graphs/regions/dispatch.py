@@ -1,10 +1,13 @@
-"""Stands in place of a graphed module's ``forward``, and decides for each call who answers."""
+"""Chooses the submodules to capture, and stands in place of their forward."""
 
 from __future__ import annotations
 
 import copy
+import difflib
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,18 +19,317 @@ from lightning_graphs.errors import (
     ReplayError,
     SignatureError,
 )
-from lightning_graphs.private.torch import COMPILED_CALL, in_transform, is_compiled_in_place
+from lightning_graphs.policy.options import OptionError, Options
+from lightning_graphs.private.torch import (
+    COMPILED_CALL,
+    in_transform,
+    is_compiled,
+    is_compiled_in_place,
+    module_hooks,
+)
 from lightning_graphs.regions.calls import (
     CaptureConfig,
     GraphedCall,
+    StepKind,
     capture_alone,
     enter,
     release,
 )
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
-from lightning_graphs.regions.observe import ObservedCall, StepObserver
+from lightning_graphs.regions.observe import Observation, ObservedCall, StepObserver
 from lightning_graphs.regions.verified import CallDiffers
+from lightning_graphs.watch.user_code import bound_by_hooks, obstacle_in
+
+# ------------------ Chooses the calls that become graphs: of modules that the user names, or the l
+
+_WORK = 5
+"""So many nodes of autograd are worth a graph of their own: on an H200 the graph of a LayerNorm,
+which is one and a cast, takes 1.6 to 2 times as long, that of a Linear with its casts, 8, 0.6 to
+0.8 times."""
+
+_BOUND = "a hook of torch.nn.utils sets a weight anew in each call"
+
+
+class ModuleSelection:
+    """The submodules that are graphed.
+
+    With ``modules`` those that it names. Without, the largest ones whose code can be captured;
+    where one is refused, the modules that it calls take its place. Each call has graphs of its own.
+    """
+
+    def __init__(self, root: nn.Module, options: Options) -> None:
+        self._root = root
+        self._refused: set[nn.Module] = set()
+        self._shown: dict[Hashable, str] = {}
+        self._keys: dict[Hashable, set[Hashable]] = {}
+        self._looked_at: set[StepKind] = set()
+        only_if_faster = options.only_if_faster and options.min_repeats is None
+        self._work = _WORK if only_if_faster and not options.modules else 0
+        self._named = select(root, options.modules or (), options.exclude)
+        self._left_out = _all_matches(_submodules(root), options.exclude, "exclude")
+        if self._left_out and not (self._named or _with_parameters(root, self._left_out)):
+            raise OptionError(
+                "exclude must leave a submodule that has parameters.",
+                f"got exclude={list(options.exclude)!r}, and every other one is inside of these, "
+                "around them, or has none",
+                "exclude less, or leave GraphCapture out",
+            )
+
+    def candidates(self) -> Mapping[str, nn.Module]:
+        """Name and module of everything that a step may call as a graph, as they are now.
+
+        Nothing inside of a compiled or scripted module is among them: that runs none of its Python.
+        """
+        inside = [m for m in self._root.modules() if m is not self._root]
+        closed = [m for m in inside if is_compiled(m) or _is_scripted(m)]
+        left = {inner for m in closed for inner in m.modules() if inner is not m or _is_scripted(m)}
+        now = _submodules(self._root) if self._named else {}
+        self._named = {name: now.get(name, module) for name, module in self._named.items()}
+        named = self._named or _with_parameters(self._root, self._left_out)
+        return {name: module for name, module in named.items() if module not in left}
+
+    def learn(self, observation: Observation) -> bool:
+        """Keep in mind which calls no backward graph can serve; whether there are any."""
+        found = [call for call in observation.calls if call.obstacle]
+        self._shown.update(((call.ordinal, call.key()), call.obstacle) for call in found)
+        return bool(found)
+
+    def wants_another(self, kind: StepKind, observation: Observation) -> bool:
+        """Whether a second step of a kind must show which arguments keep their shapes."""
+        is_new = kind not in self._looked_at
+        self._looked_at.add(kind)
+        return is_new and any(call.follows_values for call in observation.calls)
+
+    def steady_part(self, observation: Observation) -> float:
+        """The part of the work in calls whose arguments surely keep their shapes."""
+        nodes = [call.nodes for call in observation.calls if call.nodes is not None]
+        total = max(end for _, end in nodes) - min(start for start, _ in nodes) if nodes else 0
+        calls = [c for c in self.calls(observation) if not c.follows_values and c.nodes is not None]
+        return sum(call.work for call in calls) / total if total else 1.0
+
+    def leave_out_unsteady(
+        self, kind: StepKind, observation: Observation, note: Callable[[str], None]
+    ) -> list[nn.Module]:
+        """Leave out, for good, modules whose arguments change from step to step of one kind."""
+        found: dict[nn.Module, str] = {}
+        left = [call for call in observation.calls if call.module not in self._refused]
+        for call in left:
+            keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
+            keys.add(call.key())
+            if call.follows_values and len(keys) > 1:
+                found[call.module] = call.name
+        # Among many experts some have arguments of the same shapes twice by chance.
+        kin = {_kin(call) for call in left if call.module in found}
+        alike = (call for call in left if call.follows_values)
+        found |= {call.module: call.name for call in alike if _kin(call) in kin}
+        if found:
+            why = f" ({observation.shaped_by})" if observation.shaped_by else ""
+            note(
+                f"calls of {_in_short(found)} run eagerly: their arguments have other shapes in "
+                f"each step{why}; give them a fixed shape, such as a capacity for each expert"
+            )
+            self._refused |= set(found)
+        return list(found)
+
+    def refuse(self, module: nn.Module) -> None:
+        """Leave a module out for good; what it calls may take its place."""
+        self._refused.add(module)
+
+    def calls(self, observation: Observation) -> list[ObservedCall]:
+        """The calls to try, those without autograd among them, in the order of the step."""
+        return self._worthwhile(self._largest(_inside(None, observation), observation))
+
+    def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
+        """The calls to try first; what stays eager is said, and why."""
+        called = {call.module for call in observation.calls}
+        for name, module in self._named.items():
+            if module not in called:
+                note(_left_out(name, _not_called(name, module)))
+        for call in observation.calls:
+            if call.shaped_by and not any(c.shaped_by for c in _inside(call, observation)):
+                note(f"`{call.name}` and what calls it run eagerly: it {_shaped(call)}")
+        bound: dict[str, dict[nn.Module, str]] = {}
+        for call in observation.calls:
+            for weight, new in bound_by_hooks(call.module).items():
+                if "." not in weight:
+                    bound.setdefault(new, {})[call.module] = call.name
+        for new, layers in bound.items():
+            note(f"calls of {_in_short(layers)} run eagerly: {_BOUND}; use {new}")
+        found = {c: self._largest([c], observation) for c in _inside(None, observation)}
+        calls = [call for inside in found.values() for call in inside]
+        graphed = {call.module for call in calls}
+        for call, inside in found.items():
+            if inside or call.module in self._refused:
+                continue
+            reason = self._obstacle(call, observation)
+            if call.module in graphed:
+                note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
+            elif not (call.shaped_by or reason == _BOUND):  # which are told of the innermost
+                note(_left_out(call.name, reason))
+        return self._worthwhile(calls)
+
+    def _worthwhile(self, calls: list[ObservedCall]) -> list[ObservedCall]:
+        """Without what computes too little for a graph of its own, where others do more."""
+        return [call for call in calls if call.work >= self._work] or calls
+
+    def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
+        """These calls, or what they call where they cannot be graphs."""
+        found: list[ObservedCall] = []
+        for call in calls:
+            if call.module in self._refused or self._obstacle(call, observed) is not None:
+                found += self._largest(_inside(call, observed), observed)
+            else:
+                found.append(call)
+        return found
+
+    def _obstacle(self, call: ObservedCall, observed: Observation) -> str | None:
+        reason = _shaped(call) if call.shaped_by else self._reason(call)
+        return _obstacle(call.module, observed) or (reason and f"it {reason}")
+
+    def _reason(self, call: ObservedCall) -> str | None:
+        return call.obstacle or self._shown.get((call.ordinal, call.key()))
+
+
+def _inside(call: ObservedCall | None, observation: Observation) -> list[ObservedCall]:
+    """The calls that this one made itself; of None, those that no observed call made."""
+    return [inner for inner in observation.calls if inner.parent is call]
+
+
+def _in_short(modules: Mapping[nn.Module, str]) -> str:
+    first, *others = modules.values()
+    return f"`{first}` and {len(others)} others" if others else f"`{first}`"
+
+
+def _kin(call: ObservedCall) -> Hashable:
+    """What the modules of a list have in common: names but for numbers, and shapes."""
+    shapes = tuple(parameter.shape for parameter in call.module.parameters())
+    return re.sub(r"\d+", "*", call.name), shapes
+
+
+def _shaped(call: ObservedCall) -> str:
+    return f"contains an operator whose output shape depends on values: {call.shaped_by}"
+
+
+def _left_out(name: str, reason: str | None) -> str:
+    return f"`{name}` is not graphed: {reason or 'no module in it can be'}"
+
+
+def _not_called(name: str, module: nn.Module) -> str:
+    """Why no observed step has called a module that was named."""
+    if _is_scripted(module):
+        return "it is scripted and takes no hooks; name the module that calls it"
+    if type(module).forward is nn.Module.forward:
+        kind = type(module).__name__
+        return f'it is a {kind}, which nobody can call; name what is in it: modules=["{name}.*"]'
+    return "no observed step calls it"
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _with_parameters(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
+    """Every submodule with parameters that is not left out, inside of one that is, or around it."""
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if name
+        and not any(o == name or is_inside(name, o) or is_inside(o, name) for o in left_out)
+        and next(module.parameters(), None) is not None
+    }
+
+
+def _obstacle(module: nn.Module, observation: Observation) -> str | None:
+    """Why no call of a module is a graph, in a sentence; None if they may be."""
+    if any(call.recomputed for call in observation.calls if call.module is module):
+        return "it is recomputed in the backward pass (activation checkpointing)"
+    if (obstacle := obstacle_in(module)) is not None:
+        return obstacle
+    if bound_by_hooks(module):
+        return _BOUND
+    outside = not is_compiled_in_place(module)  # what that compiles has its own hooks inside
+    for name, inner in module.named_modules():
+        if module_hooks(inner) and not (inner is module and outside):
+            where = f"on `{name}` inside of it" if name else "inside of what is compiled"
+            return f"it has a hook {where}, which a replay would not call"
+    return None
+
+
+_LIKELY = 0.5
+"""How much a name must be like what was written to be offered, from 0 to 1."""
+
+
+def select(
+    root: nn.Module, patterns: Sequence[str], exclude: Sequence[str]
+) -> dict[str, nn.Module]:
+    """The submodules that ``patterns`` name and ``exclude`` does not."""
+    # A pattern is matched against qualified names, one part between dots at a time, so that
+    # ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
+    # may be the name of a class, or its dotted path where several classes have that name. Of a
+    # module and one in it the outer one is meant, which has the other in its graphs.
+    named = _submodules(root)
+    wanted = _all_matches(named, patterns, "modules")
+    left_out = _all_matches(named, exclude, "exclude")
+    found = wanted - left_out
+    if wanted and not found:
+        raise OptionError(
+            "exclude must leave something of modules.",
+            f"got exclude={list(exclude)!r} for modules={list(patterns)!r}",
+            "leave out exclude, or name other modules",
+        )
+    chosen = [n for n in named if n in found and not any(is_inside(n, outer) for outer in found)]
+    for outer in chosen:
+        inner = next((name for name in left_out if is_inside(name, outer)), None)
+        if inner is not None:
+            raise OptionError(
+                "exclude must name no submodule of a graphed module, which is graphed as a whole.",
+                f"got exclude={list(exclude)!r} with `{inner}`, which is inside of `{outer}` of "
+                f"modules={list(patterns)!r}",
+                f"name the submodules of `{outer}` instead: modules=['{outer}.*']",
+            )
+    return {name: named[name] for name in chosen}
+
+
+def is_inside(name: str, outer: str) -> bool:
+    return name.startswith(f"{outer}.")
+
+
+def _submodules(root: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in root.named_modules() if name}
+
+
+def _all_matches(named: dict[str, nn.Module], patterns: Sequence[str], option: str) -> set[str]:
+    return set().union(*(_matches(named, pattern, option) for pattern in patterns))
+
+
+def _matches(named: dict[str, nn.Module], pattern: str, option: str) -> set[str]:
+    by_name = {name for name in named if _fits(name.split("."), pattern.split("."))}
+    if by_name:
+        return by_name
+    kinds = {type(module) for module in named.values()}
+    paths = {kind: f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
+    classes = {kind for kind in kinds if pattern in (kind.__name__, paths[kind])}
+    if classes:
+        return {name for name, module in named.items() if type(module) in classes}
+    alike = [re.sub(r"\b\d+\b", "*", name) for name in named]
+    known = dict.fromkeys([*alike, *named, *sorted({kind.__name__ for kind in kinds})])
+    near = difflib.get_close_matches(pattern, known, cutoff=_LIKELY)
+    children = [name for name in named if "." not in name]
+    raise OptionError(
+        f"{option} must name submodules or their classes.",
+        f"got {pattern!r}, which matches none",
+        f"write one of the nearest names: {', '.join(near)}"
+        if near
+        else f"write another name; the outermost ones are {', '.join(children)}",
+    )
+
+
+def _fits(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
+
+
+# ------------------ Stands in place of a graphed module's ``forward``, and decides for each call w
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()

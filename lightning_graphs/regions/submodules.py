@@ -27,10 +27,14 @@ from lightning_graphs.regions.calls import (
     capture_step,
     release,
 )
-from lightning_graphs.regions.choose import ModuleSelection
 from lightning_graphs.regions.conditions import moved_values
 from lightning_graphs.regions.context import TrainingContext
-from lightning_graphs.regions.dispatch import MOVED, DispatchState, ForwardDispatcher
+from lightning_graphs.regions.dispatch import (
+    MOVED,
+    DispatchState,
+    ForwardDispatcher,
+    ModuleSelection,
+)
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.observe import StepObserver

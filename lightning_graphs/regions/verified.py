@@ -25,12 +25,11 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import without_hooks
-from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.tolerance import Tolerance
-from lightning_graphs.regions.verify import Comparison, Verifier
+from lightning_graphs.regions.step import StepBody
+from lightning_graphs.regions.verify import Comparison, Tolerance, Verifier
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import (
@@ -41,9 +40,9 @@ from lightning_graphs.values.snapshot import (
     results_in,
 )
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.object_graph import UnregisteredTensors, iter_objects
 from lightning_graphs.watch.side_effects import Places
 from lightning_graphs.watch.tracers import rates_exchanged
+from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 
 class Verification(StepBody):

@@ -37,9 +37,8 @@ from lightning_graphs.watch.numbers import (
     TracedNumber,
     numbers_ahead,
 )
-from lightning_graphs.watch.operators import FOR_A_WHILE, DrawingFunction
 from lightning_graphs.watch.reads import NUMBERS
-from lightning_graphs.watch.tracers import present
+from lightning_graphs.watch.tracers import FOR_A_WHILE, DrawingFunction, present
 from lightning_graphs.watch.user_code import UserCode
 
 SETTERS = ("setstate", "set_state", "seed")

@@ -28,10 +28,9 @@ from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_f
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import values_checked_on_device
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.watch.object_graph import UnregisteredTensors, iter_objects
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
 from lightning_graphs.watch.tracers import old_gradients_watched
-from lightning_graphs.watch.user_code import UserCode
+from lightning_graphs.watch.user_code import UnregisteredTensors, UserCode, iter_objects
 
 _CALLS = (
     *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),

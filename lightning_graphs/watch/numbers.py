@@ -34,15 +34,18 @@ from lightning_graphs.private.torch import out_of_sight, version_of
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import HostTape
-from lightning_graphs.watch.operators import (
+from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.tracers import (
     Conversion,
     DrawingFunction,
     Followed,
+    OpaqueTracer,
+    Tracer,
     constants_around,
     form_of,
+    refuse_stand_ins,
+    used,
 )
-from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, refuse_stand_ins, used
 
 _ROOM = 64  # numbers on the device, in one step
 _LONGEST = 300  # characters of an expression; loops make longer ones

@@ -40,14 +40,16 @@ from lightning_graphs.values.guards import (
     value_of_class,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.watch.object_graph import (
+from lightning_graphs.watch.tracers import stands_for_a_while
+from lightning_graphs.watch.user_code import (
     BASES,
     OF_ALL_MODULES,
+    UserCode,
+    function_of,
     held_in_value,
+    inside_of_compiled,
     iter_objects,
 )
-from lightning_graphs.watch.operators import stands_for_a_while
-from lightning_graphs.watch.user_code import UserCode, function_of, inside_of_compiled
 
 # ------------------------------------------------------------------ clocks
 

@@ -54,9 +54,9 @@ from lightning_graphs.watch.containers import (
     signature_now,
     signature_of,
 )
-from lightning_graphs.watch.object_graph import iter_objects
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
+from lightning_graphs.watch.user_code import iter_objects
 
 
 class CopiedOut:

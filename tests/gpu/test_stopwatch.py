@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_graphs.policy.timing import Stopwatch
+from lightning_graphs.policy.worth import Stopwatch
 
 pytestmark = pytest.mark.gpu
 CYCLES = 200_000_000  # some 100 ms

@@ -12,8 +12,8 @@ import pytest
 from lightning_graphs.policy import worth as module
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy
-from lightning_graphs.regions.cache import PlanCache
-from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.regions.lifecycle import PlanCache
+from lightning_graphs.report.messages import Statistics
 
 
 class Plan:

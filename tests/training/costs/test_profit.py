@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.lightning import summary
+from lightning_graphs.lightning import callback as summary
 from lightning_graphs.lightning.runner import StrategyHandler
-from lightning_graphs.policy.timing import SAMPLES, StepTiming, Verdict, judge
+from lightning_graphs.policy.worth import SAMPLES, StepTiming, Verdict, judge
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.report.messages import Statistics
 from tests.training.fits import Fit, compare, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_graphs
-from lightning_graphs.lightning.findings import moves_batches_itself, observers_of
+from lightning_graphs.lightning.words import moves_batches_itself, observers_of
 from lightning_graphs.regions.conditions import Observers
 from tests.training.fits import batches, close
 

@@ -12,7 +12,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.lightning.transfer import taken_apart
+from lightning_graphs.lightning.strategy import taken_apart
 from tests.training.fits import prepare
 
 Pair = namedtuple("Pair", ["x", "y"])

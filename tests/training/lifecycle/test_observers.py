@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from lightning_graphs.lightning.findings import moves_batches_itself, observers_of
+from lightning_graphs.lightning.words import moves_batches_itself, observers_of
 from tests.training.fits import Net
 
 

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from lightning_graphs.policy.options import OptionError
-from lightning_graphs.regions.choose import select
+from lightning_graphs.regions.dispatch import select
 from tests.training.fits import assert_nothing_left, prepare
 
 

@@ -14,8 +14,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.report.messages import Messages
-from lightning_graphs.report.statistics import Statistics
+from lightning_graphs.report.messages import Messages, Statistics
 from tests.programs.table import of_sizes as lengths
 from tests.training.fits import Net, adamw, batches, compare, examined, fit_twice, prepare, rows
 

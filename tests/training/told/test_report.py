@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_graphs import GraphCapture, core
 from lightning_graphs.report import GraphRecord, render, summary_line
-from lightning_graphs.report.statistics import CaptureCost, Statistics
+from lightning_graphs.report.messages import CaptureCost, Statistics
 from tests.training.fits import Fit, adamw, batches, compare, csv_of, fit_twice, prepare
 from tests.training.told.test_notices import Thawing
 
