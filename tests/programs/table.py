@@ -60,11 +60,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cut, accumulated": {"trace": FullTrace, "accumulate_grad_batches": 2},
     "cut, by threes": {"trace": FullTrace, "accumulate_grad_batches": 3},
     "clipped": {"trace": GradientTrace, "gradient_clip_val": 0.1},
-    "by threes, clipped": {
-        "trace": GradientTrace,
-        "accumulate_grad_batches": 3,
-        "gradient_clip_val": 0.1,
-    },
     "bf16": {"precision": "bf16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
     "float64": {"precision": "64-true"},

@@ -167,10 +167,10 @@ ROWS = (
     | table(HookOnNode, MainGradients, also="unverified", below="", **BF16)
     | {f"{kind.__name__}, plain": row(kind, below="") for kind in (HookOnNode, MainGradients)}
     | table(NotFused, said="the optimizer step runs eagerly", replayed=1, placed=False, **BF16)
-    | table(Deep, also="by threes; by threes, clipped", **BF16)
+    | table(Deep, also="by threes; gradients", **BF16)
     | {
         f"shapes, window of {window}": row(
-            data=three_shapes, accumulate_grad_batches=window, also="clipped", **BF16,
+            data=three_shapes, accumulate_grad_batches=window, also="gradients", **BF16,
             capture={"max_graphs": graphs, "min_repeats": 0, "warmup_steps": 5},
         )
         for window, graphs in ((1, 3), (2, 12), (4, 12))
