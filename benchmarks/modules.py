@@ -172,7 +172,7 @@ class LaunchesAlone(Callback):
     def _launch(graphed: GraphedCallable) -> Callable[..., Any]:
         assert len(graphed.outputs.tensors) == 1
         anchor = torch.empty(0, device="cuda", requires_grad=True)
-        target = None if graphed.borrowed else graphed.inputs.tensors[0].detach()
+        target = None if graphed.aliased_inputs else graphed.inputs.tensors[0].detach()
 
         def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             x = args[0]

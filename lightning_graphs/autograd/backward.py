@@ -103,7 +103,7 @@ def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
         )
 
 
-class LentGradients:
+class AliasedGradients:
     """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
 
     Autograd keeps what it is given as ``.grad`` and adds to it in place, so that a replay would
@@ -115,11 +115,11 @@ class LentGradients:
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self._memory, self._reserved = _side_by_side(targets)
         self.buffers: Sequence[Tensor | None] = ()  # the lent memory of each gradient
-        self._lent: list[Tensor] = []
+        self._aliased: list[Tensor] = []
         # Of gradients with gaps or repetitions, by index, how they came; the buffers have neither.
         self._spread: dict[int, tuple[torch.Size, tuple[int, ...]]] = {}
         self._loans = [AliasedBuffer(memory) for memory in self._memory]
-        self._lends = True
+        self._aliases = True
 
     @property
     def is_kept(self) -> bool:
@@ -129,28 +129,28 @@ class LentGradients:
         """Write the gradients into the buffers, as the last part of a capture."""
         written = [None if g is None else unrepeated(g) for g in gradients]
         self.buffers = list(map(_fitted, self._reserved, written))
-        self._lent = [buffer for buffer in self.buffers if buffer is not None]
+        self._aliased = [buffer for buffer in self.buffers if buffer is not None]
         for loan in self._loans:
-            loan.settle()
-        write_all(self._lent, [g for g in written if g is not None])
+            loan.count_uses()
+        write_all(self._aliased, [g for g in written if g is not None])
         found = [(g, w) for g, w in zip(gradients, written, strict=True) if w is not None]
-        for i, ((gradient, once), lent) in enumerate(zip(found, self._lent, strict=True)):
+        for i, ((gradient, once), buffer) in enumerate(zip(found, self._aliased, strict=True)):
             assert gradient is not None
-            has_gaps = once.stride() != lent.stride() and not overlap_span(once)
+            has_gaps = once.stride() != buffer.stride() and not overlap_span(once)
             if has_gaps or once.shape != gradient.shape:
-                self._spread[i] = gradient.shape, (once if has_gaps else lent).stride()
+                self._spread[i] = gradient.shape, (once if has_gaps else buffer).stride()
 
     def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
         """Run the backward graph; the gradients, in the order of their layouts."""
         if self.is_kept:
-            self._lends = False
+            self._aliases = False
             kept = clone_all(self._memory)
             backward()
-            gradients = clone_all(self._lent)
+            gradients = clone_all(self._aliased)
             torch._foreach_copy_(self._memory, kept)
         else:
             backward()
-            gradients = list(map(_alias, self._lent)) if self._lends else clone_all(self._lent)
+            gradients = [*map(_alias, self._aliased)] if self._aliases else clone_all(self._aliased)
         for i, (shape, stride) in self._spread.items():
             gradients[i] = _spread(gradients[i], shape, stride)
         if len(gradients) == len(self.buffers):
@@ -196,10 +196,10 @@ class HookedInOrder:
 class OutputGradients:
     """The static inputs of a backward graph; what a later graph lends is read in place."""
 
-    def __init__(self, buffers: Sequence[Tensor], lenders: Mapping[int, LentGradients]) -> None:
+    def __init__(self, buffers: Sequence[Tensor], sources: Mapping[int, AliasedGradients]) -> None:
         self.buffers = list(buffers)
-        self._lent = [(i, self.buffers[i], lender) for i, lender in lenders.items()]
-        self._own = [i for i in range(len(self.buffers)) if i not in lenders]
+        self._aliased = [(i, self.buffers[i], producer) for i, producer in sources.items()]
+        self._own = [i for i in range(len(self.buffers)) if i not in sources]
         self._targets = [unrepeated(self.buffers[i]) for i in self._own]
         repeats = [(j, i, repeated(self.buffers[i])) for j, i in enumerate(self._own)]
         self._repeats = [repeat for repeat in repeats if repeat[2]]
@@ -229,11 +229,11 @@ class OutputGradients:
                 sources[j] = unrepeated(sources[j], repeat)
             copy_all(self._targets, sources)
         displaced = []
-        for i, buffer, lender in self._lent:
+        for i, buffer, producer in self._aliased:
             gradient = gradients[i]
             if gradient.data_ptr() == buffer.data_ptr() and gradient.stride() == buffer.stride():
                 continue
-            if lender.is_kept:
+            if producer.is_kept:
                 displaced.append((buffer, buffer.clone()))
             buffer.copy_(gradient)
         return displaced

@@ -14,10 +14,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from lightning_graphs.autograd.backward import (
+    AliasedGradients,
     DirectGradients,
     GradientMemory,
     HookedInOrder,
-    LentGradients,
     OutputGradients,
     refuse_parameter_hooks,
     refuse_sparse_gradients,
@@ -66,7 +66,7 @@ from lightning_graphs.values.memory import (
     StaticInputs,
 )
 from lightning_graphs.values.signature import CallPlan, Modes, Signature
-from lightning_graphs.values.snapshot import Snapshot, contents_left, contents_of, fingerprints_of
+from lightning_graphs.values.snapshot import Snapshot, contents_of, contents_undone, fingerprints_of
 from lightning_graphs.values.tree import substitute
 
 # ------------------ Warms up and captures one callable, forward and backward
@@ -127,7 +127,7 @@ class CallableCapture:
         self._parameters: list[Parameter] = [p for p in own if p.requires_grad]
         # By the index of a tensor of the call, the memory where it is read in place; and what tells
         # later calls whether they are given the same tensor.
-        self._borrowed: tuple[tuple[int, Source], ...] = ()
+        self._aliased_inputs: tuple[tuple[int, Source], ...] = ()
         self._shared: dict[int, SharedArgument] = {}
         self._backward: BackwardPass | None = None
         self._held.refuse_what_is_unfit()
@@ -136,15 +136,15 @@ class CallableCapture:
     def _tensors(self) -> list[Tensor]:
         return self._inputs.tensors
 
-    def lend(self, output: int) -> tuple[Tensor, Source]:
+    def alias_output(self, output: int) -> tuple[Tensor, Source]:
         """An output of the captured forward, for a later call that is given it."""
-        return self.outputs.tensors[output], self.outputs.lend(output)
+        return self.outputs.tensors[output], self.outputs.alias_output(output)
 
     def share(self, leaf: int) -> tuple[Tensor, SharedArgument]:
         """The static input of an argument, for later calls that are given the same tensor."""
         return self._tensors[leaf], self._shared.setdefault(leaf, SharedArgument())
 
-    def lent_gradient(self, leaf: int) -> tuple[Tensor, LentGradients] | None:
+    def alias_gradient(self, leaf: int) -> tuple[Tensor, AliasedGradients] | None:
         """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
         backward = self._backward
         if backward is None or backward.input_positions.count(leaf) != 1:
@@ -277,7 +277,7 @@ class CallableCapture:
     def capture_forward(self, in_place: Mapping[int, tuple[Tensor, Source]] | None = None) -> None:
         """Capture the call; nothing executes. Earlier graphs have some of its arguments."""
         if in_place:
-            self._borrowed = tuple((leaf, source) for leaf, (_, source) in in_place.items())
+            self._aliased_inputs = tuple((leaf, source) for leaf, (_, source) in in_place.items())
             given = {leaf: tensor for leaf, (tensor, _) in in_place.items()}
             self._inputs = StaticInputs(self._tensors, given=given)
             self._args, self._kwargs = substitute((self._args, self._kwargs), self._tensors)
@@ -287,7 +287,7 @@ class CallableCapture:
             repeat = any(0 in stride for stride in self._known.gradient_strides.values())
             with (
                 self._settings.pool.capture() as captured,
-                contents_left(self._args, self._kwargs),
+                contents_undone(self._args, self._kwargs),
                 saved_for_graphs() if repeat else nullcontext(),
             ):
                 hooks = hooks_registered()
@@ -304,7 +304,7 @@ class CallableCapture:
         self._forward_graph, self._place = captured, self._settings.order.place()
 
     def capture_backward(
-        self, in_place: Mapping[int, tuple[Tensor, LentGradients]] | None = None
+        self, in_place: Mapping[int, tuple[Tensor, AliasedGradients]] | None = None
     ) -> None:
         """Capture the backward pass, if there is one; later graphs write some of its inputs."""
         outputs, targets = self.outputs.requiring_grad, self._targets()
@@ -316,9 +316,9 @@ class CallableCapture:
         self,
         outputs: Sequence[Tensor],
         targets: list[Tensor],
-        in_place: Mapping[int, tuple[Tensor, LentGradients]],
+        in_place: Mapping[int, tuple[Tensor, AliasedGradients]],
     ) -> BackwardPass:
-        static, lenders = self._output_gradients(outputs, in_place)
+        static, producers = self._output_gradients(outputs, in_place)
         may_write = self._registers_hooks or has_python_nodes(outputs)  # into gradients
         shared = () if may_write else self._known.used_elsewhere
         uses = PerUseGradients(outputs, [self._tensors[leaf] for leaf in shared])
@@ -332,13 +332,13 @@ class CallableCapture:
             direct = DirectGradients(own, memory.of(own), memory)
         parameters = () if direct is not None else tuple(self._parameters)
         to_autograd = [*given, *parameters]
-        handed = LentGradients(to_autograd)
+        handed = AliasedGradients(to_autograd)
         reach = tuple(frozenset(leaves_behind([output])) for output in outputs)
         self._refuse_hooks_of_parts(reach)
         asked: list[Tensor | GradientEdge] = [*targets]
         if direct is not None and not may_write:  # it copies to `.grad`, which casts as well
             asked[len(inputs) :] = ahead_of_casts(outputs, self._parameters)
-        given_gradients = OutputGradients(static, lenders)
+        given_gradients = OutputGradients(static, producers)
         if given_gradients.repeat:  # a leaf may have another node by the time
             asked = [t if isinstance(t, GradientEdge) else get_gradient_edge(t) for t in asked]
         apart = targets if may_write else ()
@@ -384,23 +384,23 @@ class CallableCapture:
                 )
 
     def _output_gradients(
-        self, outputs: Sequence[Tensor], in_place: Mapping[int, tuple[Tensor, LentGradients]]
-    ) -> tuple[list[Tensor], dict[int, LentGradients]]:
+        self, outputs: Sequence[Tensor], in_place: Mapping[int, tuple[Tensor, AliasedGradients]]
+    ) -> tuple[list[Tensor], dict[int, AliasedGradients]]:
         """Static gradients of the outputs, and who lends those that a later graph writes."""
         static: list[Tensor] = []
-        lenders: dict[int, LentGradients] = {}
+        producers: dict[int, AliasedGradients] = {}
         for i, (index, output) in enumerate(
             zip(self.outputs.differentiable_indices, outputs, strict=True)
         ):
             buffer = zero_gradient(output, self._known.gradient_strides.get(index))
             if index in in_place:
-                lent, lender = in_place[index]
-                fits = (lent.shape, lent.stride()) == (buffer.shape, buffer.stride())
-                fits = fits and lent.dtype == buffer.dtype
-                if fits and all(lent is not known for known in static):
-                    buffer, lenders[i] = lent, lender
+                memory, producer = in_place[index]
+                fits = (memory.shape, memory.stride()) == (buffer.shape, buffer.stride())
+                fits = fits and memory.dtype == buffer.dtype
+                if fits and all(memory is not known for known in static):
+                    buffer, producers[i] = memory, producer
             static.append(buffer)
-        return static, lenders
+        return static, producers
 
     def finish(
         self,
@@ -419,7 +419,7 @@ class CallableCapture:
             self._forward_graph,
             self._backward,
             self._place,
-            self._borrowed,
+            self._aliased_inputs,
             tuple(self._shared.items()),
             stores,
             self._held.submodules,

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from lightning_graphs.autograd.backward import (
+    AliasedGradients,
     DirectGradients,
     HookedInOrder,
-    LentGradients,
     OutputGradients,
 )
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
@@ -68,7 +68,7 @@ class BackwardPass:
     # Of inputs that require grad, among the call's tensors; several times where each use counts
     input_positions: tuple[int, ...]
     parameters: HookedInOrder  # whose gradients autograd is given; none if direct
-    handed: LentGradients  # hands autograd the gradients of those inputs, then parameters
+    handed: AliasedGradients  # hands autograd the gradients of those inputs, then parameters
     direct: DirectGradients | None  # writes the parameters' gradients, where autograd does not
     place: int  # its place in the order of captures
     # Computes all of these gradients without the graph, from what its forward graph has left, for
@@ -107,7 +107,7 @@ class GraphedCallable:
     place: int  # of the forward graph, in the order of captures
     # By the index of a tensor of the call, the memory where it is read in place; and what tells
     # later calls whether they are given the same tensor.
-    borrowed: tuple[tuple[int, Source], ...]
+    aliased_inputs: tuple[tuple[int, Source], ...]
     shared: tuple[tuple[int, SharedArgument], ...]
     stores: tuple[Stores, Stores]  # attributes that its forward sets, and its backward
     modules: Sequence[nn.Module]  # all that it holds
@@ -146,7 +146,7 @@ class GraphedCallable:
         return self.place > self.order.last
 
     def _refuse_arguments_elsewhere(self, tensors: Sequence[Tensor]) -> None:
-        for leaf, source in self.borrowed:
+        for leaf, source in self.aliased_inputs:
             if not source.holds(tensors[leaf]):
                 raise ArgumentElsewhereError(
                     "An argument must be the tensor of an earlier graph, as it was at the capture.",
@@ -184,7 +184,7 @@ class GraphedCallable:
         self._refuse_arguments_elsewhere(tensors)
         if self.outputs.is_kept:  # a replay would overwrite what a caller has kept
             return self.original(*args, **kwargs)
-        self.inputs.copy_in(tensors, given=not self.borrowed)
+        self.inputs.copy_in(tensors, given=not self.aliased_inputs)
         for leaf, argument in self.shared:
             argument.put(tensors[leaf])
         self._replay_forward()

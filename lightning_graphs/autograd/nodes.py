@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_graphs.autograd.backward import empty_gradient, write_all
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
-from lightning_graphs.private.engine import after_backward, backward_passes_told, nodes_from
+from lightning_graphs.private.engine import after_backward, backward_passes_observed, nodes_from
 from lightning_graphs.private.torch import (
     is_compiled_node,
     outputs_of,
@@ -88,7 +88,7 @@ def gradients_behind(
     *,
     # Tensors whose own hooks do not run: autograd runs them on what is replayed.
     hooked: Sequence[Tensor],
-    # Leaves whose gradients are copied in time; see :func:`gradients_kept_apart`.
+    # Leaves whose gradients are copied in time; see :func:`gradients_copied`.
     apart: Sequence[Tensor] = (),
     keep: bool = False,  # what autograd has saved, for another pass
     came: list[Tensor] | None = None,  # gets the leaves of `hooked`, as their gradients come
@@ -99,7 +99,7 @@ def gradients_behind(
         # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
         torch.autocast(outputs[0].device.type, enabled=False),
         without_hooks(hooked),
-        gradients_kept_apart(apart),
+        gradients_copied(apart),
         removed(t.register_hook(partial(_note, came, t)) for t in hooked if t.requires_grad)
         if came is not None
         else contextlib.nullcontext(),
@@ -109,7 +109,7 @@ def gradients_behind(
         return found
 
 
-def gradients_kept_apart(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+def gradients_copied(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
 
     Autograd gives one tensor to all nodes that need it, and some hooks write into theirs after
@@ -307,7 +307,7 @@ def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
     def refuse_reentry() -> None:
         raise _refusal("a backward pass inside of it computes a part of it anew (use_reentrant)")
 
-    with backward_passes_told(refuse_pass, refuse_reentry):
+    with backward_passes_observed(refuse_pass, refuse_reentry):
         try:
             yield
         finally:

@@ -28,7 +28,7 @@ from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import current_autograd_node, version_of
 from lightning_graphs.values.memory import clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, refuse_stand_ins
+from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, refuse_tracers
 from lightning_graphs.watch.user_code import iter_objects
 
 METRIC_VALUE = Obstacle(
@@ -204,7 +204,7 @@ class LogRecorder:
         self._dtype = torch.get_default_dtype()  # precision plugins set it for the step's own code
         arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
-        refuse_stand_ins(arguments)
+        refuse_tracers(arguments)
         device = self._module.device
         now = value.now if isinstance(value, Tracer) else self.live(value)
         if now is None and isinstance(value, Number):
@@ -221,7 +221,7 @@ class LogRecorder:
     def _metric_recorder(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
             self._dtype, given = torch.get_default_dtype(), (args, kwargs)
-            refuse_stand_ins(given)
+            refuse_tracers(given)
             call = MetricCall(function, given, self._own(name, given), name)
             self._calls.append(call)
             return call.result

@@ -31,7 +31,7 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.snapshot import Gradients, PythonSnapshot, RegionState, Snapshot
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.user_code import UnregisteredTensors, held_in_value, iter_objects
+from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects, objects_in
 
 Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a step once more, given why, and what ``training_step`` was given."""
@@ -59,7 +59,7 @@ class StepBegin(Snapshot):
         gradients: bool,  # the gradients that there are may be added to
     ) -> None:
         self.args = args
-        held = [*iter_objects(module), *held_in_value("batch", args, {})]
+        held = [*iter_objects(module), *objects_in("batch", args, {})]
         self.gradients = Gradients(module.parameters())
         self._tables = list(map(vars, module.modules()))
         self._contents, self._generators = PythonSnapshot(held), Generators(held, module.device)

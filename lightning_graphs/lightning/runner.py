@@ -250,7 +250,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         else:  # the base class only calls the hooks; the scale may have moved on in the graph
             Precision.pre_backward(plugin, closure_loss, self._module)
         if "backward" in plan.graphs:
-            if self._kept.are_held():
+            if self._kept.has_external_references():
                 self._messages.note(KEPT_LATE)
             plan.replay("backward")
         # Where the backward pass is no graph of its own, nobody can have changed it since.

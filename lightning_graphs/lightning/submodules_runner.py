@@ -146,7 +146,7 @@ class ModuleRunner:
         """Run the backward pass; what it recomputes is not replayed."""
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
-        self._gradients.are_held()
+        self._gradients.has_external_references()
         try:
             with self._graphs.watching(closure_loss):
                 return self._calls.backward(closure_loss, optimizer, *args, **kwargs)

@@ -72,7 +72,7 @@ def _exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def backward_passes_told(
+def backward_passes_observed(
     accumulates: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     reenters: Callable[[], object] = _nothing,
 ) -> Iterator[None]:

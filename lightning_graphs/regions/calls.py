@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.autograd.backward import GradientMemory, LentGradients
+from lightning_graphs.autograd.backward import AliasedGradients, GradientMemory
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
@@ -392,7 +392,7 @@ def _captured(
                     here[call].run(way, here if means.lends else {})
         sites = [capture.site(baked.checks_of(capture.observed, together)) for capture in captures]
         for site in sites:
-            site.graphed.outputs.settle()
+            site.graphed.outputs.track_aliases()
         means.check(sites)
     except BaseException:
         for capture in captures:
@@ -464,33 +464,33 @@ class _Capture(CallableCapture):
                 if seen.call not in others or (leaf in found and not seen.returned):
                     continue
                 other, index = others[seen.call], seen.index
-                found[leaf] = other.lend(index) if seen.returned else other.share(index)
+                found[leaf] = other.alias_output(index) if seen.returned else other.share(index)
         return found
 
     def _sources_of_gradients(
         self, others: Mapping[ObservedCall, _Capture]
-    ) -> dict[int, tuple[Tensor, LentGradients]]:
+    ) -> dict[int, tuple[Tensor, AliasedGradients]]:
         """Gradients of outputs that are those of arguments of one other call alone."""
         # A tensor that is returned twice has two gradients, and no memory of one is for both.
-        given: dict[int, list[tuple[Tensor, LentGradients] | None]] = {}
+        given: dict[int, list[tuple[Tensor, AliasedGradients] | None]] = {}
         for other in others.values():
             for leaf, makers in other.observed.sources.items():
                 mine = [m.index for m in makers if m.returned and m.call is self.observed]
                 for output in mine:
-                    lent = other.lent_gradient(leaf) if len(mine) == 1 else None
-                    given.setdefault(output, []).append(lent)
+                    alias = other.alias_gradient(leaf) if len(mine) == 1 else None
+                    given.setdefault(output, []).append(alias)
         alone = ((output, found[0]) for output, found in given.items() if len(found) == 1)
-        return {output: lent for output, lent in alone if lent is not None}
+        return {output: alias for output, alias in alone if alias is not None}
 
     @calls_observed
-    def run(self, way: Direction, lenders: Mapping[ObservedCall, _Capture]) -> None:
+    def run(self, way: Direction, producers: Mapping[ObservedCall, _Capture]) -> None:
         """Capture a pass, which copies nothing in that graphs of these captures have already."""
         self._baked.left()  # by others, since
         with self._explained(), self._refusing():
             if way == "forward":
-                self.capture_forward(self._sources_of_arguments(lenders))
+                self.capture_forward(self._sources_of_arguments(producers))
             else:
-                self.capture_backward(self._sources_of_gradients(lenders))
+                self.capture_backward(self._sources_of_gradients(producers))
         written, self._stores[way] = self._baked.left()
         self._written |= written
 

@@ -26,7 +26,7 @@ from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.side_effects import Places
+from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.user_code import CompiledCode
 
 # ------------------ Tells the user of whole steps: what another capture is for, and why none is ma
@@ -237,7 +237,7 @@ class CaptureFacts:
 
     def __init__(self, fit: TrainingContext, on_change: Callable[[], object]) -> None:
         self.reads = AttributeGuards()  # attributes that captured steps read
-        self.places = Places(  # where steps store something
+        self.places = StepState(  # where steps store something
             fit.module, self.reads, on_change, lambda: fit.watch.optimizers
         )
         self.has_host_half = False  # captures record what steps compute on the host

@@ -517,7 +517,7 @@ class KeptGradients(ReferenceGuard):
         tracked = self.tracked
         return tracked.references(bound=tracked.are_bound()) if tracked is not None else []
 
-    def are_held(self) -> bool:
+    def has_external_references(self) -> bool:
         """Whether user code has kept tracked gradients; to be asked before each replay."""
         tracked, self.bound, self.are_kept = self.tracked, None, False
         if tracked is None:
@@ -563,7 +563,7 @@ class PersistentGradients(KeptGradients, GradientMemory):
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """While the body captures graphs, which hold references, and make buffers."""
-        self.are_held()
+        self.has_external_references()
         before = self._now()
         try:
             yield
@@ -581,7 +581,7 @@ class PersistentGradients(KeptGradients, GradientMemory):
         """See :meth:`GradientBuffers.bring_in`."""
 
         def are_kept() -> bool:
-            self.are_held()
+            self.has_external_references()
             return self.are_kept
 
         gradients.copied = self.are_copied

@@ -29,7 +29,7 @@ from lightning_graphs.private.callsite import (
     returned_by,
 )
 from lightning_graphs.private.cudnn import CapturedDropout
-from lightning_graphs.private.engine import backward_passes_told, renew_gradient_nodes
+from lightning_graphs.private.engine import backward_passes_observed, renew_gradient_nodes
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
     capture_unseen,
@@ -57,14 +57,14 @@ from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.batch import UnreadValues, objects_left, written_tensors
+from lightning_graphs.watch.batch import UnreadValues, objects_undone, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.draws import Readings, clocks_exchanged, draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.host_trace import ArenaFull, HostTracer
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.side_effects import LeftBehindError, Places, SideEffects
+from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects, StepState
 from lightning_graphs.watch.tracers import (
     Conversion,
     DrawingFunction,
@@ -73,7 +73,7 @@ from lightning_graphs.watch.tracers import (
     number_places,
     numbers_exchanged,
     rates_exchanged,
-    refuse_stand_ins,
+    refuse_tracers,
 )
 
 # ------------------ Runs what a training step computes, as a capture records and a verification re
@@ -100,13 +100,13 @@ class StepBody:
     def surrounded(
         self,
         recorder: Recorder,
-        places: Places,
+        places: StepState,
         generators: Generators,
         listed: Callable[[Sequence[str]], str] = ", ".join,  # tells the author's line of names, too
     ) -> Iterator[None]:
         """What is around a step that is captured, or compared with its graphs."""
         with (
-            places.left(generators, listed),
+            places.changes_undone(generators, listed),
             self.fit.watch.around_step(),
             recorder.recording(),
             torch.enable_grad(),
@@ -141,7 +141,7 @@ class StepBody:
         """What the step returns, and the loss in it."""
         returned = self.client.run(*arguments)
         try:
-            refuse_stand_ins(returned)
+            refuse_tracers(returned)
             output = OutputPlan(returned, static=False)
             loss = self.fit.watch.loss_of(returned)
         except CaptureError as error:
@@ -415,7 +415,7 @@ class StepCapture(StepBody):
                     "use torch.utils.checkpoint(..., use_reentrant=False)",
                 )
 
-        with backward_passes_told(begun):
+        with backward_passes_observed(begun):
             yield
 
     def _could_follow(self, asked: Conversion) -> bool:
@@ -494,7 +494,7 @@ class StepCapture(StepBody):
                 state_undone(self.optimizer, targets.parameters),
                 self.fit.compiled.watching(),
                 self._surrounded(environment, recorder, effects),
-                objects_left(own, environment.outside.listed),
+                objects_undone(own, environment.outside.listed),
             ):
                 targets.begin()
                 renew_gradient_nodes(targets.parameters)
@@ -531,7 +531,7 @@ class StepCapture(StepBody):
         return StepPlan(
             key=replace(signature, extra=(conditions, *read)),
             guards=watch.checks(conditions),
-            are_kept=self._learned.kept.are_held,
+            are_kept=self._learned.kept.has_external_references,
             inputs=inputs,
             writes_batch=written,
             asked=asked,

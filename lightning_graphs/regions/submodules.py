@@ -391,7 +391,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         """Verify graphs that were right: where they compute something else, they are dropped."""
         if plan.uses == 0:
             return True  # each of its calls was verified within the capture
-        self._gradients.are_held()
+        self._gradients.has_external_references()
         try:
             self._checks.check(plan.captured, again=True)
         except CallDiffers as error:

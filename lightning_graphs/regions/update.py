@@ -149,8 +149,8 @@ class CapturedUpdate(Region[Hashable, Plan]):
         )
 
     def compare(self, plan: Plan, call: Hashable) -> bool:
-        self._gradients.are_held()  # first: the comparison keeps them itself
-        with replaced(self._gradients, "are_held", nothing):
+        self._gradients.has_external_references()  # first: the comparison keeps them itself
+        with replaced(self._gradients, "has_external_references", nothing):
             self._checks.check_update(partial(plan.replay, "step"))
         return True
 

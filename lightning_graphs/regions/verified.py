@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.autograd.backward import unrepeated, zero_gradient
 from lightning_graphs.autograd.graphed import set_again
-from lightning_graphs.autograd.nodes import gradients_kept_apart
+from lightning_graphs.autograd.nodes import gradients_copied
 from lightning_graphs.device.generators import Generators, RandomState
 from lightning_graphs.errors import (
     CaptureError,
@@ -40,7 +40,7 @@ from lightning_graphs.values.snapshot import (
     results_in,
 )
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.side_effects import Places
+from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.tracers import rates_exchanged
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
@@ -48,7 +48,7 @@ from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 class Verification(StepBody):
     """Compares captured steps, and captured optimizer steps, with what Lightning runs."""
 
-    def __init__(self, verifier: Verifier, body: StepBody, places: Places | None = None) -> None:
+    def __init__(self, verifier: Verifier, body: StepBody, places: StepState | None = None) -> None:
         super().__init__(body.fit, body.optimizer, body.capturable, body.observers)
         self._places = places
         self._verifier = verifier
@@ -251,7 +251,7 @@ class _CallRun:
         backward = self._backward
         direct = backward is not None and backward.direct is not None
         # No other graph waits for its backward pass: any argument may go into lent memory.
-        with replaced(self._site.graphed, "borrowed", ()):
+        with replaced(self._site.graphed, "aliased_inputs", ()):
             return self._run(self._site.graphed, direct=direct)
 
     def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
@@ -295,7 +295,7 @@ class _CallRun:
             torch.autograd.backward(outputs, given)
             return
         # It runs no accumulation of gradients, to which a reducer's hooks are tied
-        with gradients_kept_apart(wanted):
+        with gradients_copied(wanted):
             gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
         for tensor, found in zip(wanted, gradients, strict=True):
             tensor.grad = found

@@ -384,9 +384,9 @@ class ReferenceGuard:
         are_bound = all(map(is_, map(_GRADIENT, tracked.parameters), tracked.buffers))
         return (
             are_bound and uses_of(tracked.buffers, tracked.storages) == self._uses
-        ) or not self.are_held()
+        ) or not self.has_external_references()
 
-    def are_held(self) -> bool:
+    def has_external_references(self) -> bool:
         """Count again, wherever the gradients are; whether there are more references."""
         raise NotImplementedError
 
@@ -405,7 +405,7 @@ class AliasedBuffer:
     def holds(self, argument: Tensor) -> bool:
         return argument.data_ptr() == self._address
 
-    def settle(self) -> None:
+    def count_uses(self) -> None:
         """Count who uses the memory now: the graphs themselves, and no caller yet."""
         self._own_uses = storage_uses(self._storage)
 
@@ -563,7 +563,7 @@ class OutputPlan:
         self._itself = {i for i in self._plain if storage_address(tensors[i]) in own}
         if static:
             self._itself.update(range(len(tensors)))
-        self._lent: dict[int, AliasedBuffer] = {}
+        self._aliased: dict[int, AliasedBuffer] = {}
         template = substitute(value, self.tensors)
         self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
         if isinstance(value, Tensor):
@@ -577,21 +577,21 @@ class OutputPlan:
         self._gradients = [(self.differentiable_indices[i], gradient) for i, gradient in found]
         self.requiring_grad = []
 
-    def lend(self, index: int) -> AliasedBuffer:
+    def alias_output(self, index: int) -> AliasedBuffer:
         """Hand out one of :attr:`tensors` itself from now on, not a copy."""
-        if index not in self._lent:
-            self._lent[index] = AliasedBuffer(self.tensors[index])
+        if index not in self._aliased:
+            self._aliased[index] = AliasedBuffer(self.tensors[index])
             self._itself.add(index)
-        return self._lent[index]
+        return self._aliased[index]
 
-    def settle(self) -> None:
+    def track_aliases(self) -> None:
         """Begin to notice callers that keep lent outputs, before the first replay."""
-        for lent in self._lent.values():
-            lent.settle()
+        for alias in self._aliased.values():
+            alias.count_uses()
 
     @property
     def is_kept(self) -> bool:
-        return any(lent.is_kept for lent in self._lent.values())
+        return any(alias.is_kept for alias in self._aliased.values())
 
     def give_away(self, owing: Owing) -> Any:
         """The return value of a call after which there is no replay: without copies."""

@@ -229,7 +229,7 @@ class PythonSnapshot:
         return None
 
     @contextlib.contextmanager
-    def left(self, refuse: Callable[[Sequence[str]], object]) -> Iterator[None]:
+    def changes_undone(self, refuse: Callable[[Sequence[str]], object]) -> Iterator[None]:
         """Undo what the body changes, and refuse it by its names."""
         try:
             yield
@@ -281,7 +281,7 @@ def _same(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
+def contents_undone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Undo and refuse what the body, the capture of a call, changes in its arguments."""
     remedy = "return the new value, and let the caller store it"
     if any(map(_is_of_transformers, [*args, *kwargs.values()])):
@@ -295,16 +295,16 @@ def contents_left(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractCon
             remedy,
         )
 
-    return contents_of(args, kwargs).left(refuse)
+    return contents_of(args, kwargs).changes_undone(refuse)
 
 
 def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PythonSnapshot:
     named = [(f"args[{i}]", value) for i, value in enumerate(args)]
     named += [(f'kwargs["{key}"]', value) for key, value in kwargs.items()]
-    return PythonSnapshot(held_in_all(named))
+    return PythonSnapshot(iter_inside(named))
 
 
-def held_in_all(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def iter_inside(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Name and value of the containers and objects in some values, levels deep, these first."""
     seen: dict[int, Any] = {}
     for name, value in named:

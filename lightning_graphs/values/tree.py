@@ -229,20 +229,20 @@ def substitute(
     value: Any,
     tensors: Iterable[Tensor],
     name: str = "",
-    stand_ins: Mapping[str, Any] = MappingProxyType({}),
+    proxies: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
 
     The containers are new ones of the same kinds, so that a change of them changes no original.
     Other leaves, and containers without a tensor, are replaced by the stand-in of their name.
     """
-    return _Substitution(iter(tensors), stand_ins).of(value, name)
+    return _Substitution(iter(tensors), proxies).of(value, name)
 
 
 class _Substitution:  # no nested function: as a cycle it would keep tensors until the next gc
-    def __init__(self, supply: Iterator[Tensor], stand_ins: Mapping[str, Any]) -> None:
+    def __init__(self, supply: Iterator[Tensor], proxies: Mapping[str, Any]) -> None:
         self._supply = supply
-        self._stand_ins = stand_ins
+        self._proxies = proxies
         self._clones: dict[int, Any] = {}
 
     def of(self, value: Any, name: str) -> Any:
@@ -250,8 +250,8 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
             return next(self._supply)
         if isinstance(value, weakref.ref) and (clone := self._clones.get(id(value()))) is not None:
             return weakref.ref(clone)  # a part of an object that knows the whole
-        if name in self._stand_ins:
-            return self._stand_ins[name]
+        if name in self._proxies:
+            return self._proxies[name]
         opened = open_container(value)
         if opened is None:
             return value
@@ -262,7 +262,7 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
             if attributes_of(value) is value:  # a dict whose items are its attributes, too
                 object.__setattr__(clone, "__dict__", clone)
         # Most have none, and need no names.
-        labels = _labels(value, opened) if self._stand_ins else repeat("", len(opened.values))
+        labels = _labels(value, opened) if self._proxies else repeat("", len(opened.values))
         pairs = zip(opened.values, labels, strict=True)
         values = [self.of(child, name + label) for child, label in pairs]
         if kind is tuple or kind is list:

@@ -25,7 +25,7 @@ from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import (
     PythonSnapshot,
     Result,
-    held_in_all,
+    iter_inside,
     refill,
     results_in,
 )
@@ -147,17 +147,17 @@ def objects_of(batch: Any) -> PythonSnapshot:
     """What the objects in a batch hold, which are no containers that a capture copies."""
     leaves: list[tuple[str, Any]] = []
     flatten(batch, "batch", leaves)
-    return PythonSnapshot(held_in_all([pair for pair in leaves if not isinstance(pair[1], Tensor)]))
+    return PythonSnapshot(iter_inside([pair for pair in leaves if not isinstance(pair[1], Tensor)]))
 
 
 @contextlib.contextmanager
-def objects_left(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterator[None]:
+def objects_undone(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterator[None]:
     """Refuse what the body, a capture, writes into the objects of its own batch, and undo it."""
 
     def refuse(names: Sequence[str]) -> None:
         raise BATCH_CHANGED.refused(f"{LIBRARIES.step} changes {listed(names)}")
 
-    with objects_of(batch).left(refuse):
+    with objects_of(batch).changes_undone(refuse):
         yield
 
 
@@ -292,7 +292,7 @@ class UnreadValues:
         self._read: dict[str, BatchValueRead] = {}
         self._step = step  # the code that is captured
         self._sites = CallSiteFinder()
-        self._stand_ins = {
+        self._proxies = {
             name: _UnreadValue(name, leaf.kind, self._refuse)
             for name, leaf in zip(signature.names, signature.leaves, strict=True)
             if isinstance(leaf, Unread)
@@ -307,12 +307,12 @@ class UnreadValues:
 
     def left_out(self, batch: Any, tensors: Iterable[Tensor]) -> Any:
         """A copy of the batch with other tensors, and with stand-ins for these values."""
-        return substitute(batch, tensors, "batch", self._stand_ins)
+        return substitute(batch, tensors, "batch", self._proxies)
 
     def refuse_read(self, raised: str = "") -> None:
         """Refuse a capture that has read some of them."""
         for first in self._read.values():
             raise _read(list(self._read), first.observed)
-        if raised and self._stand_ins:
-            names = list(self._stand_ins)
+        if raised and self._proxies:
+            names = list(self._proxies)
             raise _read(names, f"{names[0]} is read, or else: {raised}")

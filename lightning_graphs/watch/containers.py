@@ -70,11 +70,11 @@ class Entry(Place):
         """What it is an entry of."""
         holder = self.owner
         for key in self.keys[:-1]:
-            holder = held_at(holder, key)
+            holder = value_at(holder, key)
         return holder
 
     def now(self) -> Any:
-        return held_at(self.holder, self.keys[-1])
+        return value_at(self.holder, self.keys[-1])
 
     def put(self, value: Any) -> None:
         put_at(self.holder, self.keys[-1], value)
@@ -141,7 +141,7 @@ class Memory(Place):
         return bool(now.data_ptr() == given.data_ptr() and now.stride() == given.stride())
 
 
-def held_at(holder: Any, key: Any) -> Any:
+def value_at(holder: Any, key: Any) -> Any:
     """What a container or an object holds under a key."""
     if isinstance(holder, dict):
         return dict.get(holder, key, _ABSENT)
@@ -304,7 +304,7 @@ class Arranged:
     def __init__(self, places: Iterable[Place]) -> None:
         self.filled: list[Entry] = []  # lists that are filled, and neither read nor state
         self.counted: list[Place] = []  # numbers
-        self.kept: list[Place] = []  # all else
+        self.stored: list[Place] = []  # all else
         for place in sorted(places, key=depth_of):
             if any(isinstance(place, Entry) and place.is_inside(outer) for outer in self.filled):
                 continue  # a step that changes it reads the list that it is in
@@ -312,11 +312,11 @@ class Arranged:
                 self.filled.append(place)
             else:
                 counts = place.counted and type(place.now()) in place.counted
-                (self.counted if counts else self.kept).append(place)
+                (self.counted if counts else self.stored).append(place)
 
     @property
     def all(self) -> list[Place]:
-        return [*self.kept, *self.filled, *self.counted]
+        return [*self.stored, *self.filled, *self.counted]
 
 
 class State:
@@ -337,7 +337,7 @@ class State:
 
 def _closed(value: Any, keys: Sequence[Any], kind: type) -> Any:
     """A copy of a container that has a type in the place of what is held there."""
-    held = held_at(value, keys[0])
+    held = value_at(value, keys[0])
     if held is Absence.ABSENT:
         return value
     clone = copy.copy(value)
@@ -353,7 +353,7 @@ def signature_of(states: Sequence[State]) -> tuple[Signature, list[Tensor]]:
 def signature_now(places: Iterable[Place], is_read: Callable[[Place], bool]) -> Signature:
     """The signature of what steps read in places."""
     found = Arranged(places)
-    return signature_of([State(p, found.all) for p in found.kept if is_read(p)])[0]
+    return signature_of([State(p, found.all) for p in found.stored if is_read(p)])[0]
 
 
 def sameness(values: Sequence[Any]) -> list[int]:

@@ -244,16 +244,16 @@ def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
         vars(call)[FOR_A_WHILE] = True
         return call
 
-    stand_ins: dict[int, Callable[..., Any]] = {}
+    proxies: dict[int, Callable[..., Any]] = {}
     for name, known in NUMBERS.items():
         function = vars(time)[name]
-        stand_ins[id(known)] = stand_ins[id(function)] = standing(name, function)
+        proxies[id(known)] = proxies[id(function)] = standing(name, function)
     return exchanged(
         [
-            (module, key, stand_ins[id(value)])
+            (module, key, proxies[id(value)])
             for module in (time, timeit, *_modules(own))
             for key, value in vars(module).items()
-            if id(value) in stand_ins
+            if id(value) in proxies
         ]
     )
 

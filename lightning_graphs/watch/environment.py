@@ -154,7 +154,7 @@ class Environment:
         def refuse_stored(names: Sequence[str]) -> None:
             raise STORED_OUTSIDE.refused(f"{what} changes {self.outside.listed(names)}")
 
-        with self.outside.contents.left(refuse_stored):
+        with self.outside.contents.changes_undone(refuse_stored):
             try:
                 with self.acting():
                     yield

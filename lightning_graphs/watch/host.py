@@ -413,7 +413,7 @@ class HostTape:
             self.states[generator] = generator.get_state()
             generator.set_state(found)
 
-    def drop_what_nobody_reads(self) -> None:
+    def drop_unread(self) -> None:
         """Keep draws, and what Python or the device is given, with all that it follows from."""
         storages = list(map(memory_of, self.values))
         needed: set[int] = set()
@@ -427,7 +427,7 @@ class HostTape:
         self.operations = kept[::-1]
         self.inputs = [(r, i) for r, i in self.inputs if storages[r] in needed]
 
-    def refuse_what_is_kept(self) -> None:
+    def refuse_kept_tensors(self) -> None:
         """A replay would leave another value there."""
         changing = [tensor for tensor, register in self._registers.items() if register is not None]
         others = {memory_of(tensor) for tensor in changing if tensor not in self._born}
@@ -435,9 +435,9 @@ class HostTape:
         del changing, self._entries[:]
         self._registers.clear()
         self._born.clear()
-        if _kept_of(born):
+        if _shapes_of_kept(born):
             gc.collect()  # frames of the code that was captured; it takes 0.3 s
-        for size in _kept_of(born):
+        for size in _shapes_of_kept(born):
             raise CaptureError(RULE, f"a CPU tensor of shape {size} is kept or returned", REMEDY)
 
     def refuse(self, what: str) -> None:
@@ -445,7 +445,7 @@ class HostTape:
         raise CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY)
 
 
-def _kept_of(born: list[Tensor]) -> list[tuple[int, ...]]:
+def _shapes_of_kept(born: list[Tensor]) -> list[tuple[int, ...]]:
     """The shapes of tensors that somebody else has, too."""
     uses = Counter(map(memory_of, born))
     kept = []

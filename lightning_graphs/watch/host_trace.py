@@ -135,8 +135,8 @@ class HostTracer(OperatorMode):
                 "capture the code on a GPU, or rehearse it without dropout",
             )
         self._shadows.clear()
-        tape.drop_what_nobody_reads()
-        tape.refuse_what_is_kept()
+        tape.drop_unread()
+        tape.refuse_kept_tensors()
         with torch.no_grad():
             for static, value in self._constants:
                 static.copy_(value)
@@ -228,7 +228,7 @@ class HostTracer(OperatorMode):
             and is_exact(call.func, outputs, SMALL if changes else 16 * SMALL)
             and all(self.tape.made(self._shadow(t)) for t in call.written)
         ):
-            self._stand_in(outputs, self.tape.run(self._in_shadow(call)))
+            self._set_shadow(outputs, self.tape.run(self._in_shadow(call)))
             return result
         for tensor in call.written:
             if (shadow := self._shadow(tensor)) is not None:
@@ -245,7 +245,7 @@ class HostTracer(OperatorMode):
         self.tape.constant(constant)
         return constant
 
-    def _stand_in(self, tensors: Sequence[Tensor], result: Any) -> None:
+    def _set_shadow(self, tensors: Sequence[Tensor], result: Any) -> None:
         for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
             self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
@@ -312,7 +312,7 @@ class HostTracer(OperatorMode):
         else:
             self._constants.append((static, value))
         result = static.clone()
-        self._stand_in([result], self.tape.run(OperatorCall(aten.clone.default, (value,), {})))
+        self._set_shadow([result], self.tape.run(OperatorCall(aten.clone.default, (value,), {})))
         return result
 
     def _static(self, value: Tensor) -> Tensor:

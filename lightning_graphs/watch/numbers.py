@@ -38,12 +38,12 @@ from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import (
     Conversion,
     DrawingFunction,
-    Followed,
     OpaqueTracer,
+    TracedValue,
     Tracer,
     constants_around,
     form_of,
-    refuse_stand_ins,
+    refuse_tracers,
     used,
 )
 
@@ -254,7 +254,7 @@ class _HasNoLength(CaptureError):
         GraphError.__init__(self, *given)  # what goes on is not refused
 
 
-class TracedNumber(Followed):
+class TracedNumber(TracedValue):
     """Stands for a number of a step under watch, or for what follows from such numbers."""
 
     def __init__(
@@ -384,14 +384,14 @@ class ScalarTracer(TracedNumber, Tracer):
     ) -> Any:
         """Operators of torch: of a tensor and one number, or of bare ones, as those of a size."""
         if torch.compiler.is_compiling():
-            refuse_stand_ins((args, kwargs))
+            refuse_tracers((args, kwargs))
         given = args, kwargs or {}
         for number in leaves_of(given, ScalarTracer)[:1]:
             form = form_of(function, args, kwargs, number.numbers.device)
             if form is not None:
                 return form(number.numbers)
         args, kwargs = tree_map_only(ScalarTracer, ScalarTracer.bare, given)
-        refuse_stand_ins((args, kwargs))
+        refuse_tracers((args, kwargs))
         return function(*args, **kwargs)
 
 

@@ -40,15 +40,15 @@ from lightning_graphs.values.guards import (
     value_of_class,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.watch.tracers import stands_for_a_while
+from lightning_graphs.watch.tracers import is_exchanged
 from lightning_graphs.watch.user_code import (
     BASES,
     OF_ALL_MODULES,
     UserCode,
     function_of,
-    held_in_value,
     inside_of_compiled,
     iter_objects,
+    objects_in,
 )
 
 # ------------------------------------------------------------------ clocks
@@ -238,7 +238,7 @@ class AttributeGuards(ValueGuards):
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
         # A method brings its module along, of which nothing else is read here.
         seen = dict(self._modules)
-        inside = () if isinstance(value, nn.Module) else held_in_value(name, value, seen)
+        inside = () if isinstance(value, nn.Module) else objects_in(name, value, seen)
         for label in iterators_in(inside):  # before anything is taken from one
             raise DRAWN.refused_here(f"{label}, an iterator, is read")
         if key not in table and not is_method:
@@ -405,7 +405,7 @@ class GlobalReads:
         self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
     ) -> None:
         value = bound(owner, key)
-        if stands_for_a_while(value):
+        if is_exchanged(value):
             self._look(name, getattr(value, "__wrapped__", None))
             return
         if isinstance(value, ModuleType):
@@ -428,7 +428,7 @@ class GlobalReads:
         else:
             if isinstance(value, Tensor):
                 self._tell(name, value)
-            for label, inside in held_in_value(name, value, self._seen):
+            for label, inside in objects_in(name, value, self._seen):
                 self._tell(label, inside)
                 self._look_inside(inside)
 

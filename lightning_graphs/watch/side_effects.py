@@ -218,8 +218,8 @@ class SideEffects:
         self._copies = CopiedOut(state)
         found = Arranged(places)
         self._filled, self._counted = found.filled, found.counted
-        self._states = [State(place, found.all) for place in found.kept if is_read(place)]
-        self._unread = [place for place in found.kept if not is_read(place)]
+        self._states = [State(place, found.all) for place in found.stored if is_read(place)]
+        self._unread = [place for place in found.stored if not is_read(place)]
         self._types = [(place, type(place.now())) for place in (*self._filled, *self._counted)]
         signature, tensors = signature_of(self._states)
         self.signature = (signature,) if places else ()
@@ -490,7 +490,7 @@ class LeftBehindError(CaptureError):
     """Code has left something behind."""
 
 
-class Places:
+class StepState:
     """The places of a fit in which steps store something, or which are bound anew between them.
 
     They are found where a capture leaves something behind, and where a tensor that graphs were
@@ -581,7 +581,7 @@ class Places:
         return bool(found)
 
     @contextlib.contextmanager
-    def left(
+    def changes_undone(
         self, generators: Generators, listed: Callable[[Sequence[str]], str]
     ) -> Iterator[None]:
         """Undo what the body leaves in attributes of modules and in random generators."""

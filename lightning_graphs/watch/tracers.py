@@ -78,7 +78,7 @@ class Tracer(abc.ABC):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Operators of torch ask for it, and so none reads the value."""
-        refuse_stand_ins((args, kwargs))
+        refuse_tracers((args, kwargs))
         return NotImplemented
 
 
@@ -114,7 +114,7 @@ def used(obstacle: Obstacle, name: str) -> CaptureError:
     return obstacle.refused_here(f"{name} is {'read' if obstacle is COUNTER else 'used'}")
 
 
-def refuse_stand_ins(value: Any) -> None:
+def refuse_tracers(value: Any) -> None:
     """Refuse a value with something in it that a captured step does not have."""
     for leaf in leaves_of(value, Tracer):
         leaf.refuse()
@@ -267,7 +267,7 @@ def old_gradients_watched(
 # ------------------------------------------------------------------ functions of Python
 
 
-class Followed(abc.ABC):
+class TracedValue(abc.ABC):
     """A number that code under watch computes with."""
 
     value: Any
@@ -307,7 +307,7 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for argument in args:
-            if isinstance(argument, Followed):
+            if isinstance(argument, TracedValue):
                 return argument.applied(function, args)
         return function(*args, **kwargs)
 
@@ -330,7 +330,7 @@ def _conversion(kind: Any) -> type:
             return following(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value.value if isinstance(value, Followed) else value, kind)
+            return isinstance(value.value if isinstance(value, TracedValue) else value, kind)
 
         def __eq__(cls, other: object) -> bool:
             return other is kind or other is cls
@@ -347,7 +347,7 @@ FOR_A_WHILE = "_stands_for_a_while"
 _CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
 
 
-def stands_for_a_while(value: Any) -> bool:
+def is_exchanged(value: Any) -> bool:
     """Whether this stands for ``float``, ``int`` or a function while code is followed."""
     return isinstance(value, (FunctionType, type)) and FOR_A_WHILE in vars(value)
 
@@ -409,7 +409,7 @@ def _is_tensor(value: Any, dtypes: Any = _KNOWN) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Followed) and isinstance(value.value, (int, float))
+    return isinstance(value, TracedValue) and isinstance(value.value, (int, float))
 
 
 def _are_alike(x: Any, y: Any) -> bool:
@@ -579,7 +579,7 @@ def _chosen(function: Any, first: Any, second: Any, other: Any) -> Form | None:
 
 
 def _set(function: Any, input: Any, index: Any, value: Any) -> Form | None:
-    if leaves_of(index, Followed) or _filled(function, input, value) is None:
+    if leaves_of(index, TracedValue) or _filled(function, input, value) is None:
         return None
     if _is_tensor(index, {torch.bool}):  # as many of them as there are would be read on the host
         mask = index.reshape(index.shape + (1,) * (input.dim() - index.dim()))

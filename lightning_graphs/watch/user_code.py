@@ -199,7 +199,7 @@ def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
     return _of_tree("self", root, seen, DEPTH + 1)
 
 
-def held_in_value(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+def objects_in(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
     """The same of a value, itself first; modules that nobody has registered are gone into."""
     return walk(name, value, seen, modules=_of_tree)
 

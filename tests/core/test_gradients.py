@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_graphs.autograd.backward import (
+    AliasedGradients,
     DirectGradients,
-    LentGradients,
     new_buffers,
     refuse_parameter_hooks,
 )
@@ -169,7 +169,7 @@ class Lending:
     def __init__(self, device: torch.device) -> None:
         like = (torch.empty(2, 3, device=device).t(), torch.empty(5, device=device))
         self.static = [torch.zeros_like(t) for t in like]
-        self.gradients = LentGradients([like[0], like[0], like[1]])
+        self.gradients = AliasedGradients([like[0], like[0], like[1]])
         self.gradients.capture([self.static[0], None, self.static[1]])
 
     def run(self, value: float) -> list[Tensor]:
@@ -257,7 +257,7 @@ def test_gradients_of_every_layout_are_written_bit_by_bit(
 
 def test_layouts_are_those_of_the_capture(device: torch.device) -> None:
     """Which gradients exist, and with which strides, is known then only."""
-    gradients = LentGradients([torch.empty(3, 2, device=device) for _ in range(2)])
+    gradients = AliasedGradients([torch.empty(3, 2, device=device) for _ in range(2)])
     value = torch.arange(6.0, device=device).view(2, 3).t()
     gradients.capture([None, value])
     for _ in range(2):

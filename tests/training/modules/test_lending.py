@@ -75,13 +75,13 @@ class Keeping(Chain):
 def lent(monkeypatch: pytest.MonkeyPatch) -> set[AliasedBuffer]:
     """All memory that was lent."""
     found: set[AliasedBuffer] = set()
-    original = OutputPlan.lend
+    original = OutputPlan.alias_output
 
     def lend(self: OutputPlan, index: int) -> AliasedBuffer:
         found.add(original(self, index))
         return original(self, index)
 
-    monkeypatch.setattr(OutputPlan, "lend", lend)
+    monkeypatch.setattr(OutputPlan, "alias_output", lend)
     return found
 
 
