@@ -206,13 +206,13 @@ ROWS = (
         )
     }
     | {"Bound": row(partial(Layered, _counts, Bound), said="`last` is set to another", **LAYERS)}
+    | table(Hooked, EmptyTensor, Variational, **TWENTY)
     # Ways that draws and counters decide are a graph each.
     | table(
         Deciding, said=None, replayed=1, found="", capture={"warmup_steps": 30, "min_repeats": 0},
         max_epochs=1,
         data=lambda: batches(60), validation=0,
     )
-    | table(Hooked, EmptyTensor, Variational, **TWENTY)
 )  # fmt: skip
 
 
