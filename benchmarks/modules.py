@@ -163,8 +163,8 @@ class LaunchesAlone(Callback):
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == step.WARMUP - 2:
-            assert self.graphs._retry is not None
-            for forward in self.graphs._retry.runner._graphs._graphed.values():
+            assert self.graphs._handler is not None
+            for forward in self.graphs._handler.runner._graphs._graphed.values():
                 (site,) = forward.sites  # one call in a step
                 forward._answer = self._launch(site.graphed)
 

@@ -220,8 +220,8 @@ class Probe(Callback):
     def _look_at_plan(self, trainer: Trainer, batch: Sequence[Tensor], *args: Any) -> None:
         """Time the replay of its graph, and what the host computes for one, in microseconds."""
         assert self.graphs is not None
-        assert self.graphs._retry is not None
-        plan, *_ = self.graphs._retry.runner._cache.plans()  # the one that was used last
+        assert self.graphs._handler is not None
+        plan, *_ = self.graphs._handler.runner._cache.plans()  # the one that was used last
         self.floors.append(self.lab.on_gpu(plan.graphs["forward"].replay, TIMED) / 1e3)
         if plan.host is not None:
             started = time.perf_counter()
