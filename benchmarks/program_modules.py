@@ -139,7 +139,7 @@ def collate_sheet(samples: list[Any]) -> Sheet:
 
 
 class Graph:
-    """As PyG's ``Data``: attributes, ``to``, items, and more that nobody asked for."""
+    """As PyG's ``Data``: attributes, ``to``, items, and more that no step reads."""
 
     def __init__(self, **given: Any) -> None:
         self._store = given

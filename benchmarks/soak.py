@@ -7,7 +7,7 @@ Three things are shown, each with a figure and a limit; the exit code is 1 if on
 * Recaptures: a fit in which a parameter moves again and again, so that every move releases the
   graphs and captures others; as whole steps and as submodules.
 * Kills: a process that trains and writes checkpoints gets SIGKILL at a random step, another one
-  resumes from the last checkpoint, and so on. The loss of every step is that of a fit that nobody
+  resumes from the last checkpoint, and so on. The loss of every step is that of a fit that was not
   killed, to the last bit.
 
     python benchmarks/soak.py [--replays 20000] [--moves 300] [--kills 3] [--json PATH]

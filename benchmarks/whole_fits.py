@@ -1,7 +1,7 @@
 """Whole fits with the callback's defaults: wall time, with captures, verifications and warm-up.
 
 Each row trains one model from the same weights: eager, with ``GraphCapture()``, and with settings
-that somebody who knows the program might choose; one after the other, ``--rounds`` times in both
+that a user who knows the program might choose; one after the other, ``--rounds`` times in both
 orders, and five times as often where fits are short: the same fit takes 5 % more or less from one
 time to the next. Medians are compared with those of the eager fit and of the best of the settings.
 Before that the process trains the model eagerly for a while, and a tiny one with the callback, so

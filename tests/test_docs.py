@@ -23,6 +23,7 @@ import yaml
 from lightning_graphs import cli, errors
 from lightning_graphs.lightning.plugins import capture_of
 from lightning_graphs.policy.options import OptionError, Options
+from tests.training.costs.test_entered_files import REPLAYED
 
 for library in ("mkdocs", "material", "mkdocstrings", "jsonargparse"):
     pytest.importorskip(library)
@@ -118,6 +119,12 @@ def test_the_search_works_from_the_disk(site: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_design_lists_the_files_of_a_replayed_step() -> None:
+    text = (DOCS / "design.md").read_text(encoding="utf-8")
+    table = text.partition("enters nine files")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(.+)\.py`", table, re.MULTILINE) == list(REPLAYED)
 
 
 def test_the_reference_names_every_option(site: Path) -> None:
