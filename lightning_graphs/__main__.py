@@ -1,4 +1,4 @@
-"""``python -m lightning_graphs``: the same as the ``lightning-graphs`` command."""
+"""``python -m lightning_graphs``: runs the ``lightning-graphs`` command."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "lightning", "cuda-python")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the environment, given the command line without the program's name; the exit code."""
-    # Of the package itself: it also runs from a checkout that nobody has installed.
+    # Read from the package itself, which also runs from a checkout that is not installed.
     own = str(sys.modules["lightning_graphs"].__version__)
     parser = argparse.ArgumentParser(
         prog="lightning-graphs", description=__doc__.partition(": ")[2], allow_abbrev=False

@@ -1,4 +1,4 @@
-"""One family of exceptions; a message is a line on what is wrong, and a line on the fix."""
+"""The exceptions of the package: a message is a line on what is wrong, and a line on the fix."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GraphError(RuntimeError):
         return f"{what}{FIX}{self.remedy}{self._whose(observed)}" if self.remedy else what
 
     def _whose(self, observed: str) -> str:
-        """Who can follow the remedy, where the line is another author's than its reader's."""
+        """Note that a remedy is for the authors of an installed package; empty for user code."""
         package = _OF_PACKAGE.search(observed)
         if package is None or any(option in self.remedy for option in USER_OPTIONS):
             return ""
@@ -73,7 +73,7 @@ _refusals: list[list[CaptureError]] = []  # those of each capture that runs
 
 @contextlib.contextmanager
 def refusals() -> Iterator[list[CaptureError]]:
-    """The refusals that the body makes, also those that captured code catches."""
+    """Collect the refusals that the body makes, also those that captured code catches."""
     refused: list[CaptureError] = []
     _refusals.append(refused)
     try:
@@ -84,11 +84,11 @@ def refusals() -> Iterator[list[CaptureError]]:
 
 
 class NoRoomError(CaptureError):
-    """A capture finds no memory, or none that it may take: a smaller one may."""
+    """A capture found no memory, or none within its budget; a smaller capture may succeed."""
 
 
 def no_room(what: str, observed: str) -> NoRoomError:
-    """The error for what was to be captured, and for what was observed."""
+    """Make the error for a capture of ``what``, with what was observed."""
     return NoRoomError(
         f"{what} needs memory of its own, beside that of eager steps.",
         observed,
@@ -97,7 +97,7 @@ def no_room(what: str, observed: str) -> NoRoomError:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether torch's allocator, the driver or a library found no memory."""
+    """Tell whether torch's allocator, the driver or a library found no memory."""
     kinds = [kind.__name__ for kind in type(error).__mro__]
     if "OutOfMemoryError" in kinds or isinstance(error, NoRoomError):  # the first one is torch's
         return True
@@ -121,14 +121,14 @@ class UnsupportedError(GraphError):
 
 
 class VerificationError(GraphError):
-    """A replay computed something else than the eager step; the message names the first tensor."""
+    """A replay and the eager step computed different values; the message names the first tensor."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; lists that follow it are left out."""
+    """Return the first line of an error's text, without lists that follow it."""
     return str(error).partition("\n")[0]
 
 
 def in_one_line(error: BaseException) -> str:
-    """The kind of an error, and the first line of its text, which may be empty."""
+    """Return the kind of an error, and the first line of its text if it has one."""
     return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""Dotted names of before the package had an engine and clients, and where their contents are now.
+"""Former dotted names of modules, and the modules that have their contents now.
 
 Entry points of an installed package, ``class_path`` in configuration files and pickles hold them.
 Each name is a module that finds its members in the present one when they are asked for.
@@ -20,11 +20,11 @@ BEFORE = {
     "reporting.report": "report.report",
     "reporting.diagnosis": "report.diagnosis",
 }
-"""Module before -> module now, below the package."""
+"""Former module -> present module, below the package."""
 
 
 class _Moved(ModuleType):
-    """A module that has moved."""
+    """Stands for a former module: looks its members up in the present one."""
 
     def __init__(self, package: str, before: str) -> None:
         super().__init__(f"{package}.{before}")
@@ -37,5 +37,5 @@ class _Moved(ModuleType):
 
 
 def register(package: str) -> None:
-    """Make all of them importable; nothing is imported for that."""
+    """Make the names of :data:`BEFORE` importable; members are looked up on use."""
     sys.modules.update({f"{package}.{name}": _Moved(package, name) for name in BEFORE})

@@ -1,4 +1,4 @@
-"""Times the first steps of a fit, draws the conclusion, and says at its end how it went."""
+"""``GraphCapture``, the callback: begins and ends the captures of a fit, and sums the fit up."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.report import Report, render, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 
-# ------------------ Times the first steps of a fit, draws the conclusion, and says at its end how
+# ------------------ Summary of a fit
 
 _OF_PARTS = "the optimizer step", "capturing submodules, not"
-"""How reasons begin that do not say why no step was replayed."""
+"""Beginnings of reasons that explain an eager part of a step, not an eager step."""
 
 
 class FitSummary:
-    """Times the first steps of a fit, draws the conclusion, and says how it went."""
+    """Times the first steps of a fit, judges whether graphs pay off, and says so to the user."""
 
     def __init__(self, fit: LightningContext, switch_off: Callable[[], None]) -> None:
         self._fit = fit
@@ -60,7 +60,7 @@ class FitSummary:
         self.timing = StepTiming(statistics, self._stopwatch, manual=manual)
 
     def settled(self) -> None:
-        """Say what the graphs gain, now that it is known."""
+        """Say what the graphs gain; called once, when the timing is complete."""
         if self._off_since is not None:
             return
         if self._stopwatch.meaningful:
@@ -77,17 +77,17 @@ class FitSummary:
         self._log()
 
     def left(self, reason: str) -> None:
-        """Release the graphs now, and say why."""
+        """Switch the callback off for the rest of the fit, and say why."""
         self._switch_off()
         self._off_since = self._batches()
         self._fit.messages.note(reason)
 
     def _batches(self) -> int:
-        """Index of the present micro-batch in the whole fit."""
+        """Return the index of the present micro-batch in the whole fit."""
         return self._fit.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def _judge(self) -> bool:
-        """Whether graphs pay off as far as one can tell; the verdict is kept."""
+        """Tell whether graphs pay off by the times so far, and put the verdict into the report."""
         if not self._stopwatch.meaningful:
             return True
         eager = self._statistics.pace.eager
@@ -96,13 +96,13 @@ class FitSummary:
         return verdict.profitable
 
     def count_rest(self) -> None:
-        """Count the steps since the callback was switched off, which passed it by."""
+        """Count as eager the steps that ran since the callback was switched off."""
         if self._off_since is not None:
             self._statistics.eager += self._batches() - self._off_since
             self._off_since = self._batches()
 
     def finish(self) -> None:
-        """End the report; to be called at the end of a fit, while the graphs still live."""
+        """Complete the report; called at the end of a fit, before the graphs are released."""
         self.timing.read(wait=True)
         self.count_rest()
         self._judge()
@@ -110,7 +110,7 @@ class FitSummary:
         self._log()
 
     def _explain(self) -> None:
-        """Give a reason where no step was replayed, or none any more, and none was refused."""
+        """Report why steps ran eagerly, if none of them was refused."""
         statistics = self._statistics
         refused = any(not reason.startswith(_OF_PARTS) for reason in statistics.fallbacks)
         if statistics.waiting and not refused:
@@ -124,7 +124,7 @@ class FitSummary:
             f"steps run eagerly: the fit ended after {steps}, before the first graph "
             f"(warmup_steps={options.warmup_steps}{waits}); longer fits have graphs"
         )
-        statistics.fallbacks.append(reason)  # of a short run nobody needs to be warned
+        statistics.fallbacks.append(reason)  # a short run is no reason for a warning
 
     def tell(self) -> None:
         self._fit.messages.say(f"GraphCapture:\n{render(self._statistics.report())}")
@@ -136,7 +136,7 @@ class FitSummary:
                 logger.log_metrics(figures, step=self._fit.trainer.global_step)
 
 
-# ------------------ ``GraphCapture``: a Lightning callback that turns training steps into CUDA gra
+# ------------------ The callback
 
 
 class GraphCapture(Callback):
@@ -158,8 +158,8 @@ class GraphCapture(Callback):
         modules: Which submodules: patterns of qualified names, matched between dots
             (``"encoder.layers.*"``), or names of classes. By default the largest that can be
             captured.
-        exclude: Submodules that are left out, named likewise. Like ``modules`` it asks for graphs
-            of submodules.
+        exclude: Submodules that stay eager: patterns or classes, as for ``modules``. Either option
+            asks for graphs of submodules.
         validation: Submodules have graphs in validation steps, too, for calls without autograd.
         warmup_steps: Real training steps that run eagerly before the first capture.
         min_repeats: How often a batch signature (structure, shapes, dtypes) must have come back
@@ -191,7 +191,7 @@ class GraphCapture(Callback):
 
     def __init__(
         self,
-        *nameless: Any,  # there is none
+        *nameless: Any,  # refused: options have names
         scope: Literal["auto", "step", "modules"] = "auto",
         modules: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
@@ -206,13 +206,13 @@ class GraphCapture(Callback):
         only_if_faster: bool = True,
         log_metrics: bool = False,
         diagnose: bool = False,
-        **unknown: NoReturn,  # there is none
+        **unknown: NoReturn,  # refused with the names that there are
     ) -> None:
         refuse_unnamed(nameless, unknown)
         self.options = Options(**{n: value for n, value in locals().items() if n in OPTIONS})
         super().__init__()
         self._statistics = Statistics()
-        self.gives_way = False  # The environment made it: one of the program's own comes first.
+        self.gives_way = False  # made by LIGHTNING_GRAPHS: the program's own one is used
         self._handler: StrategyHandler | None = None
         self._summary: FitSummary | None = None
         self._fit = contextlib.ExitStack()
@@ -220,12 +220,12 @@ class GraphCapture(Callback):
 
     @property
     def report(self) -> Report:
-        """What the graphs of this fit have done so far; after it, of the last fit."""
+        """The results of the present fit so far, or of the last fit when none runs."""
         return self._statistics.report()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse what no batch could make possible."""
+        """Refuse what no batch can make possible, and make the stream for captures."""
         if stage != "fit" or self._has_given_way(trainer):
             return
         same = [one for one in trainer.callbacks if isinstance(one, GraphCapture)]  # type: ignore[attr-defined]
@@ -253,7 +253,7 @@ class GraphCapture(Callback):
             self._stream = capture_stream(trainer, self._fit)
 
     def _has_given_way(self, trainer: Trainer) -> bool:
-        """Whether the trainer has one of the program's own beside that of the environment."""
+        """Tell whether this one is of the environment, and the program has one of its own."""
         others = [one for one in trainer.callbacks if one is not self]  # type: ignore[attr-defined]
         if not self.gives_way or not any(isinstance(one, GraphCapture) for one in others):
             return False
@@ -266,7 +266,7 @@ class GraphCapture(Callback):
         return True
 
     def on_after_setup(self, **_: object) -> None:
-        """Refuse a Fabric, which calls no other hook by itself than this and the next."""
+        """Refuse a Fabric: it calls this hook and :meth:`on_after_optimizer_step` only."""
         raise UnsupportedError(
             "GraphCapture must be a callback of a Trainer.",
             "got Fabric(callbacks=[GraphCapture()])",
@@ -274,14 +274,14 @@ class GraphCapture(Callback):
             "examples/capture_training_step.py does",
         )
 
-    on_after_optimizer_step = on_after_setup  # the only one after `setup_module`
+    on_after_optimizer_step = on_after_setup  # with Fabric(...).setup_module
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the capture stream the current one.
 
-        From here on programs fetch gradient nodes and keep them, and torch before 2.13 binds a node
-        to the stream that is current then.
+        From this hook on user code may keep gradient nodes, and torch before 2.13 binds a node to
+        the stream that is current when it is made.
         """
         if self._stream is not None:
             device = trainer.strategy.root_device
@@ -290,11 +290,11 @@ class GraphCapture(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the strategy's methods, on the capture stream."""
-        own_stream = self._stream  # DDP and gradient nodes were made on it
+        own_stream = self._stream  # DDP and gradient nodes are bound to it
         self._release()
         self._statistics = Statistics()
         if self.options.diagnose or not self._is_active(trainer, pl_module):
-            # No runner counts: all batches are eager, as the loop knows at the end of the fit
+            # No runner counts steps: at the end of the fit Lightning's count is that of eager ones
             statistics, loop = self._statistics, trainer.fit_loop.epoch_loop
             first = loop.total_batch_idx
             self._fit.callback(lambda: setattr(statistics, "eager", loop.total_batch_idx - first))
@@ -426,14 +426,14 @@ class GraphCapture(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """As at the end: on an exception Lightning calls no other hook."""
+        """Hand everything back after an exception, when Lightning calls no :meth:`on_train_end`."""
         if self._summary is not None:
             self._summary.count_rest()
         self._release()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """As at the end, should neither of the others have been called."""
+        """Hand everything back if neither :meth:`on_train_end` nor :meth:`on_exception` ran."""
         self._release()
 
     def _release(self) -> None:
@@ -445,7 +445,7 @@ _BACKEND_OF: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu":
 
 
 def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:
-    """Why this fit is not captured, in one sentence; empty if it is."""
+    """Why this fit is not captured, in one sentence; empty if it may be."""
     device = trainer.strategy.root_device
     if device.type not in _BACKEND_OF:
         return f"it captures on CUDA devices, and the trainer runs on {device}"
@@ -468,7 +468,7 @@ def _refused(reason: str) -> CaptureError:
 def _side_stream(
     device: torch.device, stream: torch.cuda.Stream | None
 ) -> Iterator[torch.cuda.Stream]:
-    """Make a side stream, a new one by default, the current one, with waits on both ends."""
+    """Make ``stream``, or a new one, the current stream, with waits on both ends."""
     before = torch.cuda.current_stream(device)
     stream = stream or torch.cuda.Stream(device)
     stream.wait_stream(before)
@@ -481,10 +481,10 @@ def _side_stream(
 
 
 def _runner_for(fit: LightningContext) -> Runner:
-    """The runner that the options ask for.
+    """Make the runner that the options ask for, by default that of whole steps.
 
-    By default that of whole steps. Submodules follow, from the next step on, where that turns out
-    to fail: where the first capture is refused, and where attributes take new values too often.
+    :class:`StrategyHandler` takes submodules from the next step on if whole steps fail: if the
+    first capture is refused, or if attributes take new values too often.
     """
     if fit.options.scope == "step":
         return StepRunner(fit)

@@ -1,4 +1,4 @@
-"""The doctor: everything that stands in the way of a captured step, from a few real ones."""
+"""The doctor: observes real steps, and lists everything that hinders their capture."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ _BETWEEN: Effect = "stays eager between them"
 
 
 class Doctor:
-    """Observes the first training steps of a fit: real ones, eager, with the same results.
+    """Observes the first training steps of a fit, which run eagerly and train as without it.
 
-    It stands in for the strategy's methods until :meth:`finish`.
+    It takes the place of the strategy's methods until :meth:`finish`.
 
     Args:
         options: The callback's options; ``warmup_steps`` steps are observed.
         reason: Why the fit is not captured at all; empty if it may be.
-        no_whole_step: Why its steps are no whole graphs; likewise.
+        no_whole_step: Why its steps are no whole graphs; empty if they may be.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class Doctor:
         self._values = BatchValues()
         self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
-        # What steps have called, by the way they went, and which of them
+        # Path that a step took -> the calls of the last step on it, and its index
         self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
-        self._before: tuple[PythonSnapshot, ...] = ()  # what the last step found
-        self._has_moved = False  # something in there did, in a step or between two
+        self._before: tuple[PythonSnapshot, ...] = ()  # the state before the last step
+        self._has_moved = False  # a value in it changed, in a step or between two
         known = reason, no_whole_step, self._only_submodules, self._rehearsal
         findings.judge_fit(self.diagnosis, trainer, *known)
         self._methods = intercepted(trainer.strategy, self)
@@ -181,7 +181,7 @@ class Doctor:
     # ------------------------------------------------------------------ strategy methods
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step under observation, or the first one after it as it is."""
+        """Observe a step; after the last one, finish and run the step unobserved."""
         if self.diagnosis.steps == self._all:
             self.finish()
             return self._calls.training_step(*args, **kwargs)
@@ -206,7 +206,7 @@ class Doctor:
         return returned
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, the pass itself under observation and the hooks around it not."""
+        """Observe a backward pass, but not the hooks around it."""
         if self._active or self._finished:
             return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         plugin = self._trainer.precision_plugin
@@ -222,14 +222,14 @@ class Doctor:
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Leave the step to the strategy: whether it can be captured is known without running."""
+        """Let the strategy step: the optimizer's obstacles are known without observation."""
         steps = takes_no_closure(closure)
         with self._observer.looking_away() if steps else contextlib.nullcontext():
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
 
     @calls_observed
     def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call what is observed; frames outside of this one are not looked at."""
+        """Call what is observed; it bounds the frames that are searched for user code."""
         return function(*args, **kwargs)
 
     # ------------------------------------------------------------------ watching
@@ -238,7 +238,7 @@ class Doctor:
     def _observing(self) -> Iterator[None]:
         self._active = True
         try:
-            # Libraries leave out what a capture refuses, if they are told that there is one.
+            # Libraries that ask whether a capture runs leave out what it refuses.
             with announced_as_cuda_capture(), values_checked_on_device(), self._observer:
                 yield
         finally:
@@ -246,7 +246,7 @@ class Doctor:
 
     @contextlib.contextmanager
     def _watching(self, around: Environment) -> Iterator[None]:
-        """Watch a whole ``training_step``; logs and metrics are called outside of a graph."""
+        """Watch a whole ``training_step``, except for its calls of loggers and metrics."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._logs.watching(self._module))
             stack.enter_context(metrics_exchanged(self._module, self._unobserved))
@@ -273,7 +273,7 @@ class Doctor:
 
     @property
     def _is_inside(self) -> bool:
-        """Whether the forward of a submodule is running, and not the step around them."""
+        """Whether the forward of a submodule runs now, not the code between submodules."""
         run, frames = Doctor._run.__code__, frames_from(sys._getframe(1))
         step = takewhile(lambda frame: frame.f_code is not run, frames)
         owners = (f.f_locals.get("self") for f in step if f.f_code.co_name == "forward")
@@ -311,7 +311,7 @@ class Doctor:
         self.diagnosis.add(obstacle, operator, site, observed=where, effect=effect)
 
     def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
-        """Look at a call of torch; the numbers in it that every replay would have anew."""
+        """Look at a call of torch; return the numbers in it that stay live in a replay."""
         for value in parts_of((args, kwargs), BatchValue):
             value.read()
         numbers = parts_of((args, kwargs), Noted)
@@ -326,7 +326,7 @@ class Doctor:
         return []
 
     def _is_live(self, number: Any) -> bool:
-        """Whether a captured step would log it anew: numbers of the trainer, as they are read."""
+        """Tell whether a captured step would log the present number: a counter or a rate."""
         groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
         return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
 
@@ -345,7 +345,7 @@ class Doctor:
     def _drawing(
         self, name: str, function: Callable[..., Any], generator: PythonGenerator
     ) -> Callable[..., Any]:
-        """What stands for a function that draws: a captured step follows what it gives."""
+        """Make what takes the place of a function that draws, with tracers as results."""
 
         def draw(*args: Any, **kwargs: Any) -> Any:
             given = tree_map_only(Noted, attrgetter("value"), (args, kwargs))
@@ -366,7 +366,7 @@ class Doctor:
     # ------------------------------------------------------------------ judging
 
     def _judge_batch(self, batch: Any) -> list[Tensor]:
-        """Look at a batch; the tensors in it of which the host has a copy."""
+        """Take a batch's signature; return its tensors of which the host has a copy."""
         tensors: list[Tensor] = []
         with self._refusals_noted("batch", self._step):
             refuse_iterator(batch)
@@ -396,7 +396,7 @@ class Doctor:
             self.diagnosis.add(obstacle, what, site, observed=error.observed)
 
     def _judge_state(self, attributes: PythonSnapshot, around: Environment) -> None:
-        """What the step has left behind in Python."""
+        """Judge the side effects of a step in Python."""
         outside = around.outside
         # Lightning itself sets the second in toggle_optimizer.
         metrics = (f"self.{name}." for name, _ in self._metrics)
@@ -420,7 +420,7 @@ class Doctor:
                 remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
                 obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
-        for name in sorted({*around.generators.drawn()} - self._drawn):  # by whom is not known
+        for name in sorted({*around.generators.drawn()} - self._drawn):  # its line is not known
             self.diagnosis.add(DRAWN, name, self._step)
         state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
         for tensor, version, site in self._logged:
@@ -430,13 +430,13 @@ class Doctor:
 
     @property
     def _is_followed(self) -> bool:
-        """Whether counters and rates alone can make other numbers, since nothing else has moved."""
+        """Whether only counters and rates can explain numbers that differ between steps."""
         hindered = any(finding.effect == "eager step" for finding in self.diagnosis.findings)
         other = self._has_moved or self._drawn or self._values.unread
         return not (other or hindered or self._only_submodules)
 
     def _compare(self) -> None:
-        """Python that only shows in its effect: other numbers than in a step of the same shapes."""
+        """Report numbers that differ from those of an earlier step on the same path."""
         if len(self._signatures) < self.diagnosis.steps:
             return
         answers = self._observer.answers if self._has_host_half else ()

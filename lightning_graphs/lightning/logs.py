@@ -1,4 +1,4 @@
-"""``self.log`` and metrics: recorded while a step is captured, called again at every replay."""
+"""Calls of ``self.log`` and of metrics: recorded in a capture, made again in every replay."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class MetricCall:
         self._function = function
         self._tensors = tensors
         self._template = substitute(given, tensors)
-        self._values: dict[Any, Any] = {}  # what it has returned last, or the items of that
+        self._values: dict[Any, Any] = {}  # the last result, or the items of a dict of results
         read = functools.partial(functools.partial, self._values.get)
-        # What it returns while a step is captured: it has no value before the replay
+        # The result in a capture: a tracer, since there is no value before the replay
         name = f"the value of {name}"
         self.result: Any = OpaqueTracer(name, read(None), METRIC_VALUE)
         owner = getattr(function, "__self__", None)
@@ -72,7 +72,7 @@ class MetricCall:
 
 
 def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
-    """The outermost metrics that a module holds."""
+    """Find the outermost metrics that a module holds."""
     found: list[tuple[str, nn.Module]] = []
     inside: set[nn.Module] = set()
     for name, child in iter_objects(module):
@@ -85,7 +85,7 @@ def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
 def metrics_exchanged(
     module: LightningModule, instead: Callable[[Callable[..., Any], str], Any]
 ) -> contextlib.AbstractContextManager[None]:
-    """Let others stand for the methods of metrics that code calls, given these and a name."""
+    """Exchange the methods of metrics for what ``instead`` makes of each and its name."""
     return exchanged(
         (metric, method, instead(getattr(metric, method), f"metric `{name}`"))
         for name, metric in metrics_of(module)
@@ -112,24 +112,24 @@ LOGGED_INSIDE = Obstacle(
 
 
 def refuse_log(*_: Any, **__: Any) -> NoReturn:
-    """Stand for ``self.log`` where nothing could call it again."""
+    """Refuse ``self.log`` where no replay could call it again."""
     raise LOGGED_INSIDE.refused_here("self.log is called")
 
 
 @dataclass(eq=False)
 class _LogCall:
-    """A call of ``self.log`` that is made again, with another value each time.
+    """A call of ``self.log`` that every replay makes again with its own value.
 
-    The first one of an epoch goes through ``LightningModule.log``, which makes and resets the entry
-    of the key; the others update the entry, at a tenth of the price.
+    The first call of an epoch goes through ``LightningModule.log``, which makes and resets the
+    entry of the key. Further calls update that entry, at a tenth of the cost.
     """
 
     module: LightningModule  # the module that logs
     base: Callable[..., None]  # Lightning's own function, bound to it
     name: str
     options: dict[str, Any]  # all other arguments but the value, by name
-    value: Any = None  # what every replay logs: memory of the graph, or a metric
-    # Gives the present value in its place; None if it is the value
+    value: Any = None  # a tensor in the graph's memory, a metric, or a tracer
+    # Returns the present value of a tracer; None if ``value`` is logged itself
     now: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +140,7 @@ class _LogCall:
         self._scalar = self.value.detach().squeeze() if is_tensor else None
 
     def log(self, value: Any, size: Any = None) -> Any:
-        """Log a value; the batch size that weights it, if it is known."""
+        """Log a value, and return the batch size that weights it; None if Lightning finds that."""
         results = self._results
         entry = results.get(self._key) if results is not None else None
         if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
@@ -154,7 +154,7 @@ class _LogCall:
         return size
 
     def reissue(self, progress: ProgressValues | None) -> None:
-        """Make the call again, after a replay; a number of the host goes to the progress bar."""
+        """Log again after a replay, and show a number of the host on the progress bar."""
         value = self.value if self._scalar is None else self._scalar
         if self.now is not None:
             value = self.now()
@@ -184,13 +184,12 @@ class LogRecorder:
         state = (*module.parameters(), *module.buffers())
         self._state = frozenset(storage_address(t) for t in state) - {0}
         self._dtype = torch.get_default_dtype()
-        # Gives what tells the present value of something that is logged; None where that is the
-        # captured one
+        # Maps a logged value to a function that returns the present one; to None for a constant
         self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what ends in ``LightningModule.log``, and the entry points of metrics."""
+        """Record calls of ``LightningModule.log`` and of methods of metrics."""
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(log_exchanged(self._module, self._record_log))
             caught = functools.partial(self._record_log, log)
@@ -214,7 +213,7 @@ class LogRecorder:
                 raise LOGGED_NUMBER.refused(f"{what}, at {site.describe()}")
             value = _tensor_of(value, device)
         elif now is None and isinstance(value, Tensor):
-            # The rest of the step may change it in place. On the host nothing would copy it again.
+            # The rest of the step may change it in place. No replay copies a tensor of the host.
             value = value.detach().clone() if value.device == device else value.detach()
         self._calls.append(_LogCall(self._module, log, name, arguments, value, now))
 
@@ -229,9 +228,9 @@ class LogRecorder:
         return record
 
     def _own(self, name: str, given: Any) -> list[Tensor]:
-        """The tensors that a metric is given, and copies of what the rest of the step will change.
+        """Return the tensors that a metric is given, with copies of parameters and buffers.
 
-        They are read after the whole step. Parameters and buffers have other values by then.
+        Metrics read them after the whole step, which has changed parameters and buffers.
         """
         own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
         state = [storage_address(t) in self._state for t in own]
@@ -241,7 +240,7 @@ class LogRecorder:
         return own
 
     def finish(self) -> None:
-        """Copy what the progress bar shows to the host; a part of the captured step."""
+        """Capture copies to the host of what the progress bar shows; refuse changed tensors."""
         for place, tensor, version in self._versions:
             if version_of(tensor) != version:
                 raise METRIC_EARLY.refused(f"a tensor given to {place} is changed in place")
@@ -266,10 +265,10 @@ class LogRecorder:
 
 @dataclass(eq=False)
 class QuickLog:
-    """Stands for ``LightningModule.log`` in steps that are no graph as a whole, at a lower price.
+    """Takes the place of ``LightningModule.log`` next to graphs of submodules, at a lower cost.
 
-    The first call of a key in an epoch, and every one that differs from the last in more than the
-    value, goes through Lightning's function; the others update the entry that it made.
+    The first call of a key in an epoch goes through Lightning's function, and so does a call that
+    differs from the last one in more than the value. Further calls update the entry of the key.
     """
 
     module: LightningModule
@@ -279,7 +278,7 @@ class QuickLog:
     def __call__(
         self, log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
     ) -> None:
-        """``LightningModule.log``, which is the first argument."""
+        """Log ``value`` as ``name``; ``log`` is ``LightningModule.log``."""
         known = self.known.get(name) if self.is_stepping() and not rest else None
         is_same = known is not None and known.options == options
         if known is not None and is_same and isinstance(value, Tensor) and value.numel() == 1:
@@ -292,13 +291,13 @@ class QuickLog:
 
 @dataclass(eq=False)
 class LoggedNumbers:
-    """Watches the Python numbers that warm-up steps log: one that changes cannot be captured."""
+    """Finds Python numbers in logs of warm-up steps that change: a capture refuses them."""
 
-    # Whether a captured step would log the present one
+    # Tells whether a captured step would log the present number
     is_live: Callable[[Any], bool] = lambda _: False
     # Entered around Lightning's own ``log``
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    values: dict[str, Any] = field(default_factory=dict)  # what was logged last
+    values: dict[str, Any] = field(default_factory=dict)  # name -> number that was logged last
     changing: dict[str, CallSite] = field(default_factory=dict)
 
     def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
@@ -316,7 +315,7 @@ class LoggedNumbers:
 
 
 def _tensor_of(number: Any, device: torch.device) -> Tensor:
-    """What ``LightningModule.log`` makes of a Python number, without a copy from the host."""
+    """Make a tensor of a number as ``LightningModule.log`` does, without a copy from the host."""
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
     return torch.full((), number, dtype=dtype, device=device)
 

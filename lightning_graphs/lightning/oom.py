@@ -1,4 +1,4 @@
-"""Runs a step that finds no memory because of graphs once more, eagerly."""
+"""Recovery from an out-of-memory error that graphs have caused: the step runs again eagerly."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _NONE_YET = -1, 0
 
 
 class StepBegin(Snapshot):
-    """What a step finds as it begins, to be put back.
+    """Snapshot of the state before a step, from which the step can run again.
 
-    Buffers and other tensors that it may write, the batch among them; generators, attributes,
-    metrics and logs; ``.grad`` of every parameter, and with ``gradients`` its values. Parameters
-    and the optimizer's state are what they are until the optimizer steps.
+    It has buffers and other tensors that the step may write, the batch among them; generators,
+    attributes, metrics and logs; ``.grad`` of every parameter, and with ``gradients`` its values.
+    Parameters and the optimizer's state do not change before the optimizer steps.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StepBegin(Snapshot):
         self.restore_python()
 
     def restore_python(self) -> None:
-        """Put back what is no tensor, and what was logged."""
+        """Put back Python state, generators and logs."""
         ours = [{key: table[key] for key in _OURS & table.keys()} for table in self._tables]
         self._contents.restore()
         for table, now in zip(self._tables, ours, strict=True):
@@ -86,15 +86,15 @@ class StepBegin(Snapshot):
 
 
 class Holder(Protocol):
-    """What may take memory from eager code."""
+    """Holds memory that eager code may lack."""
 
     @property
     def held(self) -> str:
-        """What it holds, which differs where more is captured; empty if that is nothing."""
+        """What is held, another text for other captures; empty if nothing is."""
 
 
 class OomRecovery:
-    """Runs a step that finds no memory because of graphs once more, eagerly.
+    """Runs a step again eagerly after an out-of-memory error that graphs have caused.
 
     Graphs can cause an out-of-memory error in two cases: in the first observation, capture,
     verification or replay of a step, and in an eager step that is larger than any that ran next to
@@ -111,10 +111,10 @@ class OomRecovery:
         trainer: Trainer,
         own: StrategyCalls,  # the strategy's own methods
         statistics: Statistics,
-        budget: MemoryBudget,  # what memory may be taken
-        ranks: Ranks,  # where others wait for this one, the error is raised
+        budget: MemoryBudget,  # how much memory captures and snapshots may take
+        ranks: Ranks,  # with several of them the error is raised, since other ranks wait
         *,
-        raises: bool,  # it is raised in any case
+        raises: bool,  # the error is raised in any case
     ) -> None:
         self._trainer = trainer
         self._module = module = trainer.lightning_module
@@ -122,36 +122,36 @@ class OomRecovery:
         self._statistics = statistics
         self._budget = budget
         self._ranks = ranks
-        self._is_alone = ranks.are_one  # as they were: ranks that give up act as one
+        self._is_alone = ranks.are_one  # read here: ranks that have switched graphs off act as one
         self._retries = self._is_alone and not raises
         self._manual = not module.automatic_optimization
         # The strategy's methods for steps that are not captured
         self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
-        self.is_open = False  # the step before left something to :meth:`begin_step`
+        self.is_open = False  # :meth:`begin_step` has to finish the step before
         self.counted = 0, 0  # eager and replayed steps, as the present one began
         self._begin: StepBegin | None = None
-        self._running = False  # the step's own code
-        # What is held, after how many captures, and the size of the batch that is trained beside it
+        self._running = False  # user code of the step has begun
+        # What is held, after how many captures, and the size of the batch that is trained meanwhile
         self._trial: tuple[tuple[str, int], int] | None = None
         self._fits: dict[tuple[str, int], tuple[int, int]] = {}  # the largest size, and how often
         self._reason = ""
         self._again: Again | None = None
-        self._update_fits = -1  # beside the graphs of so many captures
+        self._update_fits = -1  # the optimizer step fits next to the graphs of so many captures
 
     def before_capture(self, args: tuple[Any, ...]) -> None:
-        """To be called ahead of the capture of a whole step."""
+        """Require memory for a capture of a whole step, and take a snapshot if memory is tight."""
         self._budget.require_room("A captured step")
         if self._retries and not self._budget.is_roomy:
             self._begin, self.is_open = self._kept(args), True
 
     def forget_gradients(self, plan: StepPlan) -> None:
-        """Let go of old gradients that the captured step zeroes before its code sees them."""
+        """Release old gradients that the captured step zeroes before user code can read them."""
         plan.gradients.drop_old()
         if self._begin is not None:
             self._begin.gradients.forget()
 
     def gradients_held(self) -> list[int]:
-        """The ``id`` of each gradient that is held to be put back."""
+        """Return the ``id`` of each gradient of the snapshot."""
         return [] if self._begin is None else list(map(id, self._begin.gradients.tensors))
 
     def _kept(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
@@ -159,13 +159,13 @@ class OomRecovery:
         return StepBegin(self._trainer, self._module, args, self._budget, gradients=gradients)
 
     def begin_step(self) -> bool:
-        """Begin another step; whether it is to run as without graphs, which are gone."""
+        """Begin another step; True if graphs are released, so that it must run eagerly."""
         self.is_open = False
-        if self._reason:  # of the step before, which its graph has computed
+        if self._reason:  # the step before was replayed, and had no memory for copies
             self._statistics.eager += 1
             self._give_up(self._reason)
             return True
-        if self._begin is not None and self._trial is not None:  # it has ended well
+        if self._begin is not None and self._trial is not None:  # the step before has found memory
             beside, size = self._trial
             largest, times = self._fits.get(beside, _NONE_YET)
             self._fits[beside] = size, times + 1 if size == largest else 1
@@ -173,7 +173,7 @@ class OomRecovery:
         return False
 
     def way_on(self, error: Exception) -> Callable[..., Any] | None:
-        """What runs a step again whose ``training_step`` raised; None: the error is its own."""
+        """Return what runs a step again after an error; None if graphs have not caused it."""
         refused = self._unserved(error)
         if refused is None and (
             not self._may_retry(error) or (self._running and self._begin is None)
@@ -197,22 +197,22 @@ class OomRecovery:
 
     @property
     def repeats(self) -> bool:
-        """Whether a step that graphs cannot serve may be run again; see :meth:`insure`."""
+        """Whether a step may run again after a graph has refused its replay; see :meth:`insure`."""
         return self._retries and not self._manual
 
     def insure(self, args: tuple[Any, ...], again: Again) -> None:
-        """Let a step be run ``again`` from its beginning where a graph refuses its replay."""
+        """Take a snapshot, so that ``again`` can run the step if a graph refuses its replay."""
         self._begin, self._again, self.is_open = self._kept(args), again, True
 
     def _unserved(self, error: Exception) -> ReplayError | None:
-        """The error with the author's line, if it is that of a graph in a step that is insured."""
+        """Return the error with the user's line, if a graph of an insured step has raised it."""
         if self._again is None or not isinstance(error, ReplayError):
             return None
         add_line(error, "asked for at", CallSiteFinder().of_exception(error))
         return error
 
     def handed_out(self, plan: StepPlan, error: Exception) -> Any:
-        """What a replayed step returns if there is no memory for copies: the graph's own tensors.
+        """Return the graph's own tensors for a replayed step that has no memory for copies.
 
         The graphs are released before the next step.
         """
@@ -240,7 +240,7 @@ class OomRecovery:
         self._ranks.leave(
             f"steps run eagerly from now on: one found no memory beside what graphs hold: {reason}"
         )
-        gc.collect()  # what the error's traceback holds
+        gc.collect()  # frees what the error's traceback refers to
         if self._module.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -276,7 +276,7 @@ class OomRecovery:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """The backward pass without the hooks around it."""
+        """Run the backward pass without the hooks around it, again if it finds no memory."""
         begin, now = self._begin, None
         assert begin is not None
         try:
@@ -289,7 +289,7 @@ class OomRecovery:
                 raise
             reason = first_line(error)
         for tensor in (closure_loss, loss):
-            tensor.detach_()  # what is left of the autograd graph goes, whoever has the loss
+            tensor.detach_()  # frees the autograd graph, also if user code holds the loss
         self._count_as_eager()
         if refused is None:
             self._give_up(reason)
@@ -310,14 +310,14 @@ class OomRecovery:
     def _update(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        if self._manual:  # what came before this step cannot be undone any more
+        if self._manual:  # steps of other optimizers cannot be undone
             self._begin = None
         captures = self._statistics.captures
         if self._manual or self._update_fits == captures:
             return self._own.optimizer_step(optimizer, closure, model, **kwargs)
         with replaced(optimizer, "step", partial(self._step, optimizer, optimizer.step)):
             result = self._own.optimizer_step(optimizer, closure, model, **kwargs)
-        if self._begin is not None:  # the next one takes no more
+        if self._begin is not None:  # later ones take no more memory
             self._update_fits = captures
         return result
 
@@ -328,7 +328,7 @@ class OomRecovery:
         closure: Callable[[], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The optimizer step without the hooks around it."""
+        """Run the optimizer step without the hooks around it, again if it finds no memory."""
         undo: Callable[[], None] | None = None
         results = []
 

@@ -1,7 +1,7 @@
 """``LIGHTNING_GRAPHS``: graphs for a program that does not know of them.
 
 Lightning calls :func:`callbacks`, through the entry point ``lightning.pytorch.callbacks_factory``,
-for every trainer that anybody makes, so nothing is imported here before graphs are asked for.
+for every trainer of the process, so nothing is imported here before graphs are asked for.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _WORDS = {
 
 
 def callbacks() -> list[Callback]:
-    """The callback that the environment asks for; none without ``LIGHTNING_GRAPHS``.
+    """Make the callback that the environment asks for; none without ``LIGHTNING_GRAPHS``.
 
-    An empty value, ``0``, ``false``, ``off`` and ``no`` ask for none, everything else for that of
+    An empty value, ``0``, ``false``, ``off`` and ``no`` ask for none. Any other value is read by
     :func:`capture_of`.
     """
     value = os.environ.get(VARIABLE, "").strip()
@@ -42,7 +42,7 @@ def callbacks() -> list[Callback]:
 
 
 def capture_of(value: str) -> GraphCapture:
-    """The callback with the options that a value of the variable holds.
+    """Make the callback with the options that a value of the variable holds.
 
     Args:
         value: ``1``, ``true``, ``on`` or ``yes`` for the defaults, a scope, ``diagnose``, the path
@@ -58,7 +58,7 @@ def capture_of(value: str) -> GraphCapture:
     options, place = _options_in(_WORDS.get(value.lower(), value))
     try:
         return GraphCapture(**options)
-    except TypeError as error:  # an option that there never was
+    except TypeError as error:  # an unknown option
         what, _, fix = str(error).partition(FIX)
         raise OptionError(f"{place}: {what}", remedy=fix) from None
     except OptionError as error:
@@ -66,7 +66,7 @@ def capture_of(value: str) -> GraphCapture:
 
 
 def _options_in(text: str) -> tuple[dict[str, Any], str]:
-    """Options by name, and where they are written. JSON is read as the YAML that it is."""
+    """Return options by name, and where they are written. JSON is a subset of YAML."""
     import yaml
 
     from lightning_graphs.policy.options import OptionError

@@ -1,7 +1,7 @@
-"""The private corners of Lightning that the callback uses, each with its reason and its fallback.
+"""Private API of Lightning that the callback uses, each with its reason and its fallback.
 
-They are used on the versions that they were read from; on any other the public way is taken, which
-is slower and gives the same values.
+It is used on the versions that were read. On others the fallback uses public API, which is slower
+and gives equal values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
 
 
 def training_results(trainer: Trainer) -> Any | None:
-    """The collection behind ``self.log`` of the training loop; None on unknown versions.
+    """Return the collection behind ``self.log`` in training; None on unknown versions.
 
     ``LightningModule.log`` costs 0.1 to 0.3 ms per key and step (measured on Lightning 2.6.6),
     most of it in checks of what a captured step cannot change; updating the entry that it made
@@ -40,10 +40,10 @@ def training_results(trainer: Trainer) -> Any | None:
 
 
 def logs_kept(trainer: Trainer) -> PythonSnapshot:
-    """What ``self.log`` has collected in this epoch, to be put back.
+    """Take a snapshot of what ``self.log`` has collected in this epoch.
 
-    Nothing public does. Fallback: nothing is put back, and what a step that ran out of memory had
-    logged by then is logged twice.
+    No public API does. Fallback: an empty snapshot, and a step that runs again after it ran out of
+    memory logs twice.
     """
     results = training_results(trainer)
     tables = [] if results is None else [results, vars(results), *map(vars, results.values())]
@@ -54,17 +54,16 @@ def logs_kept(trainer: Trainer) -> PythonSnapshot:
 
 
 def result_key(name: str) -> str:
-    """Under which key :func:`training_results` keeps what ``training_step`` logs as ``name``."""
+    """Return the key in :func:`training_results` of what ``training_step`` logs as ``name``."""
     return f"training_step.{name}"
 
 
 @contextlib.contextmanager
 def kept_log_caught(trainer: Trainer, log: Callable[..., None]) -> Iterator[None]:
-    """Let Lightning's own ``log`` end in another one, for who has kept it from before: bound to
-    the module, or in a ``partial``.
+    """Redirect ``_ResultCollection.log``: user code may hold a ``self.log`` from before a capture.
 
-    It checks its arguments and makes tensors of numbers before it comes here. Fallback: the whole
-    of it runs in the capture.
+    ``LightningModule.log`` checks its arguments and makes tensors of numbers before it calls this.
+    Fallback: all of it runs in the capture.
     """
     results = training_results(trainer)
     if results is None:
@@ -85,13 +84,13 @@ def kept_log_caught(trainer: Trainer, log: Callable[..., None]) -> Iterator[None
 
 
 def batch_size_of(results: Any, entry: Any, given: int | None) -> int:
-    """The batch size that Lightning weights an epoch mean with."""
+    """Return the batch size by which Lightning weights an epoch mean."""
     size: int = results._extract_batch_size(entry, given, entry.meta)
     return size
 
 
 def step_progress(results: Any) -> dict[str, Any]:
-    """Name on the progress bar -> the entry, for what was logged with it at this step."""
+    """Map names on the progress bar to the entries that this step has logged there."""
     return {
         results._forked_name(entry, True)[1]: entry
         for _, entry in results.valid_items()
@@ -100,13 +99,13 @@ def step_progress(results: Any) -> dict[str, Any]:
 
 
 def step_value(results: Any, entry: Any) -> Tensor | None:
-    """What an entry of :func:`training_results` shows of this step; None if it is no tensor."""
+    """Return an entry's value of this step, if it is a tensor; else None."""
     value = results._get_cache(entry, True)
     return value if isinstance(value, Tensor) else None
 
 
 def skipping_backward(trainer: Trainer) -> Callable[[], bool]:
-    """Tells whether the loop runs forward passes only, as SWA does to refresh BatchNorm statistics.
+    """Return a test for forward passes alone, with which SWA refreshes BatchNorm statistics.
 
     No public attribute says so. Fallback: False, as without such callbacks.
     """
@@ -115,23 +114,20 @@ def skipping_backward(trainer: Trainer) -> Callable[[], bool]:
 
 
 def updates_loggers(trainer: Trainer) -> bool:
-    """Whether loggers get the values of this step. Fallback: yes, which costs a stall."""
+    """Tell whether loggers get the values of this step. Fallback: yes, which costs a stall."""
     connector = getattr(trainer, "_logger_connector", None)
     return bool(getattr(connector, "should_update_logs", True))
 
 
 def announce_optimizer_step(trainer: Trainer, optimizer: Any) -> None:
-    """Call ``on_before_optimizer_step`` where nobody overrides it, so that profilers see it called.
-
-    Without one, nobody does.
-    """
+    """Call ``on_before_optimizer_step`` for a profiler, if there is one; no code overrides it."""
     if vars(trainer.profiler).get("profile") is not Unrecorded:  # type: ignore[attr-defined]
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
 
 
 def call_gradient_hooks(trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
-    """Run ``on_before_optimizer_step`` and gradient clipping, as precision plugins do.
+    """Call ``on_before_optimizer_step`` and clip gradients, as precision plugins do.
 
     Fallback: the public hooks by themselves, unseen by profilers.
     """
@@ -149,15 +145,15 @@ def call_gradient_hooks(trainer: Trainer, module: LightningModule, optimizer: An
 
 
 def is_lightnings_closure(closure: object) -> bool:
-    """Whether a closure is the one that Lightning's loop made, and nothing around it.
+    """Tell whether a closure is one of Lightning's loop, without a function around it.
 
-    Fallback: False, so that what is handed to the optimizer is called by the optimizer.
+    Fallback: False, so that the optimizer calls it.
     """
     return is_lightnings(type(closure), "loops.optimization.automatic")
 
 
 def takes_no_closure(closure: object) -> bool:
-    """Whether a module that optimizes manually called ``optimizer.step()`` without a closure.
+    """Tell whether a module that optimizes manually called ``optimizer.step()`` alone.
 
     Lightning puts a function of its own in the closure's place. Fallback: False.
     """
@@ -167,9 +163,9 @@ def takes_no_closure(closure: object) -> bool:
 
 
 def ddp_options(strategy: object) -> tuple[Mapping[str, Any], object]:
-    """What a strategy hands to DDP, and the communication hook that it registers.
+    """Return what a strategy hands to DDP, and the communication hook that it registers.
 
-    They are arguments of the strategy that nothing public gives back. Fallback: none.
+    They are arguments of the strategy without a public attribute. Fallback: none.
     """
     return getattr(strategy, "_ddp_kwargs", {}), getattr(strategy, "_ddp_comm_hook", None)
 
@@ -179,8 +175,8 @@ def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     """Let a strategy wrap its module in DDP on ``stream``, where steps are captured later.
 
     Gradients are accumulated on the stream on which DDP was made, and Lightning makes it on one
-    of its own (2.6) or on the default one (#21746). Nothing public says where. Fallback: a strategy
-    that wraps modules in its own way does so.
+    of its own (2.6) or on the default one (#21746). No public API says where. Fallback: a strategy
+    of user code wraps modules in its own way.
     """
     if not is_lightnings(type(strategy)._setup_model, "strategies.ddp"):
         yield
@@ -212,7 +208,7 @@ def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
 
     Lightning (2.5.2) broadcasts a tensor ahead of every step and reads it. The signal handler
     broadcasts another one, wherever the other ranks are, and a rank with the signal ends alone.
-    Nothing public takes the place of it. Fallback: it stays so.
+    No public API replaces that. Fallback: Lightning's own way.
     """
     connector = getattr(trainer, "_signal_connector", None)
     loop = trainer.fit_loop.epoch_loop
@@ -248,7 +244,7 @@ def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
 
 
 def is_profiled(trainer: Trainer) -> bool:
-    """Whether anything but Lightning's own profiler that records nothing looks at the fit."""
+    """Tell whether a profiler records the fit: any but an unchanged ``PassThroughProfiler``."""
     profiler = trainer.profiler  # type: ignore[attr-defined]
     kind = type(profiler)
     parts = (kind, kind.start, kind.stop, kind.profile)
@@ -258,7 +254,7 @@ def is_profiled(trainer: Trainer) -> bool:
 
 
 def cheap_contexts(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
-    """Where nothing is profiled, let ``profiler.profile(...)`` cost a third of what it costs.
+    """Make ``profiler.profile(...)`` three times as cheap while no profiler records.
 
     Lightning opens such a context around each hook of each callback.
     """
@@ -269,7 +265,7 @@ def cheap_contexts(trainer: Trainer) -> contextlib.AbstractContextManager[None]:
 
 @dataclass(eq=False, repr=False)
 class Unrecorded(contextlib.nullcontext[str], contextlib.ContextDecorator):
-    """What ``Profiler.profile`` gives: a context and a decorator, whose code is all Python's."""
+    """Takes the place of ``Profiler.profile(...)``: a context and a decorator that do nothing."""
 
     action_name: str
     enter_result = property(attrgetter("action_name"))

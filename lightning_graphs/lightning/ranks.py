@@ -1,4 +1,4 @@
-"""Several ranks: DDP and FSDP2 as Lightning sets them up, and decisions that all ranks share.
+"""Several ranks: DDP and FSDP2 as Lightning sets them up, and decisions of all ranks.
 
 NCCL demands it: whether a collective is captured "must be uniform over all ranks participating",
 and who launches a graph must launch "the graph derived from that collective capture" (NCCL's user
@@ -32,23 +32,23 @@ from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.lifecycle import CAPTURE, EAGER
 from lightning_graphs.watch.user_code import is_lightnings
 
-# ------------------ ``DistributedDataParallel`` around the module of a fit: what captures and repl
+# ------------------ Strategies
 
 _REFUSED = {
     "fsdp": "FSDP frees the memory of parameters within a step, which a graph has the address of",
     "deepspeed": "DeepSpeed runs steps in an engine of its own",
     "xla": "XLA compiles steps for devices of its own",
 }
-"""Files of Lightning's strategies, and what of theirs cannot be captured."""
+"""File of a strategy of Lightning -> why its steps cannot be captured."""
 
 _WITH_STATE = ("powerSGD_hook", "post_localSGD_hook")
 """Modules of torch with communication hooks that count steps in Python."""
 
 
 def why_not_captured(trainer: Trainer, options: Options) -> str:
-    """Why the trainer's strategy has no steps that are captured, and the remedy; empty if it has.
+    """Why steps of the trainer's strategy cannot be captured, and the remedy; empty if they can.
 
-    Nothing of the strategy has been set up, or all of it.
+    It may be called before the strategy is set up, and after.
     """
     strategy = trainer.strategy
     for file, reason in _REFUSED.items():
@@ -78,7 +78,7 @@ def why_not_captured(trainer: Trainer, options: Options) -> str:
 
 
 def is_model_parallel(trainer: Trainer) -> bool:
-    """Whether the strategy is Lightning's for FSDP2 and tensor parallelism."""
+    """Tell whether the strategy is Lightning's for FSDP2 and tensor parallelism."""
     return _is(trainer.strategy, "model_parallel")
 
 
@@ -87,18 +87,18 @@ def is_ddp(strategy: object) -> bool:
 
 
 def _is(strategy: object, file: str) -> bool:
-    """Whether it is from a file of Lightning's, or one that an author has derived from that."""
+    """Tell whether a strategy is defined in a file of Lightning, or derived from one there."""
     return any(is_lightnings(kind, f"strategies.{file}") for kind in type(strategy).__mro__)
 
 
 def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
-    """The module in its wrapper, which reduces gradients over ranks; None if there is none."""
+    """Return DDP's wrapper of the module, which reduces gradients; None without DDP."""
     model = trainer.strategy.model
     return model if isinstance(model, DistributedDataParallel) else None
 
 
 def capture_stream(trainer: Trainer, stack: ExitStack) -> torch.cuda.Stream:
-    """The stream on which a fit is captured; a strategy that uses DDP makes it there, too."""
+    """Make the stream for captures, on which a strategy with DDP also makes the wrapper."""
     stream = torch.cuda.Stream(trainer.strategy.root_device)
     if is_ddp(trainer.strategy):
         stack.enter_context(ddp_built_on(trainer.strategy, stream))
@@ -106,28 +106,28 @@ def capture_stream(trainer: Trainer, stack: ExitStack) -> torch.cuda.Stream:
 
 
 def waits_for_gradients(trainer: Trainer) -> bool:
-    """Whether a backward pass has failed, and the reducer has yet to forget it, on all ranks."""
+    """Tell whether a backward pass has failed that DDP's reducer still waits for."""
     ddp = wrapper_of(trainer)
     return ddp is not None and is_within_backward(ddp)
 
 
 def syncs(trainer: Trainer) -> bool:
-    """Whether the coming forward pass gets the buffers of rank 0.
+    """Tell whether the coming forward pass gets the buffers of rank 0.
 
-    It does after a step that has reduced gradients; not within an accumulation window, nor right
-    after a validation, which has got them.
+    It does after a step that has reduced gradients, but not within an accumulation window or right
+    after a validation, which has received them.
     """
     ddp = wrapper_of(trainer)
     return ddp is not None and bool(ddp.modules_buffers) and ddp.require_forward_param_sync
 
 
 def unseen_by_ddp(trainer: Trainer) -> AbstractContextManager[None]:
-    """Let DDP forget the forward passes of the body."""
+    """Make DDP forget the forward passes of the body."""
     ddp, name = wrapper_of(trainer), "require_forward_param_sync"
     return nullcontext() if ddp is None else replaced(ddp, name, getattr(ddp, name))
 
 
-# ------------------ Lets the ranks of a fit decide together: every step is done the same way on al
+# ------------------ Decisions of all ranks
 
 NOT_REDUCED = (
     "after set_requires_gradient_sync(False) a step leaves gradients to the next one, of which a "

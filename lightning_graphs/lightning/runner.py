@@ -1,4 +1,4 @@
-"""The three methods of the strategy: each step runs eagerly, is captured, or is replayed."""
+"""The strategy's three methods: each step runs eagerly, is captured, or is replayed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _WRAPPED = (
 
 
 class StepRunner(Region[tuple[Any, ...], StepPlan]):
-    """Runs the steps of a fit as a whole."""
+    """Runs the steps of a fit as whole graphs."""
 
     def __init__(self, fit: LightningContext) -> None:
         self._fit = fit
@@ -74,7 +74,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._investment = fit.investment
         options = fit.options
         self._verifier = fit.verifier()
-        # The part of a key without values is asked for time and again in an eager step.
+        # An eager step asks for the part of a key without values several times.
         self._life: Lifecycle[tuple[Any, ...], StepPlan]
         self._life = Lifecycle(self, fit, self._verifier, lru_cache(without_values))
         self._cache = self._life.cache
@@ -90,11 +90,11 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._stepping = False
         self._closure: type | None = None  # Lightning's own
         self._skips_backward = skipping_backward(fit.trainer)
-        self._waits = True  # steps ran eagerly for which a message may come
-        # Perhaps because of a shape that follows from values
-        self.may_follow_values = False  # not the error, which holds what was captured
+        self._waits = True  # steps ran eagerly that a message may be about
+        # Whether the last refusal may be due to a shape that follows from values
+        self.may_follow_values = False
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
-        # What keeps the optimizer capturable; None if it cannot be captured
+        # Lets graphs step the optimizer; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
         self._moves = HyperParameterChurn(fit.watch.cycles)
         self._awaited = StateAwaited()
@@ -103,12 +103,12 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._bind()
 
     def _bind(self) -> None:
-        """Look at the optimizer, parameters and modules as they are now."""
+        """Make guards and captures for the present optimizer, parameters and modules."""
         if self._trainer.optimizers[0] is not self._optimizer:
             self._optimizer, self._obstacle = self._trainer.optimizers[0], None
         self._observers = self._fit.watch.observers()
         given = self._fit.pool.backend.device_type, self._trainer.precision_plugin
-        # Once eager it stays so: it may be in the middle of its own step.
+        # An optimizer step that ran eagerly stays eager: this may be in the middle of it.
         obstacle = self._obstacle or capture_obstacle(self._module, self._optimizer, *given)
         self._obstacle = obstacle
         self.capturable = None
@@ -149,20 +149,20 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         )
 
     def _phase(self) -> Phase:
-        """The part of an accumulation window that the coming step is."""
+        """Tell which part of an accumulation window the coming step is."""
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         return Phase(zeroing, self._stepping, window)
 
     def _forget_plans(self) -> None:
-        """Drop every graph, and not how often steps were seen: none copies in from a new place."""
+        """Drop every graph, which lacks a place found later; keep the counts of keys."""
         self._cache.drop_all()
         self._watch.look_again()
 
     def release(self, plan: StepPlan) -> None:
         self._kept.track(None)
         self._statistics.released(plan.graphs["forward"])
-        if plan is self._active:  # the rest of its step is still to come: the pool keeps it
+        if plan is self._active:  # its step is not over: the pool keeps its graphs
             return
         self.discard(plan)
 
@@ -172,7 +172,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether whole steps came to nothing: refusals have no graph over, or attributes move."""
+        """Whether whole steps have failed: all were refused, or attributes change in every step."""
         return self._life.has_failed
 
     @property
@@ -194,12 +194,12 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run a stepping micro-batch: the closure, then whatever no graph has done yet."""
+        """Run the closure of a stepping micro-batch, then the parts that no graph has run."""
         if optimizer is not self._optimizer:
             if optimizer is not self._trainer.optimizers[0]:
                 return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
-            self._rebind(self._watch.reason_to_rebind() or "")  # ahead of its step, not within it
-        # Another closure may change gradients after Lightning's own, or call it twice, as SAM does.
+            self._rebind(self._watch.reason_to_rebind() or "")  # before its step, not within it
+        # A closure of user code may change gradients, or call Lightning's twice, as SAM does.
         own = type(closure) is self._closure
         if not own and is_lightnings_closure(closure):
             own, self._closure = True, type(closure)
@@ -226,7 +226,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         return result
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
-        """Replay the optimizer step on the gradients that the hooks left."""
+        """Replay the optimizer step after hooks have run, or run it eagerly if they changed it."""
         assert self._in_graph is not None
         moved = self._in_graph.guard.numbers() != plan.conditions.hyper_parameters
         if (
@@ -236,10 +236,10 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         ):
             self._capture.step_eagerly(plan.scaling)
             return
-        plan.replay("step")  # a fused one unscales by itself what no hook has unscaled before it
+        plan.replay("step")  # a fused kernel also unscales, unless that ran before the hooks
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the hooks of a backward pass; replay it where it is a graph of its own."""
+        """Call the hooks of a backward pass, and replay it if it has a graph of its own."""
         plan = self._active
         if plan is None:
             return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
@@ -253,7 +253,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             if self._kept.has_external_references():
                 self._messages.note(KEPT_LATE)
             plan.replay("backward")
-        # Where the backward pass is no graph of its own, nobody can have changed it since.
+        # Without a backward graph no user code has run since the forward graph.
         unseen = "backward" not in plan.graphs and self._kept.bound is plan.gradients
         plan.attach(bound=unseen)
         if self._kept.tracked is not plan.gradients:
@@ -264,7 +264,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         return closure_loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Decide for this batch, and run, capture or replay it."""
+        """Run, capture or replay the step for this batch."""
         plan = self._plan_for(args, kwargs)
         self._active = plan
         if plan is None:
@@ -289,7 +289,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         return self._life.plan_for(args)
 
     def _look_ahead(self, args: tuple[Any, ...]) -> None:
-        """Count a batch of the warm-up, so that the first capture knows what comes back."""
+        """Count the key of a warm-up batch, so that captures begin with the keys that return."""
         with contextlib.suppress(CaptureError):
             signature, _ = self._signature_of(args, self._watch.conditions())
             if self._investment.measures:
@@ -298,7 +298,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     # ------------------------------------------------------------------ the region
 
     def key(self, call: tuple[Any, ...]) -> Signature | None:
-        """The signature of a batch, under the conditions of the coming step."""
+        """Return the key of a batch in the coming step; None if it begins with a new seed."""
         self._conditions = self._current_conditions(has_graphs=len(self._cache) > 0)
         if self._seeds is not None and self._seeds.are_used_by_next_step():
             return None
@@ -312,7 +312,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._fail()
 
     def is_ready(self, call: tuple[Any, ...], key: Signature) -> bool:
-        # Libraries choose and load their kernels for a shape when it comes for the first time.
+        # Libraries choose and load their kernels for a shape in its first step.
         if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return False
         stepping = self._conditions.phase.stepping
@@ -372,14 +372,14 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
 
     def refuse(self, error: GraphError) -> None:
         self.may_follow_values = may_follow_values(error)
-        # What finds no memory as a whole finds none for the arguments of its submodules.
+        # If a whole step finds no memory, observing its submodules would find none.
         is_branch = self._capture.was_in_a_branch()
         if not (len(self._cache) or is_branch or isinstance(error, NoRoomError)):
             self._fail()
         self._notices.refused(error, has_graphs=not self._life.is_failing)
 
     def _fail(self) -> None:
-        """Note that graphs of whole steps come to nothing here."""
+        """Give up whole steps, so that submodules are captured; only with scope='auto'."""
         if self._may_give_up:
             self._life.give_up()
 
@@ -403,10 +403,10 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._messages.replayed()
         self._moves.replays += 1
         plan.launch("forward")
-        if (ddp := self._ranks.ddp) is not None:  # reduced by then
+        if (ddp := self._ranks.ddp) is not None:  # the replay has reduced gradients
             ddp.require_forward_param_sync = plan.conditions.phase.stepping
         if not self._observers.own_zero_grad:
-            # Lightning zeroes after the forward pass; the graph has done it and written anew.
+            # Lightning zeroes after the forward pass, where the graph has written new gradients.
             vars(self._optimizer)["zero_grad"] = _nothing
         try:
             returned = plan.hand_out()
@@ -417,7 +417,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         return returned
 
     def _current_conditions(self, *, has_graphs: bool) -> CaptureKey:
-        """The conditions of the coming step, and no graph left that they have made wrong."""
+        """Return the conditions of the coming step; graphs that they make wrong are dropped."""
         self._moved = reason = self._watch.reason_to_rebind(has_graphs=has_graphs)
         if reason:
             self._rebind(reason)
@@ -428,7 +428,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         return conditions
 
     def _rebind(self, reason: str = "") -> None:
-        """Drop every graph, and look at the fit anew; the reason, where there is one, is said."""
+        """Drop every graph and make new guards; say the reason, if there is one."""
         if reason:
             self._messages.recaptured(f"recapturing, because {reason}", reason)
         self._ranks.lost = ""
@@ -443,40 +443,40 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class Runner(StepHandler, Protocol):
-    """What runs the steps of a fit: as a whole, or with graphs of submodules."""
+    """Runs the steps of a fit: as whole graphs, or with graphs of submodules."""
 
     may_follow_values: bool
     """Whether the last refusal may be due to a shape that follows from values."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether graphs of this scope come to nothing here; submodules take over."""
+        """Whether captures of this scope have failed, so that submodules take over."""
 
     @property
     def held(self) -> str:
-        """What may leave too little memory for eager code that runs now; empty if nothing."""
+        """Which memory of graphs eager code may lack now; empty if none."""
 
     @property
     def capturable(self) -> CapturableOptimizer | None:
-        """What keeps the optimizer capturable at present; None if its step runs eagerly."""
+        """Lets graphs step the optimizer at present; None if its step runs eagerly."""
 
     def close(self) -> None:
-        """Release every graph and give back what was changed; may be called again."""
+        """Release every graph and put back what was exchanged; may be called again."""
 
 
 class StrategyHandler:
-    """Answers for the strategy from ``on_train_start`` to the end of a fit.
+    """Takes the place of the strategy's methods from ``on_train_start`` to the end of a fit.
 
-    A runner runs the steps. The first ones are timed, and a step that finds no memory is repeated;
-    replayed steps after that pass ``training_step`` only. The scope changes here, between two
+    A runner runs the steps. The first ones are timed, and a step that finds no memory is repeated.
+    After that only ``training_step`` goes through the handler. It changes the scope, between two
     optimizer steps.
     """
 
     def __init__(
         self,
         runner: Runner,
-        # Makes what follows where graphs of whole steps come to nothing, perhaps because of a shape
-        # that follows from values
+        # Makes the submodule runner once whole steps have failed; the flag tells whether a shape
+        # that follows from values may be why
         successor: Callable[[bool], Runner],
         recovery: OomRecovery,
         statistics: Statistics,
@@ -496,30 +496,30 @@ class StrategyHandler:
         self._open = contextlib.ExitStack()
 
     def take_over(self, strategy: Strategy) -> None:
-        """Take the place of the strategy's methods, a user's own ones included."""
+        """Exchange the strategy's methods, also those that user code has set."""
         self._own, self._table = strategy.training_step, vars(strategy)
         self._methods = {name: getattr(self, name) for name in NAMES}
         for name, method in self._methods.items():
             self._open.enter_context(replaced(strategy, name, method))
 
     def close(self) -> None:
-        """Release the graphs and give the methods back; may be called again."""
+        """Release the graphs and put the methods back; may be called again."""
         self.runner.close()
         self._open.close()
 
     def _bind(self) -> None:
-        """Let nothing stand between the strategy and the runner where nothing has to."""
+        """Bind the runner's methods directly, unless steps are timed or the scope is to change."""
         is_direct = self._timing is None and not self.runner.has_failed
         for name in ("backward", "optimizer_step"):
             before, now = self._methods[name], getattr(self.runner if is_direct else self, name)
             self._methods[name] = now
-            if self._table.get(name) == before:  # and no program's own
+            if self._table.get(name) == before:  # not exchanged by user code since
                 self._table[name] = now
 
     # ------------------------------------------------------------------ strategy methods
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, and once more if it finds no memory."""
+        """Run a step, and run it again if graphs have caused an out-of-memory error."""
         recovery, timing, counts = self._recovery, self._timing, self._statistics
         if timing is not None:
             timing.begin(args)
@@ -532,7 +532,7 @@ class StrategyHandler:
             again = recovery.way_on(error)
             if again is None:
                 raise
-        if again is not None:  # the error's traceback, and what it holds, is gone
+        if again is not None:  # the error's traceback, and what it refers to, is released
             result = again(*args, **kwargs)
         if timing is not None and timing.manual:
             timing.end()
@@ -543,7 +543,7 @@ class StrategyHandler:
         return result
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run it; a timed step ends here unless the optimizer steps."""
+        """Run the backward pass; a timed step ends here unless the optimizer steps."""
         result = self.runner.backward(closure_loss, optimizer, *args, **kwargs)
         timing = self._timing
         if timing is not None and not (timing.stepping or timing.manual):
@@ -553,7 +553,7 @@ class StrategyHandler:
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Run it, in the scope that there is from now on; a timed step ends here."""
+        """Run the optimizer step, after a change of scope if one is due; end a timed step."""
         if self.runner.has_failed:
             self.runner.close()
             self.runner = self._successor(self.runner.may_follow_values)

@@ -1,4 +1,4 @@
-"""Lightning's strategy, progress bar and batch transfer, as far as captures exchange them.
+"""Exchanges of Lightning's strategy methods, ``self.log``, progress bar and batch transfer.
 
 Every hook, counter, progress bar, logger and checkpoint stays in Lightning's hands. The methods
 have had these names and signatures since Lightning 2.0; they are looked up on the instance.
@@ -39,7 +39,7 @@ from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.user_code import is_lightnings
 
-# ------------------ Exchanges the three strategy methods through which every training step passes
+# ------------------ Strategy methods and ``self.log``
 
 NAMES = ("training_step", "backward", "optimizer_step")
 
@@ -54,6 +54,7 @@ class StrategyCalls:
 
 
 def loss_of(returned: Any) -> Tensor:
+    """Return the loss in what ``training_step`` returned; a CaptureError if there is none."""
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned
     if not isinstance(loss, Tensor):
         raise CaptureError(
@@ -66,7 +67,7 @@ def loss_of(returned: Any) -> Tensor:
 
 
 class StepHandler(Protocol):
-    """What takes the place of the strategy's methods."""
+    """Takes the place of the strategy's methods."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -82,7 +83,7 @@ def calls_of(strategy: Strategy) -> StrategyCalls:
 
 
 def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStack:
-    """Let ``handler`` answer until this is closed, which gives a user's own methods back, too."""
+    """Put ``handler`` in place of the strategy's methods until the stack is closed."""
     stack = contextlib.ExitStack()
     for name in NAMES:
         stack.enter_context(replaced(strategy, name, getattr(handler, name)))
@@ -93,7 +94,7 @@ def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStac
 def log_exchanged(
     module: LightningModule, log: Callable[..., None]
 ) -> Iterator[Callable[..., None]]:
-    """Let ``self.log`` of a module end in ``log``: below what overrides it, and ``super().log``."""
+    """Call ``log`` in place of ``LightningModule.log`` for a module, also below an override."""
     base: Any = next(
         kind
         for kind in type(module).__mro__
@@ -113,16 +114,16 @@ def log_exchanged(
         yield own
 
 
-# ------------------ Values for the progress bar without a stall: mirrored to pinned memory, by the
+# ------------------ Values for the progress bar
 
 _SLOTS = 64
 
 
 class ProgressValues:
-    """The values that steps log with ``prog_bar=True``.
+    """Mirror of the values that steps log with ``prog_bar=True``, in pinned memory.
 
-    Whole steps copy them as part of the graph. Of other steps they are copied when Lightning asks,
-    where :attr:`follows` is set.
+    Graphs of whole steps copy the values. Those of other steps are copied when Lightning asks for
+    them, if :attr:`follows` is set.
 
     On the bar a value may be one step old. It is exact where Lightning waits for the device anyway:
     at steps that are logged, at the last batch of an epoch, and in loggers and ``callback_metrics``
@@ -136,17 +137,19 @@ class ProgressValues:
         self._values = self._host.numpy()
         self._slots: dict[str, int] = {}
         self._results: Any = training_results(trainer)
-        self.mirrored: frozenset[str] = frozenset()  # names that the replayed step has copied
-        self.follows = False  # copy the values of steps that are no graphs as a whole
+        self.mirrored: frozenset[str] = (
+            frozenset()
+        )  # names whose values the replayed step has copied
+        self.follows = False  # copy values of steps without a graph of the whole
 
     def installed(self) -> AbstractContextManager[None]:
-        """Answer for the results collection when it is asked for the metrics of a step."""
+        """Answer in place of the results collection when Lightning reads the metrics of a step."""
         if self._results is None:
             return nullcontext()
         return replaced(self._results, "metrics", self._metrics)
 
     def capture(self, values: Mapping[str, Tensor]) -> frozenset[str]:
-        """Copy scalars to the host, as a part of a capture, too; the names that found a place."""
+        """Copy scalars to the host, also in a capture; return the names that have a slot."""
         placed = list(filter(self._has_place, values))
         for name in placed:
             place = self._host[self._slots[name] :][:1]
@@ -164,7 +167,7 @@ class ProgressValues:
         return name in self._slots
 
     def _metrics(self, on_step: bool) -> Any:
-        """What the collection returns, with mirrored numbers instead of a read for each."""
+        """Return the metrics of the collection, with mirrored numbers in place of device reads."""
         results, trainer = self._results, self._trainer
         original = type(results).metrics
         is_late = on_step and (self.mirrored or self.follows)
@@ -190,18 +193,18 @@ class ProgressValues:
         return metrics
 
 
-# ------------------ Copies batches to the device beside the running step, not after it
+# ------------------ Batch transfer
 
 
 class BatchTransfer:
     """Runs ``strategy.batch_to_device`` on a stream of its own.
 
-    The loop asks for the next batch while the GPU still replays the last step. On the stream of
-    the steps the copy would wait for it. Where the CPU is far ahead it waits here, so that batches
-    do not pile up in memory.
+    Lightning asks for the next batch while the GPU still replays the last step, for which a copy
+    on the stream of the steps would wait. A CPU that is far ahead waits here, so that batches do
+    not pile up in memory.
 
-    Nobody must override the hooks that move a batch. A tensor, or a tuple, list or dict of tensors,
-    then takes a short way to what Lightning would make of it; its own costs 0.1 ms of CPU time.
+    It requires that no user code overrides the hooks that move a batch. A tensor, or a tuple, list
+    or dict of tensors, takes a short path; Lightning's own costs 0.1 ms of CPU time.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -236,7 +239,7 @@ class BatchTransfer:
         return build(moved)
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """What one of the last batches' tensors was copied from; None if it was changed since."""
+        """Return the source of a tensor of the last batches; None if it was changed since."""
         for copied in self._copied:
             for moved, source in copied:
                 if moved() is tensor and version_of(tensor) == 0:
@@ -258,14 +261,14 @@ class BatchTransfer:
         return moved
 
     def _hand_over(self, steps: torch.cuda.Stream, moved: Sequence[Tensor]) -> None:
-        """Let the steps wait for the copies, and the copies' memory for the steps."""
+        """Let the steps wait for the copies, and keep their memory until the steps have used it."""
         self._moved.record(self._stream)
         steps.wait_event(self._moved)
         for tensor in moved:
             tensor.record_stream(steps)
 
     def _wait_for_steps(self, steps: torch.cuda.Stream) -> None:
-        """Let at most so many steps be unfinished as batches may lie ready for them."""
+        """Wait until fewer than :data:`_AHEAD` steps are unfinished."""
         if len(self._launched) == _AHEAD:
             event = self._launched.popleft()
             event.synchronize()
@@ -276,7 +279,7 @@ class BatchTransfer:
 
 
 def copies_on_host(trainer: Trainer, batch: Sequence[Tensor]) -> list[Tensor | None]:
-    """What the host has of each tensor of a batch; None where that is nothing."""
+    """Return the host copy of each tensor of a batch; None for a tensor without one."""
     transfer = getattr(vars(trainer.strategy).get("batch_to_device"), "__self__", None)
     if isinstance(transfer, BatchTransfer):
         return [transfer.on_host(tensor) for tensor in batch]
@@ -288,10 +291,10 @@ _AHEAD = 2
 
 
 def _needs_the_step_stream(leaf: Any) -> bool:
-    """Whether a leaf must not be copied beside the step.
+    """Tell whether a leaf must be copied on the stream of the steps.
 
-    What computed a tensor on the GPU may still run. Sparse and nested tensors, and those inside an
-    object, cannot be recorded as in use by the step, and their memory would be given away early.
+    A kernel that computes a tensor of the GPU may still run. ``record_stream`` does not take sparse
+    and nested tensors or those inside of an object, so their memory would be reused too early.
     """
     if isinstance(leaf, Tensor):
         return leaf.is_cuda or not is_strided(leaf)
@@ -299,9 +302,9 @@ def _needs_the_step_stream(leaf: Any) -> bool:
 
 
 def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
-    """The tensors of a simple batch, and what builds one like it; None for any other batch.
+    """Return the tensors of a simple batch, and what rebuilds it; None for any other batch.
 
-    A simple one is a strided tensor of the CPU, or a tuple, list or dict of nothing but such.
+    A batch is simple if it is a strided CPU tensor, or a tuple, list or dict of only such tensors.
     """
     kind = type(batch)
     tensors: list[Any]

@@ -1,4 +1,4 @@
-"""Runs steps whose submodules are graphs, under Lightning's own loop."""
+"""Runs steps with graphs of submodules, under Lightning's loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_graphs.regions.update import CapturedUpdate
 from lightning_graphs.watch.reads import GlobalReads
 
 _ASKING = frozenset({"autograd", "backward", "create_graph"})
-"""Names in code that may start a backward pass of its own, perhaps for some parameters only."""
+"""Names in code that may start a backward pass, perhaps for some parameters only."""
 _AGAIN = frozenset({"create_graph", "retain_graph"})
 """Keywords in code that may go through a graph more than once."""
 _STARTS = frozenset(dir(LightningModule))
@@ -34,7 +34,7 @@ _STARTS = frozenset(dir(LightningModule))
 
 
 def _facts_of(fit: LightningContext) -> StepFacts:
-    """What is known of the steps of a fit ahead of the first one."""
+    """Collect what is known of the steps of a fit before the first one."""
     module, trainer = fit.module, fit.trainer
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     code = GlobalReads(module, fit.watch.own)
@@ -45,7 +45,7 @@ def _facts_of(fit: LightningContext) -> StepFacts:
     return StepFacts(
         module.device,
         fit.watch.environment,
-        # DDP's reducer is told by autograd of each gradient, and reduces it meanwhile.
+        # Autograd calls DDP's reducer with each gradient, which it reduces while others follow.
         direct=not (asks or wrapper_of(trainer) is not None),
         adds=own or schedules or trainer.accumulate_grad_batches > 1,
         again=with_keyword(_AGAIN, reached_by_name(_STARTS, code.codes)),
@@ -55,7 +55,7 @@ def _facts_of(fit: LightningContext) -> StepFacts:
 
 
 class ModuleRunner:
-    """Runs steps whose submodules are graphs."""
+    """Runs steps with graphs of submodules, and an optimizer update as a graph of its own."""
 
     has_failed = may_follow_values = False
 
@@ -73,7 +73,7 @@ class ModuleRunner:
         self._open = ExitStack()
         self._gradients = gradients = PersistentGradients(fit.recovery.gradients_held)
         verifier = fit.verifier()
-        # First: it may refuse the options, and changes nothing.
+        # Made first: it changes nothing, and may refuse the options.
         self._graphs = ModuleGraphs(
             fit, _facts_of(fit), gradients, verifier, looks_at_shapes=looks_at_shapes
         )
@@ -120,7 +120,7 @@ class ModuleRunner:
         return self._stepping(args, kwargs)
 
     def _again(self, error: ReplayError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step once more, without the graphs that could not serve it."""
+        """Run a step again eagerly, after a graph has refused its replay."""
         self._graphs.begin_again(error)
         return self._stepping(args, kwargs)
 
@@ -143,7 +143,7 @@ class ModuleRunner:
             self._graphs.end()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward pass; what it recomputes is not replayed."""
+        """Run the backward pass, in which calls that recompute activations stay eager."""
         stage = self._graphs.stage
         stepping, stage.stepping = stage.stepping, False
         self._gradients.has_external_references()
@@ -156,7 +156,7 @@ class ModuleRunner:
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Take the optimizer step as a graph where it is one, or else as the strategy does."""
+        """Replay the optimizer update if it has a graph, else let the strategy run it."""
         # An optimizer without a graph may call its closure more than once, as LBFGS does.
         update = self._update if self.capturable is not None else None
         if update is not None and optimizer is not update.optimizer:

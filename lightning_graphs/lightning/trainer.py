@@ -1,4 +1,4 @@
-"""The trainer, as code under watch meets it: its counters, values, learning rates and loggers."""
+"""What the engine gets of the trainer, and what user code under watch reads of it."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import rates_exchanged
 from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
 
-# ------------------ The trainer, as code under watch meets it: its counters, values, learning rate
+# ------------------ The trainer under watch
 
 # `log` and `forward` are exchanged in instances while a step or a module is captured; the state
 # is that of toggle_optimizer().
 know_base(LightningModule, "log", "forward", "_param_requires_grad_state")
-# What steps the parameters is looked after by the optimizer step
+# The optimizer step guards the optimizers
 HELD_ELSEWHERE.append(lambda root: getattr(getattr(root, "_trainer", None), "optimizers", ()))
 
 _COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
@@ -59,7 +59,7 @@ _MOVING = _COUNTERS | {
     *("callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"),
     *("checkpoint_callbacks", "early_stopping_callbacks"),
 }
-"""What the trainer gives anew in every step."""
+"""Attributes of the trainer with another value in every step."""
 
 _LASTING = frozenset(
     {"max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches"}
@@ -68,19 +68,19 @@ _LASTING = frozenset(
     | {"training", "validating", "testing", "predicting", "sanity_checking", "state"}
     | {"strategy", "accelerator", "precision_plugin", "profiler", "logger", "loggers"}
 )
-"""What stays as it is for a whole fit, or is looked at elsewhere."""
+"""Attributes of the trainer that are constant in a fit, or have guards of their own."""
 
 _CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _LOGGERS = ("logger", "loggers")
 _CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _MANY = 10_000
-"""Steps that are left in a fit without an end."""
+"""Steps that are expected of a fit without an end."""
 
 
 @contextlib.contextmanager
 def _without_autocast_cache(plugin: Any) -> Iterator[None]:
-    """Keep autocast from caching the casts of weights, whatever the plugin says.
+    """Keep autocast from caching casts of weights, also if the precision plugin enables it.
 
     A cached cast would be made by one graph and read by another, or by eager code.
     """
@@ -100,7 +100,7 @@ def _without_autocast_cache(plugin: Any) -> Iterator[None]:
 
 
 class TrainerWatch:
-    """Makes the environments of a fit, and watches its trainer in them."""
+    """The trainer as :class:`~lightning_graphs.regions.context.Client` of the engine."""
 
     def __init__(
         self,
@@ -113,11 +113,11 @@ class TrainerWatch:
         self._progress = progress
         self.own = UserCode(module)
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
-        self.run = trainer.strategy.training_step  # a program's own one, too
+        self.run = trainer.strategy.training_step  # also if user code has set it
 
     @property
     def function(self) -> Any:
-        """See :class:`Client`, as for what follows."""
+        """The user's ``training_step``."""
         return self._module.training_step
 
     @property
@@ -174,23 +174,23 @@ class TrainerWatch:
         on_use: OnUse = refuse,
         seen: Iterable[Any] | None = None,
     ) -> Environment:
-        """An environment for code of the whole step, or of these modules; made before it runs."""
+        """Make an environment, before the code of the whole step or of these modules runs."""
         return Environment(self._module, self, modules=modules, on_use=on_use, seen=seen)
 
     def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> list[Any]:
-        """What ``training_step`` is given beside its batch, with a tracer for the index of that."""
+        """Return the further arguments of ``training_step``, with a tracer for ``batch_idx``."""
         loop = self._trainer.fit_loop.epoch_loop
         read = partial(getattr, loop, "batch_idx")
         return [number("batch_idx", read) if type(v) is int else v for v in given]
 
     @property
     def schedulers(self) -> list[object]:
-        """What moves learning rates."""
+        """The schedulers of learning rates."""
         return [config.scheduler for config in self._trainer.lr_scheduler_configs]
 
     @property
     def cycles(self) -> str:
-        """Why a graph cannot hold the optimizer's numbers from the beginning; empty if it may."""
+        """Why a graph cannot freeze the optimizer's numbers; empty if no scheduler moves them."""
         for config in self._trainer.lr_scheduler_configs:
             if config.interval == "step" and getattr(config.scheduler, "cycle_momentum", False):
                 name = type(config.scheduler).__name__
@@ -199,22 +199,22 @@ class TrainerWatch:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier steps are added to."""
+        """Whether steps add to gradients of earlier ones."""
         return self._trainer.accumulate_grad_batches > 1
 
     @property
     def effects(self) -> list[Effect]:
-        """What prints and logs for user code."""
+        """Lightning's functions and loggers that print and log for user code."""
         kind = type(self._trainer)  # the module's own loggers read the trainer's
         loggers = [(kind, name, f"trainer.{name}") for name in _LOGGERS]
         return [(LightningModule, "print", "self.print"), *loggers]
 
     def observers(self) -> Observers:
-        """The overridden hooks that run within a step."""
+        """Find the overridden hooks that run within a step."""
         return observers_of(self._trainer, self._module)
 
     def is_backward_unseen(self, loss: Tensor) -> bool:
-        """Whether autograd's own operators alone run in a backward pass, which see no ``.grad``."""
+        """Tell whether a backward pass runs only operators of autograd, which read no ``.grad``."""
         return (
             not overrides(self._module, "backward")
             and not overrides(self._trainer.precision_plugin, "backward")
@@ -223,9 +223,9 @@ class TrainerWatch:
         )
 
     def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Around a backward pass that is unseen, on one device: cast gradients together.
+        """Cast gradients together in a backward pass, if no user code can see the difference.
 
-        Those that wait for their cast are not in ``.grad`` yet.
+        A gradient that waits for its cast is not in ``.grad`` yet. Only on one device.
         """
         is_alone = is_lightnings(type(self._trainer.strategy), "strategies.single_device") and not (
             torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -235,12 +235,12 @@ class TrainerWatch:
         return cast_together([loss], [p for p in self._module.parameters() if p.requires_grad])
 
     def loss_of(self, returned: Any) -> Tensor:
-        """The loss in what ``training_step`` has returned."""
+        """Return the loss in what ``training_step`` has returned."""
         return loss_of(returned)
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
-        """Let DDP and autocast keep nothing of the body, a step that is captured or compared."""
+        """Let DDP and autocast cache nothing of a step that is captured or compared."""
         with unseen_by_ddp(self._trainer), _without_autocast_cache(self._trainer.precision_plugin):
             yield
 
@@ -248,11 +248,12 @@ class TrainerWatch:
     def reading(
         self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
     ) -> Iterator[None]:
-        """Meet what the body reads of the trainer: counters, and other values that move.
+        """Follow or refuse what the body reads of the trainer.
 
-        The trainer's class is exchanged for a subclass. Counters are nobody's to read: the module's
-        own read the trainer's. What else changes, as its metrics do, only libraries may look at;
-        values that user code finds there and that can be compared are noted. It may set none.
+        The trainer's class is exchanged for a subclass. A read of a counter gives a tracer, or is
+        refused without one, also in a library: ``self.global_step`` reads the trainer's. Other
+        values that change, such as metrics, may be read by libraries only. Comparable values that
+        user code reads become guards. User code may set no attribute.
         """
         original: Any = type(self._trainer)
 
@@ -284,8 +285,8 @@ class TrainerWatch:
 
 
 def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | None) -> None:
-    """Note what the author's code reads from the trainer, or tell that it moves."""
-    # Whether it moves is known ahead of a look at metrics, which computes them
+    """Add a guard for an attribute that user code reads, or report one that changes."""
+    # Metrics are not read here: that would compute them
     value: Any = Absence.ABSENT if key in _MOVING else _found_in(trainer, key)
     if isinstance(value, MethodType):
         return
@@ -301,7 +302,7 @@ def _found_in(trainer: Trainer, key: str) -> Any:
 
 
 def steps_left(trainer: Trainer) -> int:
-    """How many micro-batches are left in a fit, as far as one can tell."""
+    """Estimate how many micro-batches are left in a fit."""
     left = float(_MANY)
     each = trainer.num_training_batches
     if trainer.max_epochs not in (None, -1) and each != float("inf"):
@@ -313,15 +314,15 @@ def steps_left(trainer: Trainer) -> int:
     return int(left)
 
 
-# ------------------ The context of a fit under Lightning: what its runners have besides the region
+# ------------------ The context of a fit
 
 _ARITHMETIC = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-"""What autocast computes in, by the name of a precision."""
+"""Precision of the trainer -> dtype in which autocast computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningContext(TrainingContext):
-    """What every runner is made of."""
+    """The parts of a fit that its runners share."""
 
     trainer: Trainer
     recovery: OomRecovery  # repeats a step that finds no memory
@@ -329,7 +330,7 @@ class LightningContext(TrainingContext):
     progress: ProgressValues | None  # mirror of the values for the progress bar; None without a GPU
 
     def verifier(self) -> Verifier:
-        """What compares graphs of this fit with eager runs."""
+        """Make what compares graphs of this fit with eager runs."""
         arithmetic = _ARITHMETIC.get(str(self.trainer.precision_plugin.precision))
         tolerance = Tolerance(self.module.device.type, arithmetic)
         parts = self.budget, self.ranks, self.messages

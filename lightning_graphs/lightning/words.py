@@ -1,4 +1,4 @@
-"""What the engine is told of Lightning: remedies in its words, and what refuses a whole fit."""
+"""Lightning's words for the engine's rules, and what rules out captures for a whole fit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.watch.user_code import is_lightnings, obstacle_in
 
-# ------------------ What the engine is told of Lightning: remedies in its words, and whose code is
+# ------------------ Remedies in Lightning's words
 
 WORDS = {
     HOST_READ: {
@@ -133,7 +133,7 @@ WORDS = {
         "self.last.append(loss.detach())  # in training_step",
     },
 }
-"""Rule of the engine -> what messages say in place of its own remedy and code."""
+"""Rule of the engine -> the remedy and code that messages have in place of its own."""
 
 _LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities")
 _LOGGERS = ("tensorboard", "tensorboardX", "wandb", "mlflow", "neptune", "comet_ml")
@@ -144,7 +144,7 @@ USER_OPTIONS.extend(("GraphCapture(", "Trainer("))
 LIBRARIES.add((*_LIGHTNING, "torchmetrics"), _LOGGERS)
 
 
-# ------------------ What is known of a fit before its steps run: for captures, and in words of the
+# ------------------ Obstacles of a whole fit
 
 CONFIGURATION = Obstacle(
     "GraphCapture can capture on one device, under DDP or FSDP2, and without detect_anomaly.",
@@ -209,17 +209,17 @@ _BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.
 
 
 def observers_of(trainer: Trainer, module: LightningModule) -> Observers:
-    """The overridden hooks of callbacks and of the module."""
+    """Find the overridden hooks of callbacks and of the module."""
     before = _observers(trainer, module, _BEFORE_BACKWARD)
     after = _observers(trainer, module, _BEFORE_STEP)
-    # Who looks before the backward pass may also move what the optimizer step reads.
+    # A hook that runs before the backward pass may also change what the optimizer step reads.
     return Observers(before, after or before, overrides(module, "optimizer_zero_grad"))
 
 
 def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether the user's own code runs while a batch is moved to the device.
+    """Tell whether user code runs while a batch is moved to the device.
 
-    It may read what the running step writes, so it must wait for the step.
+    Such code may read what the running step writes, so the move must wait for the step.
     """
     hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
     owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
@@ -227,7 +227,7 @@ def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
 
 
 def overrides(instance: object, method: str) -> bool:
-    """Whether anything but Lightning's base classes defines the method."""
+    """Tell whether anything but Lightning's base classes defines the method."""
     if method in vars(instance):
         return True
     own = getattr(type(instance), method, None)
@@ -256,14 +256,14 @@ def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
 
 
 def judge_fit(
-    diagnosis: Diagnosis,  # what is found is added to it
+    diagnosis: Diagnosis,  # gets the findings
     trainer: Trainer,
-    reason: str,  # why the fit is not captured at all; or empty
-    no_whole_step: str,  # why its steps are no whole graphs; or empty
-    only_submodules: bool,  # they become graphs
+    reason: str,  # why the fit is not captured at all; empty if it may be
+    no_whole_step: str,  # why its steps are no whole graphs; empty if they may be
+    only_submodules: bool,  # graphs are of submodules
     rehearsal: bool,  # on the emulated backend
 ) -> None:
-    """Note what stands in the way of every step of a fit."""
+    """Add to a diagnosis what hinders every step of a fit."""
     module, add = trainer.lightning_module, diagnosis.add
     if reason:
         add(CONFIGURATION, "Trainer", observed=reason)
