@@ -165,8 +165,8 @@ class LaunchesAlone(Callback):
         if batch_idx == step.WARMUP - 2:
             assert self.graphs._handler is not None
             for forward in self.graphs._handler.runner._graphs._graphed.values():
-                (site,) = forward.sites  # one call in a step
-                forward._answer = self._launch(site.graphed)
+                (graphed_call,) = forward.graphed_calls  # one call in a step
+                forward._answer = self._launch(graphed_call.callable)
 
     @staticmethod
     def _launch(graphed: GraphedCallable) -> Callable[..., Any]:

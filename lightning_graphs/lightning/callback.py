@@ -47,7 +47,7 @@ class FitSummary:
 
     def __init__(self, fit: LightningContext, switch_off: Callable[[], None]) -> None:
         self._fit = fit
-        fit.ranks.left = self.left
+        fit.ranks.on_leave = self.left
         self._statistics = statistics = fit.statistics
         self._switch_off = switch_off
         device = fit.trainer.strategy.root_device
@@ -90,7 +90,7 @@ class FitSummary:
         """Tell whether graphs pay off by the times so far, and put the verdict into the report."""
         if not self._stopwatch.meaningful:
             return True
-        eager = self._statistics.pace.eager
+        eager = self._statistics.step_times.eager
         verdict = judge(self._statistics.graphs, median(eager) if eager else None)
         self._statistics.verdict = verdict.sentence
         return verdict.profitable
@@ -317,7 +317,7 @@ class GraphCapture(Callback):
             pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
             stack.callback(pool.close)
             options, statistics = self.options, self._statistics
-            investment = CapturePolicy(
+            policy = CapturePolicy(
                 options, statistics, partial(steps_left, trainer), timed=name == "cuda"
             )
             budget = MemoryBudget(device, options.memory)
@@ -340,7 +340,7 @@ class GraphCapture(Callback):
                 statistics=statistics,
                 messages=messages,
                 progress=progress,
-                investment=investment,
+                policy=policy,
                 budget=budget,
                 recovery=recovery,
                 ranks=ranks,
@@ -367,7 +367,7 @@ class GraphCapture(Callback):
                 "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
                 stacklevel=stacklevel_of_user(),
             )
-        steps = f"{investment.earliest} step{'s' * (investment.earliest != 1)}"
+        steps = f"{policy.earliest} step{'s' * (policy.earliest != 1)}"
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:

@@ -155,7 +155,7 @@ class Ranks:
     def __init__(self, trainer: Trainer) -> None:
         self.are_one = trainer.world_size == 1  # there is one rank only
         # Called with the reason where one of the ranks :meth:`leave`
-        self.left: Callable[[str], None] = lambda _: None
+        self.on_leave: Callable[[str], None] = lambda _: None
         self._trainer = trainer
         self.numbers = itertools.count(CAPTURE + 1)  # of plans that all ranks capture together
         # What reduces gradients over ranks; None if nothing does
@@ -188,7 +188,7 @@ class Ranks:
                 take_no_more_times(self.ddp)
         return self.ready
 
-    def settle(self, choice: int, wish: bool) -> tuple[int, bool]:
+    def agree(self, choice: int, wish: bool) -> tuple[int, bool]:
         """What all ranks do with the coming step.
 
         It is what all chose. Where some have lost a graph that others have, all capture; where
@@ -201,7 +201,7 @@ class Ranks:
         )
         if leaving:
             rank, reason = self._first_said(self._reason)
-            self.left(self._reason or f"rank {rank} has switched its graphs off: {reason}")
+            self.on_leave(self._reason or f"rank {rank} has switched its graphs off: {reason}")
             self.close()
             return EAGER, False
         if most != -least:
@@ -211,13 +211,13 @@ class Ranks:
     def leave(self, reason: str) -> None:
         """Let all ranks run eagerly: from the next step on, or at once where there is one."""
         if self._group is None:
-            self.left(reason)
+            self.on_leave(reason)
         self._reason = reason
 
     def any(self, value: bool) -> bool:
         return bool(self._largest(value)[0])
 
-    def together(
+    def all_or_none(
         self,
         run: Callable[[], _Result],
         # Called with the result where another rank has none

@@ -71,7 +71,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._calls = fit.recovery.calls
         self._statistics, self._messages = fit.statistics, fit.messages
         self._ranks = fit.ranks
-        self._investment = fit.investment
+        self._policy = fit.policy
         options = fit.options
         self._verifier = fit.verifier()
         # An eager step asks for the part of a key without values several times.
@@ -96,7 +96,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
         # Lets graphs step the optimizer; None if it cannot be captured
         self.capturable: CapturableOptimizer | None = None
-        self._moves = HyperParameterChurn(fit.watch.cycles)
+        self._churn = HyperParameterChurn(fit.watch.cycles)
         self._awaited = StateAwaited()
         self._optimizer: Optimizer = fit.trainer.optimizers[0]
         self._obstacle: str | None = None
@@ -116,7 +116,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
             if self.capturable.runs_other_kernel:
                 self._messages.runs_fused(type(self._optimizer).__name__)
-        obstacle = obstacle or self._moves.obstacle
+        obstacle = obstacle or self._churn.obstacle
         if obstacle:
             self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
@@ -275,12 +275,12 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     # ------------------------------------------------------------------ the three phases
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
-        is_outside = bool(kwargs) or self._skips_backward() or self._investment.is_over
+        is_outside = bool(kwargs) or self._skips_backward() or self._policy.is_over
         ranks = self._ranks
         if is_outside or self._warmup_left > 0 or not (ranks.ready or ranks.are_ready()):
             if not is_outside:
                 self._look_ahead(args)
-            ranks.settle(EAGER, False)
+            ranks.agree(EAGER, False)
             return None
         if ranks.units is not None and not ranks.units.shard():
             ranks.leave(NOT_REDUCED)
@@ -292,7 +292,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         """Count the key of a warm-up batch, so that captures begin with the keys that return."""
         with contextlib.suppress(CaptureError):
             signature, _ = self._signature_of(args, self._watch.conditions())
-            if self._investment.measures:
+            if self._policy.measures:
                 self._cache.see(signature)
 
     # ------------------------------------------------------------------ the region
@@ -308,7 +308,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._waits = True
         why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
         step = key, why, self._values.why, self._learned.reads.codes
-        if self._notices.waiting(*step, is_new=is_new, at_once=self._cache.is_full):
+        if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
             self._fail()
 
     def is_ready(self, call: tuple[Any, ...], key: Signature) -> bool:
@@ -327,19 +327,19 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         return self._values.signature(args[0], modes, extra)
 
     def _is_unseen(self, signature: Signature) -> bool:
-        return self._investment.measures and self._cache.is_new(signature)
+        return self._policy.measures and self._cache.is_new(signature)
 
     def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
         if not len(self._cache):
             self._conditions = self._current_conditions(has_graphs=True)
         signature, tensors = self._signature_of(call, self._conditions)
-        with self._investment.paying(), capture_cost(self._fit.pool.backend) as self._cost:
+        with self._policy.timing_capture(), capture_cost(self._fit.pool.backend) as self._cost:
             self._recovery.before_capture(call)
             for plan in self._cache.plans():
                 plan.gradients.release_ownership()
             self._kept.count()
             if self._in_graph is not None and not len(self._cache):
-                self._in_graph.gather_state()
+                self._in_graph.defragment_state()
             return self._capture.capture(call, tensors, signature, self._watch)
 
     def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
@@ -401,7 +401,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         if self._waits:
             self._waits = False
             self._messages.replayed()
-        self._moves.replays += 1
+        self._churn.replays += 1
         plan.launch("forward")
         if (ddp := self._ranks.ddp) is not None:  # the replay has reduced gradients
             ddp.require_forward_param_sync = plan.conditions.phase.stepping
@@ -422,7 +422,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         if reason:
             self._rebind(reason)
         conditions = self._watch.conditions()
-        if self._moves.are_too_many(conditions.hyper_parameters):
+        if self._churn.are_too_many(conditions.hyper_parameters):
             self._rebind()
             conditions = self._watch.conditions()
         return conditions

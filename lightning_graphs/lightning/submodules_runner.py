@@ -83,8 +83,8 @@ class ModuleRunner:
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
             self._update = CapturedUpdate(fit, gradients, verifier)
-        stage = self._graphs.stage
-        quick = QuickLog(module, lambda: stage.stepping)
+        state = self._graphs.state
+        quick = QuickLog(module, lambda: state.stepping)
         self._open.enter_context(log_exchanged(module, quick))
 
     @property
@@ -93,8 +93,8 @@ class ModuleRunner:
 
     @property
     def held(self) -> str:
-        update = self._update
-        return self._graphs.held or ("update" if update is not None and update.is_new else "")
+        is_new = self._update is not None and self._update.is_new
+        return self._graphs.memory_risk or ("update" if is_new else "")
 
     def close(self) -> None:
         if self._update is not None:
@@ -114,7 +114,7 @@ class ModuleRunner:
             with self._compiled.watching():
                 return self._calls.training_step(*args, **kwargs)
         self._graphs.begin(args)
-        if self._graphs.insured and self._graphs.stage.replays:
+        if self._graphs.insured and self._graphs.state.replays:
             self._graphs.insured -= 1
             self._recovery.insure(args, self._again)
         return self._stepping(args, kwargs)
@@ -125,12 +125,12 @@ class ModuleRunner:
         return self._stepping(args, kwargs)
 
     def _stepping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._graphs.stage.stepping = True
+        self._graphs.state.stepping = True
         try:
             with self._graphs.watching():
                 return self._calls.training_step(*args, **kwargs)
         finally:
-            replayed = self._graphs.stage.has_replayed
+            replayed = self._graphs.state.has_replayed
             self._statistics.replayed += replayed
             self._statistics.eager += not replayed
             self._graphs.end()
@@ -144,14 +144,14 @@ class ModuleRunner:
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass, in which calls that recompute activations stay eager."""
-        stage = self._graphs.stage
-        stepping, stage.stepping = stage.stepping, False
+        state = self._graphs.state
+        stepping, state.stepping = state.stepping, False
         self._gradients.has_external_references()
         try:
             with self._graphs.watching(closure_loss):
                 return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
         finally:
-            stage.stepping = stepping
+            state.stepping = stepping
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any

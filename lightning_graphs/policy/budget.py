@@ -135,7 +135,7 @@ class MemoryBudget:
             raise MemoryKept
 
 
-def gather(tensors: Iterable[Tensor]) -> None:
+def defragment(tensors: Iterable[Tensor]) -> None:
     """Move tensors together where much memory lies unused between them and others.
 
     An optimizer makes its state in the first step, wherever gradients and activations leave room.

@@ -87,7 +87,7 @@ class _Sample:
     batch: Hashable
     start: Mark
     counted: tuple[tuple[object, ...], int, list[int]]  # when it began
-    kept: bool = False
+    is_timed: bool = False
     records: tuple[GraphRecord, ...] = ()
 
     @property
@@ -141,8 +141,8 @@ class StepTiming:
         first, key = int(not sample.records), sample.key
         self._taken[key] += 1
         self._replays.update(map(id, sample.records))
-        sample.kept = first < self._taken[key] <= first + SAMPLES
-        if sample.kept or (not sample.records and sample.step > 0):
+        sample.is_timed = first < self._taken[key] <= first + SAMPLES
+        if sample.is_timed or (not sample.records and sample.step > 0):
             self._pending.append((sample, self._stopwatch.mark()))
 
     def is_complete(self) -> bool:
@@ -163,13 +163,13 @@ class StepTiming:
             self._keep(sample, end, ms)
 
     def _keep(self, sample: _Sample, end: Mark, ms: float) -> None:
-        pace = self._statistics.pace
+        step_times = self._statistics.step_times
         if sample.records:
-            pace.replayed.append(ms)
+            step_times.replayed.append(ms)
         else:
-            pace.eager.append(ms)
-            pace.behind.append(self._stopwatch.behind(end))
-        if not sample.kept:
+            step_times.eager.append(ms)
+            step_times.behind.append(self._stopwatch.behind(end))
+        if not sample.is_timed:
             return
         kind: Literal["eager", "replay"] = "replay" if sample.records else "eager"
         self._statistics.times.append(StepTime(step=sample.step, kind=kind, ms=ms))
@@ -263,7 +263,7 @@ class CapturePolicy:
         given = options.min_repeats
         # Times decide, and not sightings alone
         self.measures = timed and options.only_if_faster and given is None
-        self._pace = statistics.pace if self.measures else None
+        self._step_times = statistics.step_times if self.measures else None
         self._sightings = _SIGHTINGS if given is None else given
         # After how many steps the first graph may come
         self.earliest = options.warmup_steps + (0 if self.measures else self._sightings)
@@ -288,22 +288,22 @@ class CapturePolicy:
                 "graphs have to be dropped before they have paid off "
                 f"({lost} graphs, {uses} replays)"
             )
-        if self._pace is None:
+        if self._step_times is None:
             return "" if seen > self._sightings else TOO_RARE
         if moved and seen <= self._sightings:
             return "values that the step reads have moved on"
-        if not self._pace.eager:
+        if not self._step_times.eager:
             return NOT_TIMED
-        saving, left = self._saving(self._pace), self._steps_left()
+        saving, remaining = self._saving(self._step_times), self._steps_left()
         if saving <= 0.0:
             return _BUSY
         margin = _FURTHER_MARGIN if self._costs else _MARGIN
-        wanted, self._expected = margin * self._cost(self._pace) / saving, left * share
-        if left < wanted:
-            most = _SAVED * self._part * median(self._pace.eager)
-            at_best = _MARGIN * self._cost(self._pace) / most
-            self.is_over = not self._costs and left < at_best
-            if saving <= _LEAST_SAVED * self._part * median(self._pace.eager):
+        wanted, self._expected = margin * self._cost(self._step_times) / saving, remaining * share
+        if remaining < wanted:
+            most = _SAVED * self._part * median(self._step_times.eager)
+            at_best = _MARGIN * self._cost(self._step_times) / most
+            self.is_over = not self._costs and remaining < at_best
+            if saving <= _LEAST_SAVED * self._part * median(self._step_times.eager):
                 return _BUSY
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
         return "" if self._expected >= wanted else TOO_RARE
@@ -311,13 +311,13 @@ class CapturePolicy:
     @property
     def break_even(self) -> float:
         """How many replays repay a capture."""
-        if self._pace is None or not self._pace.eager:
+        if self._step_times is None or not self._step_times.eager:
             return PAYBACK
-        saving = self._saving(self._pace)
-        return self._cost(self._pace) / saving if saving > 0.0 else float("inf")
+        saving = self._saving(self._step_times)
+        return self._cost(self._step_times) / saving if saving > 0.0 else float("inf")
 
     @contextmanager
-    def paying(self) -> Iterator[None]:
+    def timing_capture(self) -> Iterator[None]:
         """Measure what a capture costs, whether it succeeds or not."""
         self.tries_again()
         self._goes_on = True
@@ -334,28 +334,28 @@ class CapturePolicy:
     def goes_on_with_host(self) -> bool:
         """Whether a capture is still worth it, now that it must look at every operator."""
         self._dearer = _DEARER
-        self._goes_on = self._pace is None or self._expected >= _MARGIN * self.break_even
+        self._goes_on = self._step_times is None or self._expected >= _MARGIN * self.break_even
         return self._goes_on
 
     def goes_on_with_part(self, part: float) -> bool:
         """Whether captures are still worth it where a part of each step at least has graphs."""
         self._part, self._dearer = max(part, _LEAST_SAVED), _DEARER
         self._costs.clear()
-        return self._pace is None or self._steps_left() >= _MARGIN * self.break_even
+        return self._step_times is None or self._steps_left() >= _MARGIN * self.break_even
 
-    def _saving(self, pace: StepTimes) -> float:
+    def _saving(self, times: StepTimes) -> float:
         """Milliseconds that a replay saves."""
-        eager = median(pace.eager)
-        if pace.replayed:
-            return eager - median(pace.replayed)
+        eager = median(times.eager)
+        if times.replayed:
+            return eager - median(times.replayed)
         # A device that is still busy when a step has been launched did not wait for launches.
-        return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(pace.behind))) * self._part
+        return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(times.behind))) * self._part
 
-    def _cost(self, pace: StepTimes) -> float:
+    def _cost(self, times: StepTimes) -> float:
         """Milliseconds that the next capture costs."""
         if not self._costs:
             steps, constant = _FIRST_CAPTURE
-            return (steps * median(pace.eager) + constant) * self._dearer
+            return (steps * median(times.eager) + constant) * self._dearer
         first, *further = self._costs
         return median(further) if further else _FURTHER_CAPTURE * first
 
@@ -364,7 +364,7 @@ class CapturePolicy:
     @property
     def affords_verification(self) -> bool:
         """Whether one more verification is within what verification may take of the fit's time."""
-        if self._pace is None or not self._verification:
+        if self._step_times is None or not self._verification:
             return True
         allowed = _FOR_VERIFICATION * (perf_counter() - self._started)
         return self._verified + self._verification <= allowed

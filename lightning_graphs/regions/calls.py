@@ -93,7 +93,7 @@ class CallGuards:
         """All of this at the capture, the code of the modules, too."""
         return (self.reads.now, self.values), (self._code.exchanged, "")
 
-    def left(self) -> tuple[dict[str, Tensor], Stores]:
+    def side_effects(self) -> tuple[dict[str, Tensor], Stores]:
         """Tensors that the body has written, and attributes that it has set, since last asked."""
         return self.environment.loose.written(), self.reads.stored()
 
@@ -115,8 +115,8 @@ class GraphedCall(Plan):
     """The graphs of one call of a module."""
 
     call: ObservedCall
-    graphed: GraphedCallable
-    baked: CallGuards  # of its capture
+    callable: GraphedCallable
+    guards: CallGuards  # of its capture
     cost: CaptureCost  # what its capture took
     parameters: list[Parameter]  # of the module
     # What the call writes beside parameters and buffers, by name
@@ -130,7 +130,7 @@ class GraphedCall(Plan):
         return not any(p.requires_grad is (p in frozen) for p in self.parameters)
 
     def fits(self, call: tuple[tuple[Any, ...], Mapping[str, Any]]) -> bool:
-        return self.is_as_captured and self.holds() and self.graphed.accepts(*call)
+        return self.is_as_captured and self.holds() and self.callable.accepts(*call)
 
     def what_differs(self) -> str:
         """What is not as it was at the capture, for a person to read."""
@@ -149,24 +149,24 @@ class CapturedStep(Plan):
         calls: Sequence[ObservedCall],
         observation: Observation,
         captured: Sequence[GraphedCall],  # the graphs of every call that has some
-        baked: CallGuards,
+        guards: CallGuards,
     ) -> None:
-        self._orders = list(dict.fromkeys(site.graphed.order for site in captured))
-        super().__init__(key=(kind, baked.values), checks=baked.checks)
+        self._orders = list(dict.fromkeys(graphed.callable.order for graphed in captured))
+        super().__init__(key=(kind, guards.values), checks=guards.checks)
         self.kind = kind
         self.calls = calls
-        self.baked = baked
+        self.guards = guards
         self.captured = captured
         # For each observed module the graphs of its calls under autograd, in their order; None for
         # a call that stays eager.
-        self.sites: dict[nn.Module, list[GraphedCall | None]] = {}
-        made = {site.call: site for site in captured}
+        self.graphed_calls: dict[nn.Module, list[GraphedCall | None]] = {}
+        made = {graphed.call: graphed for graphed in captured}
         inside = set(calls)  # a replay makes no calls
         for call in observation.calls:
             if call.parent in inside:
                 inside.add(call)
             elif call.grad_enabled:
-                self.sites.setdefault(call.module, []).append(made.get(call))
+                self.graphed_calls.setdefault(call.module, []).append(made.get(call))
         # Tables of hooks inside of the modules, all empty: a replay calls no hook.
         self.hook_tables = [
             table
@@ -183,11 +183,11 @@ class CapturedStep(Plan):
     def is_kept(self) -> bool:
         """Whether a caller still holds an output that was handed out without a copy."""
         # Any graph over the same memory may overwrite it.
-        return any(site.graphed.outputs.is_kept for site in self.captured)
+        return any(graphed.callable.outputs.is_kept for graphed in self.captured)
 
     def change(self, to: CapturedStep) -> str:
         lines = self.kind.change(to.kind)
-        lines += moved_values(self.baked.values, to.baked.values)
+        lines += moved_values(self.guards.values, to.guards.values)
         return listed(lines)
 
     def fits(self, call: StepCall) -> bool:
@@ -203,41 +203,41 @@ class CapturedStep(Plan):
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
         """Refuse a backward pass for some gradients only, where graphs write them themselves."""
-        for site in self.captured:
-            if any(tensor is p for tensor in inputs for p in site.parameters):
+        for graphed in self.captured:
+            if any(tensor is p for tensor in inputs for p in graphed.parameters):
                 raise ReplayError(
                     "A graphed module cannot compute some of its gradients only.",
                     "torch.autograd.grad or backward(inputs=...) was called for parameters of "
-                    f"`{site.call.name}`",
-                    f'write GraphCapture(exclude=["{site.call.name}"])',
+                    f"`{graphed.call.name}`",
+                    f'write GraphCapture(exclude=["{graphed.call.name}"])',
                 )
 
     def enter(self, statistics: Statistics) -> None:
-        for found in self.sites.values():
-            if sites := [site for site in found if site is not None]:
-                enter(sites, statistics, f"; {len(sites)} calls" if len(sites) > 1 else "")
+        for found in self.graphed_calls.values():
+            if calls := [graphed for graphed in found if graphed is not None]:
+                enter(calls, statistics, f"; {len(calls)} calls" if len(calls) > 1 else "")
 
 
-def release(sites: Sequence[GraphedCall], statistics: Statistics) -> None:
-    for site in sites:  # one stands for all of its module, none of which is empty yet
-        statistics.released(site.graphed.forward_graph)
-    for site in sites:
-        site.graphed.reset()
+def release(graphed_calls: Sequence[GraphedCall], statistics: Statistics) -> None:
+    for graphed in graphed_calls:  # one stands for all of its module, none of which is empty yet
+        statistics.released(graphed.callable.forward_graph)
+    for graphed in graphed_calls:
+        graphed.callable.reset()
 
 
-def enter(sites: Sequence[GraphedCall], statistics: Statistics, remark: str) -> None:
+def enter(graphed_calls: Sequence[GraphedCall], statistics: Statistics, remark: str) -> None:
     """Enter the graphs of one module in the statistics, and count their replays there."""
-    first = sites[0]
-    added = next((site.cost.added for site in sites if site.cost.added), {})
-    cost = CaptureCost(sum(site.cost.ms for site in sites), added)
+    first = graphed_calls[0]
+    added = next((graphed.cost.added for graphed in graphed_calls if graphed.cost.added), {})
+    cost = CaptureCost(sum(graphed.cost.ms for graphed in graphed_calls), added)
     graphs: list[CUDAGraph] = []
-    for site in sites:
-        backward = site.graphed.backward_pass
-        graphs += [site.graphed.forward_graph, *([backward.graph] if backward is not None else [])]
-    words = tensors_in_words(first.graphed.plan.signature) + remark
+    for graphed in graphed_calls:
+        forward, backward = graphed.callable.forward_graph, graphed.callable.backward_pass
+        graphs += [forward, *([backward.graph] if backward is not None else [])]
+    words = tensors_in_words(first.callable.plan.signature) + remark
     record = statistics.captured(words, graphs, cost, scope=f"module {first.call.name}")
-    for site in sites:
-        site.record = record
+    for graphed in graphed_calls:
+        graphed.record = record
 
 
 class Flags(NamedTuple):
@@ -320,7 +320,7 @@ class CaptureConfig:
     # Raises where graphs differ from the modules' code
     check: Callable[[Sequence[GraphedCall]], object]
     compiled: CompiledCode  # whether steps run any
-    lends: bool = True  # outputs that the next graph reads are handed out without a copy
+    aliases: bool = True  # outputs that the next graph reads are handed out without a copy
     # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
     # gradients of some parameters only, autograd must know of them.
     direct: bool = True
@@ -329,7 +329,7 @@ class CaptureConfig:
 
 
 def capture_step(
-    calls: Sequence[ObservedCall], observation: Observation, means: CaptureConfig
+    calls: Sequence[ObservedCall], observation: Observation, config: CaptureConfig
 ) -> tuple[list[GraphedCall], CallGuards]:
     """Capture forward and backward of these calls in the order in which the step ran them."""
     # No call is inside of another. Those without autograd share graphs that are made when called.
@@ -345,18 +345,18 @@ def capture_step(
     # The backward of one that had none, should it run in the same step, finds its activations
     # whatever ran in between. The next step makes them void.
     alone = [call for call in recorded if call.requires_grad and call.backwards == 0]
-    together = set(recorded) - set(alone)
-    groups = [(means.pool, [(call, way) for call, way in observation.passes if call in together])]
-    groups += [(means.pool.beside(), _both(call)) for call in alone]
+    in_order = set(recorded) - set(alone)
+    groups = [(config.pool, [(call, way) for call, way in observation.passes if call in in_order])]
+    groups += [(config.pool.beside(), _both(call)) for call in alone]
     # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
     # autocast's cache, which is off.
-    return _captured(calls, groups, means, recorded, warm=not means.compiled.runs)
+    return _captured(calls, groups, config, recorded, warm=not config.compiled.runs)
 
 
-def capture_alone(call: ObservedCall, means: CaptureConfig) -> GraphedCall:
+def capture_alone(call: ObservedCall, config: CaptureConfig) -> GraphedCall:
     """Capture a call without autograd, which any other may follow."""
-    sites, _ = _captured([call], [(means.pool, _both(call))], means, None, warm=False)
-    return sites[0]
+    graphed_calls, _ = _captured([call], [(config.pool, _both(call))], config, None, warm=False)
+    return graphed_calls[0]
 
 
 def _both(call: ObservedCall) -> list[Pass]:
@@ -366,34 +366,34 @@ def _both(call: ObservedCall) -> list[Pass]:
 def _captured(
     calls: Sequence[ObservedCall],
     groups: Sequence[tuple[GraphPool, Sequence[Pass]]],
-    means: CaptureConfig,
-    together: Sequence[ObservedCall] | None,  # the captured calls of a step; None of one by itself
+    config: CaptureConfig,
+    in_order: Sequence[ObservedCall] | None,  # the captured calls of a step; None of one by itself
     *,
     warm: bool,  # the calls have just run, as they are captured
 ) -> tuple[list[GraphedCall], CallGuards]:
     """Capture passes in their order, each group of them over the memory of a pool."""
     modules = list(dict.fromkeys(call.module for call in calls))
-    baked = CallGuards(means.environment(modules), modules)
+    guards = CallGuards(config.environment(modules), modules)
     captures: list[_Capture] = []
     pools: list[GraphPool] = []
     try:
-        with capture_cost(means.pool.backend) as cost, baked.watched():
+        with capture_cost(config.pool.backend) as cost, guards.watched():
             for memory, passes in groups:
                 own, order = memory.beside(memory.handle), ReplayOrder()
                 pools.append(own)
                 here: dict[ObservedCall, _Capture] = {}
                 for call in dict.fromkeys(call for call, _ in passes):
-                    capture = here[call] = _Capture(call, means, own, order, baked)
+                    capture = here[call] = _Capture(call, config, own, order, guards)
                     captures.append(capture)
                     if not warm:
                         capture.warm_up(1)
                     capture.begin()
                 for call, way in passes:
-                    here[call].run(way, here if means.lends else {})
-        sites = [capture.site(baked.checks_of(capture.observed, together)) for capture in captures]
-        for site in sites:
-            site.graphed.outputs.track_aliases()
-        means.check(sites)
+                    here[call].run(way, here if config.aliases else {})
+        graphed_calls = [c.graphed_call(guards.checks_of(c.observed, in_order)) for c in captures]
+        for graphed in graphed_calls:
+            graphed.callable.outputs.track_aliases()
+        config.check(graphed_calls)
     except BaseException:
         for capture in captures:
             capture.abandon()
@@ -401,9 +401,9 @@ def _captured(
             pool.close()
         raise
     # All of them share the memory, whose size takes long to read: the first one stands for it.
-    for site in sites[:1]:
-        site.cost.added.update(cost.added)
-    return sites, baked
+    for graphed in graphed_calls[:1]:
+        graphed.cost.added.update(cost.added)
+    return graphed_calls, guards
 
 
 def _of_module(name: str, error: ReplayError) -> None:
@@ -423,20 +423,20 @@ class _Capture(CallableCapture):
     def __init__(
         self,
         call: ObservedCall,
-        means: CaptureConfig,
+        config: CaptureConfig,
         pool: GraphPool,
         order: ReplayOrder,
-        baked: CallGuards,
+        guards: CallGuards,
     ) -> None:
         self.observed = call
-        self._baked = baked
+        self._guards = guards
         self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
-        summed = means.adds and call.shares_parameters
-        direct = means.direct and not (hooked or summed or call.partial)
-        settings = CaptureSettings(pool, order, direct, True, gradients=means.gradients)
+        summed = config.adds and call.shares_parameters
+        direct = config.direct and not (hooked or summed or call.partial)
+        settings = CaptureSettings(pool, order, direct, True, gradients=config.gradients)
         with self._explained():
             self._attributes = PythonSnapshot(iter_objects(call.module))
             made_of = call.args, call.kwargs, settings, call.original, call.known
@@ -445,7 +445,7 @@ class _Capture(CallableCapture):
     @calls_observed
     def warm_up(self, iterations: int) -> None:
         """Run the call, and put back what it writes: a run before that one shows what."""
-        run, loose = partial(super().warm_up, iterations), self._baked.environment.loose
+        run, loose = partial(super().warm_up, iterations), self._guards.environment.loose
         kept = loose.snapshot = Snapshot(loose.tensors)
         try:
             with self._explained(), kept.undone(), self._refusing():
@@ -485,26 +485,26 @@ class _Capture(CallableCapture):
     @calls_observed
     def run(self, way: Direction, producers: Mapping[ObservedCall, _Capture]) -> None:
         """Capture a pass, which copies nothing in that graphs of these captures have already."""
-        self._baked.left()  # by others, since
+        self._guards.side_effects()  # by others, since
         with self._explained(), self._refusing():
             if way == "forward":
                 self.capture_forward(self._sources_of_arguments(producers))
             else:
                 self.capture_backward(self._sources_of_gradients(producers))
-        written, self._stores[way] = self._baked.left()
+        written, self._stores[way] = self._guards.side_effects()
         self._written |= written
 
-    def site(self, checks: tuple[Check, ...]) -> GraphedCall:
+    def graphed_call(self, checks: tuple[Check, ...]) -> GraphedCall:
         """The graphs, at the end of all captures, that are right as long as these hold."""
         with as_observed(self.observed):
             stores = self._stores["forward"], self._stores["backward"]
-            graphed = self.finish(stores, partial(_of_module, self.observed.name))
+            made = self.finish(stores, partial(_of_module, self.observed.name))
         return GraphedCall(
-            key=(self.observed.key(), self.observed.kernels, self._baked.values),
+            key=(self.observed.key(), self.observed.kernels, self._guards.values),
             checks=((BackendFlags.now, self.observed.kernels), *checks),
             call=self.observed,
-            graphed=graphed,
-            baked=self._baked,
+            callable=made,
+            guards=self._guards,
             cost=self._cost,
             parameters=list(self.observed.module.parameters()),
             written=self._written,
@@ -512,7 +512,7 @@ class _Capture(CallableCapture):
 
     def _refusing(self) -> AbstractContextManager[None]:
         """Refuse what the module's code does that no replay can do."""
-        environment, reads = self._baked.environment, self._baked.reads
+        environment, reads = self._guards.environment, self._guards.reads
         return environment.refusing_in(self.observed.module, self._attributes, reads)
 
     @contextlib.contextmanager

@@ -48,7 +48,7 @@ class StepMessages:
         if before is not None and (change := listed(differences(before, signature))):
             self._messages.recaptured(f"captured another graph, because {change}", change)
 
-    def waiting(
+    def explain_wait(
         self,
         signature: Signature,  # of the step
         why_not: str,  # why it is not captured
@@ -224,7 +224,7 @@ class TrainingContext:
     pool: GraphPool  # owner of graphs, memory and stream
     statistics: Statistics  # where decisions are counted
     messages: Messages  # tells the user
-    investment: CapturePolicy  # decides what is worth a capture
+    policy: CapturePolicy  # decides what is worth a capture
     budget: MemoryBudget  # what memory may be taken
     ranks: Any  # does whole steps the same way on all ranks
     watch: Client  # the loop around the regions
@@ -235,10 +235,10 @@ class TrainingContext:
 class CaptureFacts:
     """What a fit has learned of its steps: it stays when their graphs are dropped."""
 
-    def __init__(self, fit: TrainingContext, on_change: Callable[[], object]) -> None:
+    def __init__(self, context: TrainingContext, on_change: Callable[[], object]) -> None:
         self.reads = AttributeGuards()  # attributes that captured steps read
         self.places = StepState(  # where steps store something
-            fit.module, self.reads, on_change, lambda: fit.watch.optimizers
+            context.module, self.reads, on_change, lambda: context.watch.optimizers
         )
         self.has_host_half = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own

@@ -341,8 +341,8 @@ _UNKNOWN = "no step that was captured calls it so often, or in this order"
 class DispatchState:
     """What all graphed modules of a fit share."""
 
-    fit: TrainingContext
-    means: CaptureConfig  # of calls without autograd, which may be replayed in any order
+    context: TrainingContext
+    config: CaptureConfig  # of calls without autograd, which may be replayed in any order
     stepping: bool = False  # a training step's own code is running, and no backward pass
     evaluating: bool = False  # a validation step's is, and it shall have graphs
     stale: str = ""  # why no graph may be right any longer; empty if all may
@@ -367,16 +367,16 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     knows it again.
     """
 
-    def __init__(self, name: str, module: nn.Module, stage: DispatchState) -> None:
-        self.sites: Sequence[GraphedCall | None] = ()  # graphs of the present step's calls
+    def __init__(self, name: str, module: nn.Module, state: DispatchState) -> None:
+        self.graphed_calls: Sequence[GraphedCall | None] = ()  # graphs of the present step's calls
         self.is_graphed = False  # calls may have graphs
         self._label = name
         self._module = module
         self._attributes = vars(module)
-        self._stage = stage
+        self._state = state
         self._calls = 0
         self._missing = ""
-        self._alone = Lifecycle[Arguments, GraphedCall](self, stage.fit, None)
+        self._alone = Lifecycle[Arguments, GraphedCall](self, state.context, None)
         self._look()
 
     def _look(self) -> None:
@@ -390,9 +390,9 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     def is_installed(self) -> bool:
         return self._attributes.get(self._place) is self
 
-    def begin(self, sites: Sequence[GraphedCall | None]) -> None:
+    def begin(self, graphed_calls: Sequence[GraphedCall | None]) -> None:
         """Begin a step with graphs for these calls."""
-        self.sites = sites
+        self.graphed_calls = graphed_calls
         self._calls = 0
         self.install()
 
@@ -403,7 +403,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         if not self.is_graphed or before == (self._place, self._own):
             self._attributes[self._place] = self
         else:
-            self._stage.stale = f"the forward of `{self._label}` was exchanged"
+            self._state.stale = f"the forward of `{self._label}` was exchanged"
 
     def uninstall(self) -> None:
         """Give the place back; may be called again."""
@@ -422,7 +422,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # it sees nothing of this but the original
             return self._original(*args, **kwargs)
-        observer = self._stage.observer
+        observer = self._state.observer
         if observer is not None:
             begun = observer.begin(self._label, self._module, self._original, args, kwargs)
         answer = self._answer(args, kwargs)
@@ -434,53 +434,54 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
 
     def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What a replay returns; nothing for a call that has none."""
-        stage = self._stage
-        if not self.is_graphed or not (stage.stepping or stage.evaluating):
+        state = self._state
+        if not self.is_graphed or not (state.stepping or state.evaluating):
             return _NONE
         if not torch.is_grad_enabled():
-            site = None if in_transform() else self._alone.plan_for((args, kwargs))
-            return _NONE if site is None else self._replayed(site, args, kwargs)
-        if not stage.stepping:
+            graphed = None if in_transform() else self._alone.plan_for((args, kwargs))
+            return _NONE if graphed is None else self._replayed(graphed, args, kwargs)
+        if not state.stepping:
             return _NONE
         index = self._calls
         self._calls = index + 1
         self._missing = _UNKNOWN
-        site = self.sites[index] if index < len(self.sites) else None
-        if site is None and index < len(self.sites):  # a call that was seen, and stays eager
+        is_known = index < len(self.graphed_calls)
+        graphed = self.graphed_calls[index] if is_known else None
+        if graphed is None and is_known:  # it was seen, and stays eager
             return _NONE
-        if site is not None and not site.holds():
-            self._missing = site.what_differs()
+        if graphed is not None and not graphed.holds():
+            self._missing = graphed.what_differs()
         # Out of order it would overwrite what a pending backward pass needs.
-        elif site is not None and site.graphed.is_next:
-            answer = self._replayed(site, args, kwargs)
+        elif graphed is not None and graphed.callable.is_next:
+            answer = self._replayed(graphed, args, kwargs)
             if answer is not _NONE:
                 return answer
-        if stage.replays and not (stage.missed or stage.stale or stage.seeded):
-            stage.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
+        if state.replays and not (state.missed or state.stale or state.seeded):
+            state.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return _NONE
 
-    def _replayed(self, site: GraphedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if site.graphed.is_seeded():
-            self._stage.seeded = True
+    def _replayed(self, graphed: GraphedCall, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if graphed.callable.is_seeded():
+            self._state.seeded = True
             return _NONE
         try:
-            answer = site.graphed.call(args, kwargs)
+            answer = graphed.callable.call(args, kwargs)
         except SignatureError as error:
             self._missing = str(error)
             # After a call without a graph the next one is given other tensors, which is no news.
-            follows = bool(self._stage.missed or self._stage.stale or self._stage.seeded)
-            self._stage.astray |= isinstance(error, ArgumentElsewhereError) and not follows
+            follows = bool(self._state.missed or self._state.stale or self._state.seeded)
+            self._state.astray |= isinstance(error, ArgumentElsewhereError) and not follows
             return _NONE
         except ReplayError as error:
-            if site.graphed.bring_back():
-                return self._replayed(site, args, kwargs)
+            if graphed.callable.bring_back():
+                return self._replayed(graphed, args, kwargs)
             self._missing = str(error)
-            if site.is_as_captured:
-                self._stage.stale = MOVED
+            if graphed.is_as_captured:
+                self._state.stale = MOVED
             return _NONE
-        site.uses += 1
-        site.record.replays += 1
-        self._stage.has_replayed = True
+        graphed.uses += 1
+        graphed.record.replays += 1
+        self._state.has_replayed = True
         return answer
 
     # ------------------------------------------------------------------ calls without autograd
@@ -489,38 +490,38 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         observed = self._observed(call)
         # What earlier captures have read: a value that never returns is not worth a graph.
         plans = self._alone.cache.plans()
-        read = frozenset(item for site in plans for item in site.baked.reads.now())
+        read = frozenset(item for graphed in plans for item in graphed.guards.reads.now())
         return observed.key(), observed.kernels, read
 
     def _observed(self, call: Arguments) -> ObservedCall:
         this = self._label, self._module, self._original
-        return ObservedCall(*this, *call, self._stage.means.pool.backend.device_type)
+        return ObservedCall(*this, *call, self._state.config.pool.backend.device_type)
 
     def capture(self, call: Arguments, key: Any) -> GraphedCall:
-        stage = self._stage
+        state = self._state
         # Modules inside of this one answer by themselves.
-        before = stage.stepping, stage.evaluating
-        stage.stepping = stage.evaluating = False
+        before = state.stepping, state.evaluating
+        state.stepping = state.evaluating = False
         try:
-            return capture_alone(self._observed(call), stage.means)
+            return capture_alone(self._observed(call), state.config)
         finally:
-            stage.stepping, stage.evaluating = before
+            state.stepping, state.evaluating = before
 
     def enter(self, plan: GraphedCall, call: Arguments) -> None:
-        enter([plan], self._stage.fit.statistics, "; without autograd")
+        enter([plan], self._state.context.statistics, "; without autograd")
 
     def refuse(self, error: GraphError) -> None:
-        fit = self._stage.fit
-        if isinstance(error, CallDiffers) and fit.options.on_failure == "raise":
+        context = self._state.context
+        if isinstance(error, CallDiffers) and context.options.on_failure == "raise":
             raise error
-        fit.messages.note(f"`{self._label}` runs eagerly without autograd", error)
+        context.messages.note(f"`{self._label}` runs eagerly without autograd", error)
 
     def discard(self, plan: GraphedCall) -> None:
-        release([plan], self._stage.fit.statistics)
+        release([plan], self._state.context.statistics)
 
     def forget(self) -> None:
         """Release the graphs that are not a step's."""
-        self.sites = ()
+        self.graphed_calls = ()
         self._alone.cache.clear()
 
     def remove(self) -> None:

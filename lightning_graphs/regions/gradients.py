@@ -64,7 +64,7 @@ class BucketReduction:
         self._ddp = ddp
         self._buckets = buckets
         self._bucket_of = {p: i for i, bucket in enumerate(buckets) for p in bucket}
-        self._waiting: defaultdict[int, dict[Parameter, Tensor]] = defaultdict(dict)
+        self._incomplete: defaultdict[int, dict[Parameter, Tensor]] = defaultdict(dict)
         self._begun: list[tuple[Any, list[Tensor]]] = []  # with the views of their buckets
 
     def unprepared(self) -> contextlib.AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class BucketReduction:
             self._finish()
         finally:
             self._begun.clear()
-            self._waiting.clear()
+            self._incomplete.clear()
 
     def _ahead_of_cast(
         self, parameter: Parameter, _: object, gradients: tuple[Tensor | None, ...]
@@ -107,11 +107,11 @@ class BucketReduction:
             self._take(parameter, parameter.grad)  # type: ignore[arg-type]
 
     def _take(self, parameter: Parameter, gradient: Tensor) -> None:
-        self._waiting[self._bucket_of[parameter]][parameter] = gradient
+        self._incomplete[self._bucket_of[parameter]][parameter] = gradient
         for i in range(len(self._begun), len(self._buckets)):
-            if len(self._waiting[i]) < len(self._buckets[i]):
+            if len(self._incomplete[i]) < len(self._buckets[i]):
                 break
-            self._begun.append(self._reduce(self._buckets[i], self._waiting.pop(i)))
+            self._begun.append(self._reduce(self._buckets[i], self._incomplete.pop(i)))
 
     def _reduce(
         self, bucket: Sequence[Parameter], gradients: dict[Parameter, Tensor]
@@ -139,7 +139,7 @@ class BucketReduction:
                 parameter.grad = gradient
 
     def _refuse(self) -> NoReturn:
-        came = set().union(*self._waiting.values(), *self._buckets[: len(self._begun)])
+        came = set().union(*self._incomplete.values(), *self._buckets[: len(self._begun)])
         pairs = self._ddp.module.named_parameters()
         name, *others = [name for name, p in pairs if p in self._bucket_of and p not in came]
         raise CaptureError(
@@ -303,7 +303,7 @@ class GradientBuffers:
         self.storages = [address_of(local(b).untyped_storage()) for b in self.buffers]
 
     @property
-    def held(self) -> int:
+    def pool_bytes(self) -> int:
         """Bytes in the graphs' pool that only these gradients use."""
         return sum(b.nbytes for b in self.buffers) if self.in_pool and not self._is_released else 0
 

@@ -39,13 +39,13 @@ class PlanCache(Generic[Key, AnyPlan]):
 
     def __init__(
         self,
-        investment: CapturePolicy,
+        policy: CapturePolicy,
         release: Callable[[AnyPlan], None],  # called with a plan that leaves the cache
         capacity: int | None = None,  # number of plans at most; None: as many as are worth it
         # What of a key comes back, where the rest are values that may move on
         shape: Callable[[Key], Hashable] = lambda key: key,
     ) -> None:
-        self._investment = investment
+        self._policy = policy
         self._release = release
         self._capacity = float("inf") if capacity is None else capacity
         self._shape = shape
@@ -97,7 +97,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         lost = self._captures - len(shapes)
         uses = self._past_uses + sum(map(attrgetter("uses"), self.by_key.values()))
         moved = shape in shapes  # there are plans for it, for other values
-        self.why_not = self._investment.why_not(seen, share, lost, uses, moved=moved)
+        self.why_not = self._policy.why_not(seen, share, lost, uses, moved=moved)
         self.is_full = not self.why_not and not self._has_room(shape)
         if self.is_full:
             self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
@@ -135,7 +135,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         if other is None or self._shape(other) == shape:
             return True
         least = self._shapes.get(self._shape(other), 0.0)
-        return self._shapes[shape] >= 2.0 * least + self._investment.break_even
+        return self._shapes[shape] >= 2.0 * least + self._policy.break_even
 
     def _in_the_way(self, shape: Hashable) -> Key | None:
         """Whose plan gives way to one of this shape: the oldest of its own, or the least used."""
@@ -260,7 +260,7 @@ class Context(Protocol):
     """What all regions of a fit share."""
 
     @property
-    def investment(self) -> CapturePolicy: ...
+    def policy(self) -> CapturePolicy: ...
     @property
     def ranks(self) -> Ranks: ...
     @property
@@ -279,7 +279,7 @@ class Lifecycle(Generic[Call, P]):
         shape: Callable[[Any], Hashable] = lambda key: key,
     ) -> None:
         self._region = region
-        self._policy, self._ranks = context.investment, context.ranks
+        self._policy, self._ranks = context.policy, context.ranks
         self._verifier = verifier
         capacity = context.options.max_graphs
         self.cache = PlanCache[Any, P](self._policy, region.release, capacity, shape)
@@ -300,7 +300,7 @@ class Lifecycle(Generic[Call, P]):
         if self.is_failing:
             choice = GIVE_UP
         if not self._ranks.are_one:
-            choice, wish = self._ranks.settle(choice, wish)
+            choice, wish = self._ranks.agree(choice, wish)
         self.has_failed |= choice == GIVE_UP
         if plan is not None and choice <= CAPTURE:
             plan.cancel()
@@ -343,7 +343,7 @@ class Lifecycle(Generic[Call, P]):
         """Capture and verify a call whose key was due; None where that fails."""
         region = self._region
         try:
-            plan = self._ranks.together(partial(region.capture, call, key), self._undo)
+            plan = self._ranks.all_or_none(partial(region.capture, call, key), self._undo)
         except GraphError as error:
             if not region.may_succeed(key, error):
                 self._refuse(key, error)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.policy.budget import gather
+from lightning_graphs.policy.budget import defragment
 from lightning_graphs.private.distributed import local
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import count_for_schedulers, step_hook_tables
@@ -269,11 +269,11 @@ class CapturableOptimizer:
             for group, flags in zip(groups, given, strict=True):
                 group.update(flags)
 
-    def gather_state(self) -> None:
+    def defragment_state(self) -> None:
         """Move the state together in memory; to be called before the first capture."""
         if self._device.type == "cuda":
             values = chain.from_iterable(state.values() for state in self.guard.state.values())
-            gather(local(value) for value in values if isinstance(value, Tensor))
+            defragment(local(value) for value in values if isinstance(value, Tensor))
 
     def refresh(self) -> None:
         """Fill the learning rates on the device if they have changed since."""

@@ -87,13 +87,13 @@ divides gradients by the loss scale itself, and its hooks see scaled ones."""
 class StepBody:
     """The step of one fit, without the hooks of its client."""
 
-    fit: TrainingContext
+    context: TrainingContext
     optimizer: Optimizer
     capturable: CapturableOptimizer | None
     observers: Observers
 
     def __post_init__(self) -> None:
-        self.module, self.client = self.fit.module, self.fit.watch
+        self.module, self.client = self.context.module, self.context.watch
         self._scaler = self.client.scaler
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class StepBody:
         """What is around a step that is captured, or compared with its graphs."""
         with (
             places.changes_undone(generators, listed),
-            self.fit.watch.around_step(),
+            self.context.watch.around_step(),
             recorder.recording(),
             torch.enable_grad(),
         ):
@@ -143,7 +143,7 @@ class StepBody:
         try:
             refuse_tracers(returned)
             output = OutputPlan(returned, static=False)
-            loss = self.fit.watch.loss_of(returned)
+            loss = self.context.watch.loss_of(returned)
         except CaptureError as error:
             add_line(error, "returned at", returned_by(self.client.function))
             raise
@@ -264,17 +264,17 @@ class StepCapture(StepBody):
 
     def __init__(
         self,
-        fit: TrainingContext,
+        context: TrainingContext,
         learned: CaptureFacts,
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
         observers: Observers,
     ) -> None:
-        super().__init__(fit, optimizer, capturable, observers)
+        super().__init__(context, optimizer, capturable, observers)
         self._learned = learned
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._copies = self.client.copies_on_host
-        self._units = fit.ranks.units
+        self._units = context.ranks.units
         self._registers_hooks = False
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
@@ -326,8 +326,8 @@ class StepCapture(StepBody):
             CaptureError: It is refused, whatever was learned.
         """
         self._asked.clear()
-        self.fit.investment.tries_again()
-        compiled = self.fit.compiled.runs
+        self.context.policy.tries_again()
+        compiled = self.context.compiled.runs
         try:
             return attempt()
         except CaptureError as error:
@@ -352,7 +352,7 @@ class StepCapture(StepBody):
             self._room_on_device = error.needed
         if raised or waits or isinstance(error, NoRoomError):
             return Outcome.REFUSED
-        if compiled != self.fit.compiled.runs:
+        if compiled != self.context.compiled.runs:
             return Outcome.LEARNED  # it was followed as if none of it was compiled
         if isinstance(error, PlaceUsedError):
             learned.places.are_used(error.place)
@@ -363,7 +363,7 @@ class StepCapture(StepBody):
             return Outcome.REFUSED
         if not (learned.has_host_half or compiled):
             learned.has_host_half = True
-            goes_on = not self.fit.ranks.are_one or self.fit.investment.goes_on_with_host()
+            goes_on = not self.context.ranks.are_one or self.context.policy.goes_on_with_host()
             return Outcome.LEARNED if goes_on else Outcome.TOO_DEAR
         if learned.is_unseen and self._asked:
             learned.is_unseen = learned.has_host_half = False
@@ -380,7 +380,7 @@ class StepCapture(StepBody):
                 raise
         else:
             for graph in plan.graphs.values():
-                self.fit.pool.release(graph)
+                self.context.pool.release(graph)
         finally:
             self._finds_draws = False
 
@@ -419,15 +419,15 @@ class StepCapture(StepBody):
             yield
 
     def _could_follow(self, asked: Conversion) -> bool:
-        own = self.fit.watch.own
-        is_new = asked not in self._conversions and not self.fit.compiled.runs
+        own = self.context.watch.own
+        is_new = asked not in self._conversions and not self.context.compiled.runs
         return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
 
     def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> HostTracer | None:
         """Be ready to follow what the coming capture computes on the host."""
         self._recording, self._clocks = None, Readings()
         device = self.module.device
-        if self._learned.has_host_half and not self.fit.compiled.runs:
+        if self._learned.has_host_half and not self.context.compiled.runs:
             copies, room = self._copies(tensors), self._room_on_device
             self._recording = HostTracer(device, inputs.tensors, copies, room)
         tape = None if self._recording is None else self._recording.tape
@@ -436,7 +436,7 @@ class StepCapture(StepBody):
         return self._recording
 
     def _refuse_recorded_beside_compiled(self) -> None:
-        if self._recording is not None and self.fit.compiled.runs:
+        if self._recording is not None and self.context.compiled.runs:
             raise CaptureError(  # and once more without: it runs eagerly while that is done
                 "A capture cannot record what the host computes beside compiled code.",
                 "the step calls code that torch.compile has made",
@@ -470,7 +470,7 @@ class StepCapture(StepBody):
         unread: UnreadValues,
     ) -> StepPlan:
         (batch, *rest), phase = given, conditions_of(signature).phase
-        segments = Segments(self.fit.pool, self._learned.reads)
+        segments = Segments(self.context.pool, self._learned.reads)
         scaling: dict[str, Any] = {}
 
         def cut(name: str) -> None:
@@ -485,14 +485,14 @@ class StepCapture(StepBody):
             recording = self._follow_host(tensors, inputs)
             own = unread.left_out(batch, inputs.tensors)
             effects = self._learned.places.capturing(own)
-            arguments = (own, *self.fit.watch.arguments(rest, self._numbers.number))
-            environment = self.fit.watch.environment()
+            arguments = (own, *self.context.watch.arguments(rest, self._numbers.number))
+            environment = self.context.watch.environment()
             targets = self._targets(phase, environment)
             recorder = self.client.recorder()
             recorder.live = self._numbers.logged
             with (
                 state_undone(self.optimizer, targets.parameters),
-                self.fit.compiled.watching(),
+                self.context.compiled.watching(),
                 self._surrounded(environment, recorder, effects),
                 objects_undone(own, environment.outside.listed),
             ):
@@ -567,7 +567,7 @@ class StepCapture(StepBody):
         self._old_gradients = environment.old_gradients(effects.own)
         number, listed = self._numbers.number, environment.outside.listed
         rates = None if self.capturable is None else self.capturable.live_rates()
-        parts = self.fit.watch.schedulers, self.optimizer, rates
+        parts = self.context.watch.schedulers, self.optimizer, rates
         self._in_optimizer = number_places(*parts, number)
         with (
             effects.exchanged(number),
@@ -584,10 +584,10 @@ class StepCapture(StepBody):
         host: AbstractContextManager[None] = nullcontext()
         followed: AbstractContextManager[None] = nullcontext()
         clocks: AbstractContextManager[None] = nullcontext()
-        if not self.fit.compiled.runs:
+        if not self.context.compiled.runs:
             followed = calls_followed(self._conversions)
             clocks = clocks_exchanged(
-                self.fit.watch.own, partial(self._clocks.reading, self._numbers)
+                self.context.watch.own, partial(self._clocks.reading, self._numbers)
             )
         if self._finds_draws:
             host = draws_refused(self.module.device)
@@ -600,7 +600,7 @@ class StepCapture(StepBody):
         return result
 
     def _backward(self, loss: Tensor) -> None:
-        watch, reduction = self.fit.watch, self._reduction
+        watch, reduction = self.context.watch, self._reduction
         casts: AbstractContextManager[None] = nullcontext()
         if reduction is not None and not self._registers_hooks and watch.is_backward_unseen(loss):
             casts = reduction.reducing(loss)

@@ -67,8 +67,8 @@ class Observed:
     kind: StepKind
     values: Hashable  # of attributes that earlier captures of such steps have read
     observer: StepObserver  # sees its calls, and keeps their arguments
-    forwards: list[ForwardDispatcher]  # stand in place of what it sees calls of
-    left: int = FEW  # how many steps with other values may come before
+    dispatchers: list[ForwardDispatcher]  # stand in place of what it sees calls of
+    waits: int = FEW  # how many steps with other values may come before
 
 
 class ModuleGraphs(Region[StepCall, CapturedStep]):
@@ -76,94 +76,94 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
 
     def __init__(
         self,
-        fit: TrainingContext,
+        context: TrainingContext,
         facts: StepFacts,
         gradients: PersistentGradients,
         verifier: Verifier,
         *,
         looks_at_shapes: bool,  # in the first step that is observed, too
     ) -> None:
-        module, options, pool = fit.module, fit.options, fit.pool
+        module, options, pool = context.module, context.options, context.pool
         apart = pool.beside()
         self._watches_requests, self._again = facts.direct, facts.again
-        left = PATIENCE if facts.again.line else 0
+        waits = PATIENCE if facts.again.line else 0
         # A step that goes through a graph twice is run once more, or else waited for.
-        self._patience, self.insured = (0, left) if facts.repeats else (left, 0)
+        self._patience, self.insured = (0, waits) if facts.repeats else (waits, 0)
         self._verifier, self._checks = verifier, CallChecks(verifier, module, facts.device)
-        made_with = facts.environment, pool, gradients, self._checks.check, fit.compiled
-        self._means = CaptureConfig(*made_with, direct=facts.direct, adds=facts.adds)
+        made_with = facts.environment, pool, gradients, self._checks.check, context.compiled
+        self._config = CaptureConfig(*made_with, direct=facts.direct, adds=facts.adds)
         # What decides over the calls while a step runs.
-        self.stage = DispatchState(fit, replace(self._means, pool=apart))
-        self._fit = fit
+        self.state = DispatchState(context, replace(self._config, pool=apart))
+        self._context = context
         self._gradients = gradients
         self._device_type = pool.backend.device_type
-        self._choice = ModuleSelection(module, options)
+        self._selection = ModuleSelection(module, options)
         self._flags = FlagsReader(module)
         # Of modules that were ever observed, and of those that have graphs
-        self._forwards: dict[nn.Module, ForwardDispatcher] = {}
+        self._dispatchers: dict[nn.Module, ForwardDispatcher] = {}
         self._graphed: dict[nn.Module, ForwardDispatcher] = {}
-        self._life = Lifecycle[StepCall, CapturedStep](self, fit, verifier, itemgetter(0))
+        self._life = Lifecycle[StepCall, CapturedStep](self, context, verifier, itemgetter(0))
         self._plans = self._life.cache
         self._last: CapturedStep | None = None
         self._forgotten = 0  # how often all graphs were
         self._observed: Observed | None = None
         self._missed = 0  # steps with a call that found no graph
         self._idle = 0  # steps in a row that called no graphed module
-        fit.messages.scope_changed()
+        context.messages.scope_changed()
         self._may_be_whole = facts.may_be_whole
-        self._looks_at_shapes = looks_at_shapes and not fit.compiled.runs
+        self._looks_at_shapes = looks_at_shapes and not context.compiled.runs
         # What may leave too little memory for a step that was not replayed yet; or empty.
-        self.held = ""
+        self.memory_risk = ""
 
     def close(self) -> None:
         self._stop_observing()
-        for forward in self._graphed.values():
-            forward.remove()
+        for dispatcher in self._graphed.values():
+            dispatcher.remove()
         self._graphed.clear()
         self._plans.clear()
         self._last = None
-        self.stage.means.pool.close()
+        self.state.config.pool.close()
 
     # ------------------------------------------------------------------ each step
 
     def begin(self, args: tuple[Any, ...]) -> None:
         """Begin a step with this batch: with graphs, or eagerly and perhaps observed."""
-        stage = self.stage
-        if stage.astray:
-            self._lend_no_longer("a graphed module is given other tensors, which are copied now")
+        state = self.state
+        if state.astray:
+            self._stop_aliasing("a graphed module is given other tensors, which are copied now")
         elif self._last is not None and self._last.is_kept:
             # Any replay over the same memory may overwrite it.
-            self._lend_no_longer("an output of a graphed module is kept, and is copied now")
+            self._stop_aliasing("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
             self._look_back(self._observed)
-        elif stage.replays:
+        elif state.replays:
             self._look_at_missed()
-        if stage.stale:
-            self._forget(stage.stale)
+        if state.stale:
+            self._forget(state.stale)
         step = self._step_for(StepCall(args[:1], self._flags.now()))
-        stage.missed, stage.seeded, stage.has_replayed = "", False, False
+        state.missed, state.seeded, state.has_replayed = "", False, False
         if step is None:
-            self.held = "graphs" if len(self._plans) else ""
+            self.memory_risk = "graphs" if len(self._plans) else ""
             if self._observed is not None:
-                self.held = "arguments"
+                self.memory_risk = "arguments"
         else:
             is_settled = step.uses >= (SETTLED if self._verifier.budget.is_tight else 1)
-            self.held = "" if is_settled else "replays"
+            self.memory_risk = "" if is_settled else "replays"
             if step.uses < SETTLED or self._verifier.budget.is_tight:
                 self._verifier.budget.settle()
             step.begin()
-        stage.replays = step is not None
-        for module, forward in self._graphed.items():
-            forward.begin(() if step is None else step.sites.get(module, ()))
+        state.replays = step is not None
+        for module, dispatcher in self._graphed.items():
+            dispatcher.begin(() if step is None else step.graphed_calls.get(module, ()))
 
     def _look_at_missed(self) -> None:
         """Say that the calls of the last step had no graphs; drop them if none is of use."""
-        stage, note = self.stage, self._fit.messages.note
-        self._missed += bool(stage.missed)
-        if stage.missed and self._missed == PATIENCE:
-            note(stage.missed)
+        state, note = self.state, self._context.messages.note
+        self._missed += bool(state.missed)
+        if state.missed and self._missed == PATIENCE:
+            note(state.missed)
         has_graphs = bool(self._graphed and self._last is not None and self._last.captured)
-        is_idle = has_graphs and not (stage.missed or stage.has_replayed or stage.seeded)
+        is_idle = has_graphs and not (state.missed or state.has_replayed or state.seeded)
         self._idle = self._idle + 1 if is_idle else 0
         if self._idle == FEW:
             note("steps run eagerly that call no graphed module")
@@ -176,19 +176,19 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         add_line(error, "see", self._again)  # where a backward pass of Lightning's was refused
         self._forget(f"a step cannot be served: {error.observed}")
         self._observe(kind)
-        self.stage.has_replayed = self.stage.replays = False
+        self.state.has_replayed = self.state.replays = False
 
     def begin_evaluating(self) -> None:
         """Begin a validation step, whose calls without autograd have graphs."""
-        self.stage.evaluating = True
-        for forward in self._graphed.values():
-            forward.install()
+        self.state.evaluating = True
+        for dispatcher in self._graphed.values():
+            dispatcher.install()
 
     def end(self) -> None:
         """End the step's own code: every module is as its author made it."""
-        self.stage.stepping = self.stage.evaluating = False
-        for forward in self._graphed.values():
-            forward.uninstall()
+        self.state.stepping = self.state.evaluating = False
+        for dispatcher in self._graphed.values():
+            dispatcher.uninstall()
 
     def watching(self, loss: Any = None) -> AbstractContextManager[None]:
         """See what the body does, a part of a step or its backward pass, where that counts."""
@@ -204,22 +204,22 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     ) -> Iterator[None]:
         observed.observer.look_behind(loss)
         # Where a backward pass is inside of the step's own code, they are there already.
-        forwards = [forward for forward in observed.forwards if not forward.is_installed]
-        for forward in forwards:
-            forward.install()
-        before, self.stage.observer = self.stage.observer, observed.observer
+        dispatchers = [d for d in observed.dispatchers if not d.is_installed]
+        for dispatcher in dispatchers:
+            dispatcher.install()
+        before, self.state.observer = self.state.observer, observed.observer
         try:
-            compiled = self._fit.compiled.watching()
+            compiled = self._context.compiled.watching()
             with requests, compiled, observed.observer.looking_at_shapes():
                 yield
         finally:
-            self.stage.observer = before
-            for forward in forwards:
-                forward.uninstall()
+            self.state.observer = before
+            for dispatcher in dispatchers:
+                dispatcher.uninstall()
 
-    def _lend_no_longer(self, reason: str) -> None:
-        self.stage.astray = False
-        self._means = replace(self._means, lends=False)
+    def _stop_aliasing(self, reason: str) -> None:
+        self.state.astray = False
+        self._config = replace(self._config, aliases=False)
         self._forget(reason)
 
     def _step_for(self, call: StepCall) -> CapturedStep | None:
@@ -234,25 +234,25 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         return step
 
     def _difference(self, before: StepKind, kind: StepKind) -> list[str]:
-        steps = (step.baked for step in self._plans_of(kind))
+        steps = (step.guards for step in self._plans_of(kind))
         moved = (
-            line + named_at(line, baked.environment.outside.codes)
-            for baked in steps
-            for line in moved_values(baked.values, baked.reads.now())
+            line + named_at(line, guards.environment.outside.codes)
+            for guards in steps
+            for line in moved_values(guards.values, guards.reads.now())
         )
         return before.change(kind) or list(dict.fromkeys(moved))
 
     def _read(self, kind: StepKind) -> Hashable:
         """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
-        return frozenset(item for step in self._plans_of(kind) for item in step.baked.reads.now())
+        return frozenset(item for step in self._plans_of(kind) for item in step.guards.reads.now())
 
     def _plans_of(self, kind: StepKind) -> list[CapturedStep]:
         return [step for step in self._plans.plans() if step.kind == kind]
 
     def _asked(self, inputs: Sequence[Any]) -> None:
         """A backward pass is started for these tensors only: autograd knows of all from now on."""
-        self._means = replace(self._means, direct=False)
-        if self.stage.replays and self._last is not None:
+        self._config = replace(self._config, direct=False)
+        if self.state.replays and self._last is not None:
             self._last.refuse_requests(inputs)
         elif self._plans.plans():
             self._forget("a step asks for some gradients only")
@@ -260,13 +260,13 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     # ------------------------------------------------------------------ observation and capture
 
     def _observe(self, kind: StepKind) -> None:
-        stage, looks = self.stage, self._looks_at_shapes
-        observer = StepObserver(self._device_type, lambda: stage.stepping, looks_at_shapes=looks)
-        forwards = [
-            self._forwards.setdefault(module, ForwardDispatcher(name, module, stage))
-            for name, module in self._choice.candidates().items()
+        state, looks = self.state, self._looks_at_shapes
+        observer = StepObserver(self._device_type, lambda: state.stepping, looks_at_shapes=looks)
+        dispatchers = [
+            self._dispatchers.setdefault(module, ForwardDispatcher(name, module, state))
+            for name, module in self._selection.candidates().items()
         ]
-        self._observed = Observed(kind, self._read(kind), observer, forwards)
+        self._observed = Observed(kind, self._read(kind), observer, dispatchers)
 
     def _stop_observing(self) -> None:
         if self._observed is not None:
@@ -280,32 +280,32 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         now = self._flags.now()  # a capture finds the hooks and the precision that are there
         is_fit = now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels
         if not (is_fit and self._read(kind) == observed.values):
-            if observed.left > 0:
-                observed.left -= 1  # values may take turns
+            if observed.waits > 0:
+                observed.waits -= 1  # values may take turns
                 return
             is_fit &= not any(step.holds() for step in self._plans_of(kind))
         self._observed = None
         if not is_fit:
             return
-        if self._choice.learn(observation):
+        if self._selection.learn(observation):
             self._patience = 0
         elif self._patience > 0:
             self._patience -= 1
-            self._fit.messages.note(
+            self._context.messages.note(
                 "steps run eagerly until one shows which module create_graph=True or "
                 f"retain_graph=True is about, {PATIENCE} steps at most: {self._again.describe()}"
             )
             return
-        unsteady = self._choice.leave_out_unsteady(kind, observation, self._fit.messages.note)
-        for module in unsteady:
+        note = self._context.messages.note
+        for module in self._selection.leave_out_unsteady(kind, observation, note):
             if module in self._graphed:
                 self._graphed.pop(module).remove()
-        if self._choice.wants_another(kind, observation):
-            part = self._choice.steady_part(observation)
-            if len(self._plans) or self._fit.investment.goes_on_with_part(part):
+        if self._selection.wants_another(kind, observation):
+            part = self._selection.steady_part(observation)
+            if len(self._plans) or self._context.policy.goes_on_with_part(part):
                 self._observe(kind)
             return
-        calls = self._choice.first(observation, self._fit.messages.note)
+        calls = self._selection.first(observation, note)
         self._life.capture(StepCall((), now, calls, observation), (kind, self._read(kind)))
 
     # ------------------------------------------------------------------ the region
@@ -317,12 +317,12 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     def wait(self, call: StepCall, key: Any) -> None:
         plans = self._plans
         is_new, is_full = plans.is_new(key), plans.is_full
-        self._fit.messages.waits(
+        self._context.messages.waits(
             key[0], plans.why_not, self._difference, is_new=is_new, at_once=is_full
         )
 
     def is_ready(self, call: StepCall, key: Any) -> bool:
-        self._fit.messages.replayed()
+        self._context.messages.replayed()
         if self._observed is None:  # else one waits for its values to come back
             self._observe(key[0])
         return False
@@ -331,25 +331,25 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         """Capture the calls that were observed, or what those call that are refused."""
         kind, calls, observation = key[0], call.calls, call.observation
         assert observation is not None
-        options, messages = self._fit.options, self._fit.messages
-        with self._fit.investment.paying():
+        options, messages = self._context.options, self._context.messages
+        with self._context.policy.timing_capture():
             while calls:
                 try:
                     self._verifier.budget.require_room("A captured module")
                     with self._gradients.capturing():
-                        sites, baked = capture_step(calls, observation, self._means)
-                    return CapturedStep(kind, calls, observation, sites, baked)
+                        graphed_calls, guards = capture_step(calls, observation, self._config)
+                    return CapturedStep(kind, calls, observation, graphed_calls, guards)
                 except CallRefused as error:
                     differs = isinstance(error, CallDiffers)
                     if options.on_failure == "raise" and (options.modules or differs):
                         raise
                     follows = not differs and may_follow_values(error.__cause__)
-                    if follows and not (self._looks_at_shapes or self._fit.compiled.runs):
+                    if follows and not (self._looks_at_shapes or self._context.compiled.runs):
                         self._looks_at_shapes = True  # another step shows all that it is about
                         self._observe(kind)
                         return None
-                    self._choice.refuse(error.call.module)
-                    calls = self._choice.calls(observation)
+                    self._selection.refuse(error.call.module)
+                    calls = self._selection.calls(observation)
                     messages.refused(error.call.name, error)
         whole = ', scope="step" tries the whole step' if self._may_be_whole else ""
         if options.on_failure == "eager" and observation.calls:
@@ -366,25 +366,25 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         )
 
     def refuse(self, error: GraphError) -> None:
-        if self._fit.options.on_failure == "raise":
+        if self._context.options.on_failure == "raise":
             raise error
         if isinstance(error, NoRoomError):
-            self._fit.messages.note("a step runs eagerly", error)
+            self._context.messages.note("a step runs eagerly", error)
 
     def discard(self, plan: CapturedStep) -> None:
-        release(plan.captured, self._fit.statistics)
+        release(plan.captured, self._context.statistics)
 
     def enter(self, plan: CapturedStep, call: StepCall) -> None:
-        statistics = self._fit.statistics
+        statistics = self._context.statistics
         plan.enter(statistics)
         for made in plan.calls:
-            forward = self._graphed[made.module] = self._forwards[made.module]
-            forward.is_graphed = True
+            dispatcher = self._graphed[made.module] = self._dispatchers[made.module]
+            dispatcher.is_graphed = True
         statistics.captures += 1
-        self._fit.messages.chosen(list(dict.fromkeys(made.name for made in plan.calls)))
+        self._context.messages.chosen(list(dict.fromkeys(made.name for made in plan.calls)))
         if self._last is not None:
             change = self._last.change(plan)
-            self._fit.messages.recaptured(f"captured other graphs, because {change}", change)
+            self._context.messages.recaptured(f"captured other graphs, because {change}", change)
         self._last = plan
 
     def compare(self, plan: CapturedStep, call: StepCall) -> bool:
@@ -395,11 +395,11 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         try:
             self._checks.check(plan.captured, again=True)
         except CallDiffers as error:
-            if self._fit.options.on_failure == "raise":
+            if self._context.options.on_failure == "raise":
                 raise
-            self._choice.refuse(error.call.module)
+            self._selection.refuse(error.call.module)
             self._graphed.pop(error.call.module).remove()
-            self._fit.messages.refused(error.call.name, error)
+            self._context.messages.refused(error.call.name, error)
             # Each module can be wrong once only, so that this ends by itself.
             self._forget(f"`{error.call.name}` is no longer graphed")
             return False
@@ -409,14 +409,14 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         return True
 
     def _forget(self, reason: str) -> None:
-        self.stage.stale = ""
+        self.state.stale = ""
         self._forgotten += 1
-        self._fit.messages.recaptured(f"recapturing, because {reason}", reason)
+        self._context.messages.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()
         self._plans.clear()
         self._last = None
-        for forward in self._graphed.values():
-            forward.forget()
+        for dispatcher in self._graphed.values():
+            dispatcher.forget()
 
 
 @contextmanager

@@ -38,53 +38,53 @@ class CapturedUpdate(Region[Hashable, Plan]):
     """Takes the optimizer steps of a fit as graph launches; a region whose calls bring nothing."""
 
     def __init__(
-        self, fit: TrainingContext, gradients: PersistentGradients, verifier: Verifier
+        self, context: TrainingContext, gradients: PersistentGradients, verifier: Verifier
     ) -> None:
-        self.optimizer: Optimizer = fit.watch.optimizers[0]
+        self.optimizer: Optimizer = context.watch.optimizers[0]
         # The last step had no graph before it: no other step has run beside its memory.
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
-        self._fit = fit
-        self._pool = fit.pool.beside()
+        self._context = context
+        self._pool = context.pool.beside()
         self._gradients = gradients
         self._verifier = verifier
-        self._observers = fit.watch.observers()
-        self._moves = HyperParameterChurn(fit.watch.cycles)
+        self._observers = context.watch.observers()
+        self._churn = HyperParameterChurn(context.watch.cycles)
         self._awaited = StateAwaited()
-        self._life = Lifecycle[Hashable, Plan](self, fit, verifier)
+        self._life = Lifecycle[Hashable, Plan](self, context, verifier)
         self._bind()
 
     def _bind(self) -> None:
-        client, device_type = self._fit.watch, self._pool.backend.device_type
-        obstacle = capture_obstacle(self._fit.module, self.optimizer, device_type, client)
+        client, device_type = self._context.watch, self._pool.backend.device_type
+        obstacle = capture_obstacle(self._context.module, self.optimizer, device_type, client)
         if client.scaler is not None and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
-        if said := obstacle or self._moves.obstacle:
-            self._fit.messages.note(f"the optimizer step runs eagerly: {said}")
+        if said := obstacle or self._churn.obstacle:
+            self._context.messages.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
             return
-        self.capturable = CapturableOptimizer(self.optimizer, self._fit.module.device)
+        self.capturable = CapturableOptimizer(self.optimizer, self._context.module.device)
         if self.capturable.runs_other_kernel:
-            self._fit.messages.runs_fused(type(self.optimizer).__name__)
+            self._context.messages.runs_fused(type(self.optimizer).__name__)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
-        self._body = StepBody(self._fit, self.optimizer, self.capturable, self._observers)
+        self._body = StepBody(self._context, self.optimizer, self.capturable, self._observers)
         self._checks = Verification(self._verifier, self._body)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
-        if self._fit.watch.optimizers == [optimizer]:
+        if self._context.watch.optimizers == [optimizer]:
             self.optimizer = optimizer
             self._rebind("the optimizer was replaced")
 
     def step(self) -> bool:
         """Take the step on the gradients that there are, with the hooks before it."""
-        if self.capturable is None or self._moves.obstacle:
+        if self.capturable is None or self._churn.obstacle:
             return False
         hooked = bool(self._observers.before_step)
         if hooked:  # first: they may remove gradients, and move what a graph freezes
-            self._fit.watch.call_gradient_hooks(self.optimizer)
+            self._context.watch.call_gradient_hooks(self.optimizer)
         self.is_new = False
         plan = self._plan_for(self.capturable)
         self.is_new |= plan is None
@@ -93,24 +93,24 @@ class CapturedUpdate(Region[Hashable, Plan]):
                 self.optimizer.step()
             return hooked
         if not hooked:
-            self._fit.watch.announce_optimizer_step(self.optimizer)
-        self._moves.replays += 1
+            self._context.watch.announce_optimizer_step(self.optimizer)
+        self._churn.replays += 1
         plan.uses += 1
         plan.replay("step")
         return True
 
     def _plan_for(self, capturable: CapturableOptimizer) -> Plan | None:
-        reason = capturable.guard.changed(self._fit.watch.epoch)
+        reason = capturable.guard.changed(self._context.watch.epoch)
         if not (reason or self._guard.is_in_place() or self._guard.bring_back()):
             reason = "a parameter has moved"
         numbers = capturable.guard.numbers()
-        if reason or self._moves.are_too_many(numbers):
+        if reason or self._churn.are_too_many(numbers):
             self._rebind(reason)
             return None
         with_gradient = tuple([p.grad is not None for p in self._parameters])
         if not any(with_gradient):
             return None  # there would be nothing in the graph
-        return self._life.plan_for((numbers, self._fit.watch.clipping, with_gradient))
+        return self._life.plan_for((numbers, self._context.watch.clipping, with_gradient))
 
     # ------------------------------------------------------------------ the region
 
@@ -131,7 +131,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         gradients = GradientBuffers(with_gradient, self._gradients.of(with_gradient), others)
         with state_undone(self.optimizer, self._parameters), torch.no_grad():
             rates = capturable.live_rates()
-            with rates_exchanged(self._fit.watch.schedulers, self.optimizer, rates):
+            with rates_exchanged(self._context.watch.schedulers, self.optimizer, rates):
                 gradients.bind()
                 with self._pool.capture() as captured:
                     self._body.update()
@@ -158,9 +158,9 @@ class CapturedUpdate(Region[Hashable, Plan]):
         return self._awaited.may_come(key, error, self.optimizer)
 
     def refuse(self, error: GraphError) -> None:
-        if self._fit.options.on_failure == "raise" and isinstance(error, VerificationError):
+        if self._context.options.on_failure == "raise" and isinstance(error, VerificationError):
             raise error
-        self._fit.messages.note("the optimizer step runs eagerly", error)
+        self._context.messages.note("the optimizer step runs eagerly", error)
 
     def discard(self, plan: Plan) -> None:
         self._pool.release(plan.parts["step"].graph)
@@ -173,7 +173,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
 
     def _rebind(self, reason: str = "") -> None:
         if reason:
-            self._fit.messages.recaptured(
+            self._context.messages.recaptured(
                 f"recapturing the optimizer step, because {reason}", reason
             )
         self.close()

@@ -49,7 +49,7 @@ class Verification(StepBody):
     """Compares captured steps, and captured optimizer steps, with what Lightning runs."""
 
     def __init__(self, verifier: Verifier, body: StepBody, places: StepState | None = None) -> None:
-        super().__init__(body.fit, body.optimizer, body.capturable, body.observers)
+        super().__init__(body.context, body.optimizer, body.capturable, body.observers)
         self._places = places
         self._verifier = verifier
 
@@ -61,7 +61,7 @@ class Verification(StepBody):
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """With rates on the device: kernels round others otherwise."""
         rates = None if self.capturable is None else self.capturable.live_rates()
-        with rates_exchanged(self.fit.watch.schedulers, self.optimizer, rates):
+        with rates_exchanged(self.context.watch.schedulers, self.optimizer, rates):
             super().update(cut)
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
@@ -79,7 +79,7 @@ class Verification(StepBody):
             parts,
             self._verifier.written[plan.conditions],
             plan.gradients.buffers,
-            plan.gradients.held,  # they lie where the eager step would compute
+            plan.gradients.pool_bytes,  # they lie where the eager step would compute
         )
         with self._verifier.budget.nothing_kept():
             self._verifier.compare(ways, "a captured step was not verified")
@@ -106,7 +106,7 @@ class Verification(StepBody):
         generators = Generators(iter_objects(self.module), self.module.device, seen=seen)
         clocks: AbstractContextManager[None] = nullcontext()
         if plan.clocks is not None:
-            clocks = plan.clocks.repeated(self.fit.watch.own)
+            clocks = plan.clocks.repeated(self.context.watch.own)
         with (
             # But for the stand-ins of a capture: here every value is real
             self.surrounded(recorder, self._places, generators),
@@ -174,18 +174,18 @@ class CallChecks:
     def __init__(self, verifier: Verifier, root: nn.Module, device: torch.device) -> None:
         self._verifier, self._root, self._device = verifier, root, device
 
-    def check(self, sites: Sequence[GraphedCall], *, again: bool = False) -> None:
+    def check(self, graphed_calls: Sequence[GraphedCall], *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins."""
         # A replay runs only in order: a backward pass that is pending is void.
-        for site in sites:
-            site.graphed.order.begin()
-            self.check_site(site, again=again)
+        for graphed in graphed_calls:
+            graphed.callable.order.begin()
+            self.check_call(graphed, again=again)
 
-    def check_site(self, site: GraphedCall, *, again: bool = False) -> None:
+    def check_call(self, graphed: GraphedCall, *, again: bool = False) -> None:
         if not self._verifier.is_on:
             return
-        call = site.call
-        run = _CallRun(self._root, self._device, site, again=again)
+        call = graphed.call
+        run = _CallRun(self._root, self._device, graphed, again=again)
         code = call.module, call.training, call.frozen, call.grad_enabled, call.recomputed
         written = self._verifier.written[code]
         ways = Comparison(run.state, run.eager, run.replayed, run.parts, written)
@@ -202,19 +202,19 @@ class _CallRun:
     """One captured call with its arguments, and the state that it changes."""
 
     def __init__(
-        self, root: nn.Module, device: torch.device, site: GraphedCall, *, again: bool
+        self, root: nn.Module, device: torch.device, graphed: GraphedCall, *, again: bool
     ) -> None:
         self._device = device
-        self._site = site
-        call = site.call
+        self._graphed_call = graphed
+        call = graphed.call
         signature, samples = Signature.of(call.args, call.kwargs)
         self._names = signature.tensor_names
-        self._samples = site.graphed.inputs.tensors if again else samples
-        self._backward = site.graphed.backward_pass
+        self._samples = graphed.callable.inputs.tensors if again else samples
+        self._backward = graphed.callable.backward_pass
         tensors = {f"buffer `{call.name}.{n}`": b for n, b in call.module.named_buffers()}
-        tensors |= {f"tensor `{name}`": tensor for name, tensor in site.written.items()}
+        tensors |= {f"tensor `{name}`": tensor for name, tensor in graphed.written.items()}
         self._parameters = self._differentiable(root)
-        unseen = [*site.baked.environment.loose.small, *call.module.parameters()]
+        unseen = [*graphed.guards.environment.loose.small, *call.module.parameters()]
         parameters = {name: parameter for parameter, name in self._parameters.items()}
         self.state = RegionState(tensors, parameters, unseen)
         self.parts = (
@@ -225,7 +225,7 @@ class _CallRun:
 
     def _differentiable(self, root: nn.Module) -> dict[Tensor, str]:
         """The parameters that the call gives a gradient, those outside of the module among them."""
-        call, backward = self._site.call, self._backward
+        call, backward = self._graphed_call.call, self._backward
         found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
         if backward is not None:
             direct = backward.direct
@@ -236,7 +236,7 @@ class _CallRun:
 
     def eager(self) -> list[Result]:
         try:
-            return self._run(self._site.graphed.original, direct=False)
+            return self._run(self._graphed_call.callable.original, direct=False)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -251,11 +251,11 @@ class _CallRun:
         backward = self._backward
         direct = backward is not None and backward.direct is not None
         # No other graph waits for its backward pass: any argument may go into lent memory.
-        with replaced(self._site.graphed, "aliased_inputs", ()):
-            return self._run(self._site.graphed, direct=direct)
+        with replaced(self._graphed_call.callable, "aliased_inputs", ()):
+            return self._run(self._graphed_call.callable, direct=direct)
 
     def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
-        call = self._site.call
+        call = self._graphed_call.call
         drop_gradients(self._parameters)
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors

@@ -170,11 +170,11 @@ class Ranks(Protocol):
     ddp: Any  # the wrapper whose reducer sums gradients over ranks; None if there is none
     numbers: itertools.count[int]  # of plans, above CAPTURE and equal on all ranks
 
-    def settle(self, choice: int, wish: bool) -> tuple[int, bool]: ...
+    def agree(self, choice: int, wish: bool) -> tuple[int, bool]: ...
 
     def any(self, value: bool) -> bool: ...
 
-    def together(
+    def all_or_none(
         self,
         run: Callable[[], _Result],
         undo: Callable[[_Result], None] = ...,
@@ -300,12 +300,12 @@ class Verifier:
         """
         self._listener.compared()
         try:
-            state = self.ranks.together(partial(self._take, ways))
+            state = self.ranks.all_or_none(partial(self._take, ways))
             try:
                 # FSDP2 frees and fills all parameters in every step
                 if ways.written is not None and not self.ranks.whole_steps_only:
                     shown = partial(self._run_unreduced, ways.eager)
-                    run = partial(self.ranks.together, exchanges=True)
+                    run = partial(self.ranks.all_or_none, exchanges=True)
                     ways.written.add_to(state, shown, ways.spare, run)
                 self._require(ways, state, tolerance or self._tolerance)
             finally:
@@ -330,7 +330,7 @@ class Verifier:
 
     def _run(self, ways: Comparison, way: Callable[[], list[Result] | None]) -> list[Result]:
         """Run it one way on all ranks; what it computed, and its state after it."""
-        return self.ranks.together(lambda: (way() or []) + ways.state.results(), exchanges=True)
+        return self.ranks.all_or_none(lambda: (way() or []) + ways.state.results(), exchanges=True)
 
     def _require(self, ways: Comparison, state: Snapshot, tolerance: Tolerance) -> None:
         expected = self._run(ways, ways.eager)
@@ -339,7 +339,7 @@ class Verifier:
         del expected
         state.restore()
         found = self._run(ways, ways.replayed)
-        self.ranks.together(partial(self._require_names, names, [r.name for r in found]))
+        self.ranks.all_or_none(partial(self._require_names, names, [r.name for r in found]))
         now = fingerprints_of([result.value for result in found], together=True)
         del found
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
@@ -393,7 +393,7 @@ class Verifier:
                 if result.is_gradient and rule.is_rounding(eager, apart):
                     unjudged.add(result.name)
 
-        self.ranks.together(judge)
+        self.ranks.all_or_none(judge)
 
     def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
         ways = (("the eager step", eager, replayed), ("the replay", replayed, eager))

@@ -58,7 +58,7 @@ class Statistics(Report):
     # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
     waiting: str = ""  # why the last eager step was not captured, where none was refused
-    pace: StepTimes = field(default_factory=StepTimes)  # how long steps take
+    step_times: StepTimes = field(default_factory=StepTimes)  # how long steps take
     _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
     _uncounted: dict[CUDAGraph, Sequence[CUDAGraph]] = field(default_factory=dict)
 

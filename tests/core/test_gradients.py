@@ -163,7 +163,7 @@ def test_hooks_come_back_even_after_an_exception(device: torch.device) -> None:
     assert torch.autograd.grad(parameter.sum(), parameter)[0].tolist() == [1.0, 1.0]
 
 
-class Lending:
+class Aliasing:
     """A backward graph of three gradients, the second of which does not exist."""
 
     def __init__(self, device: torch.device) -> None:
@@ -191,10 +191,10 @@ def _flat(gradients: list[Tensor]) -> list[float]:
 
 
 def test_gradients_that_nobody_holds_are_lent_without_a_copy(device: torch.device) -> None:
-    lending = Lending(device)
+    aliasing = Aliasing(device)
     addresses = set()
     for value in (1.0, 5.0, 9.0):
-        found = lending.run(value)
+        found = aliasing.run(value)
         assert _flat(found) == [value, value + 1]
         addresses.add(found[0].data_ptr())
         assert all(g.data_ptr() % 64 == 0 for g in found)
@@ -204,21 +204,21 @@ def test_gradients_that_nobody_holds_are_lent_without_a_copy(device: torch.devic
 
 @pytest.mark.parametrize("held", [0, 1])
 def test_a_gradient_that_is_held_keeps_its_value(device: torch.device, held: int) -> None:
-    lending = Lending(device)
-    kept = lending.run(1.0)[held]
+    aliasing = Aliasing(device)
+    kept = aliasing.run(1.0)[held]
     alias = kept.view(-1)[:1] if kept.is_contiguous() else kept.detach()
     del kept
     for value in (5.0, 9.0):
-        assert _flat(lending.run(value)) == [value, value + 1]
+        assert _flat(aliasing.run(value)) == [value, value + 1]
         assert alias.reshape(-1).tolist()[0] == 1.0 + held
 
 
 def test_once_held_gradients_are_copies(device: torch.device) -> None:
-    lending = Lending(device)
-    kept = [lending.run(value) for value in (1.0, 5.0)]
+    aliasing = Aliasing(device)
+    kept = [aliasing.run(value) for value in (1.0, 5.0)]
     assert [_flat(g) for g in kept] == [[1.0, 2.0], [5.0, 6.0]]
     del kept
-    one, other = lending.run(7.0), lending.run(8.0)
+    one, other = aliasing.run(7.0), aliasing.run(8.0)
     assert one[0].data_ptr() != other[0].data_ptr()
     assert [_flat(one), _flat(other)] == [[7.0, 8.0], [8.0, 9.0]]
 

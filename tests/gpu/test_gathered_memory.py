@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_graphs.policy.budget import gather
+from lightning_graphs.policy.budget import defragment
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -32,7 +32,7 @@ def test_what_is_moved_keeps_its_values_and_leaves_no_gaps(strewn: list[Tensor])
     before = torch.cuda.memory_reserved()
     addresses = [tensor.data_ptr() for tensor in strewn]
     known = list(map(id, strewn))
-    gather(strewn)
+    defragment(strewn)
     assert torch.cuda.memory_reserved() < before - 30 * MIB
     assert list(map(id, strewn)) == known
     assert all(a != tensor.data_ptr() for a, tensor in zip(addresses, strewn, strict=True))
@@ -42,14 +42,14 @@ def test_what_is_moved_keeps_its_values_and_leaves_no_gaps(strewn: list[Tensor])
 def test_memory_with_other_users_stays_where_it_is(strewn: list[Tensor]) -> None:
     view = strewn[3][:5]
     address = strewn[3].data_ptr()
-    gather(strewn)
+    defragment(strewn)
     assert strewn[3].data_ptr() == address == view.data_ptr()
     strewn[3].fill_(7.0)
     assert view.tolist() == [7.0] * 5
 
 
 def test_the_memory_is_given_back_with_the_tensors(strewn: list[Tensor]) -> None:
-    gather(strewn)
+    defragment(strewn)
     before = torch.cuda.memory_reserved()
     strewn.clear()
     gc.collect()

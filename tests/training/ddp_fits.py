@@ -43,7 +43,7 @@ class Compiled(Plain):
         self.net.compile()
 
 
-class CaptureConfig(Net):
+class LogsMeans(Net):
     """Logs means over all ranks, and computes one in the step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -76,7 +76,7 @@ CASES: dict[str, Case] = {
     "hooks that look at gradients": lambda: {"trace": GradientTrace},
     "hooks that look before backward": lambda: {"trace": FullTrace},
     "bf16": lambda: {"precision": "bf16-mixed"},
-    "means over ranks": lambda: {"module": CaptureConfig},
+    "means over ranks": lambda: {"module": LogsMeans},
     "submodules": lambda: {"capture": {"scope": "modules"}},
     "submodules and accumulation": lambda: {
         "capture": {"scope": "modules"},

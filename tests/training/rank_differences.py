@@ -299,7 +299,7 @@ def parting(rank: int, root: Path) -> Any:
                 return
             (graphs,) = (c for c in trainer.callbacks if isinstance(c, GraphCapture))
             with pytest.raises(PartedError) as raised:
-                graphs._handler.runner._ranks.together(_find_no_memory, exchanges=True)
+                graphs._handler.runner._ranks.all_or_none(_find_no_memory, exchanges=True)
             assert not is_out_of_memory(raised.value)
             told.append(str(raised.value))
 

@@ -51,7 +51,7 @@ def test_a_capture_that_costs_too_much_by_then_is_left_for_later(
 ) -> None:
     asked: list[bool] = []
 
-    def goes_on(investment: CapturePolicy) -> bool:
+    def goes_on(policy: CapturePolicy) -> bool:
         asked.append(False)
         return False
 

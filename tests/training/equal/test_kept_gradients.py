@@ -183,7 +183,7 @@ def test_gradients_that_outlive_the_fit(backend: str, tmp_path: Path) -> None:
 
 
 class OnAGPU(Tensor):
-    """A tensor whose memory may be lent."""
+    """A tensor whose memory may be aliased."""
 
     is_cuda = True
 

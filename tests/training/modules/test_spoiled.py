@@ -18,8 +18,8 @@ from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.values.snapshot import Snapshot
 from tests.training import fits
 from tests.training.fits import Fit, assert_nothing_left, compare, prepare
+from tests.training.modules.test_aliasing import Chain
 from tests.training.modules.test_equal import Blocks
-from tests.training.modules.test_lending import Chain
 from tests.training.modules.test_verification import (
     HIDDEN,
     Normalized,
@@ -54,13 +54,13 @@ class Spoiled:
 def sites(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Every graphed callable that is checked."""
     found: list[Any] = []
-    original = CallChecks.check_site
+    original = CallChecks.check_call
 
-    def noting(self: CallChecks, site: Any, **options: Any) -> None:
-        found.append(site.graphed)
-        original(self, site, **options)
+    def noting(self: CallChecks, graphed_call: Any, **options: Any) -> None:
+        found.append(graphed_call.callable)
+        original(self, graphed_call, **options)
 
-    monkeypatch.setattr(CallChecks, "check_site", noting)
+    monkeypatch.setattr(CallChecks, "check_call", noting)
     return found
 
 

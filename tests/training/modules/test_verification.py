@@ -27,9 +27,9 @@ from tests.training.fits import (
     prepare,
     warned,
 )
+from tests.training.modules.test_aliasing import Chain, Keeping, Residual
 from tests.training.modules.test_calls import Frozen, ParameterHooks, Teacher, Twice
 from tests.training.modules.test_equal import Blocks
-from tests.training.modules.test_lending import Chain, Keeping, Residual
 from tests.training.modules.test_limits import Rebinding
 from tests.training.modules.test_manual import Accumulating, Gan
 
@@ -58,7 +58,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any]]] = {
     "blocks": (Blocks, verifying(*ALL)),
     "own choice": (Blocks, {"scope": "modules", "verify": 1}),
     "buffers": (Normalized, verifying("first", "net")),
-    "lent outputs": (Chain, verifying("blocks.*")),
+    "aliased outputs": (Chain, verifying("blocks.*")),
     "outputs used twice": (Residual, verifying("blocks.*")),
     "outputs that are kept": (Keeping, verifying("blocks.*")),
     "hooks on parameters": (ParameterHooks, verifying("blocks.*")),

@@ -72,42 +72,42 @@ class Keeping(Chain):
 
 
 @pytest.fixture
-def lent(monkeypatch: pytest.MonkeyPatch) -> set[AliasedBuffer]:
-    """All memory that was lent."""
+def aliased(monkeypatch: pytest.MonkeyPatch) -> set[AliasedBuffer]:
+    """All memory that callers may alias."""
     found: set[AliasedBuffer] = set()
     original = OutputPlan.alias_output
 
-    def lend(self: OutputPlan, index: int) -> AliasedBuffer:
+    def alias_output(self: OutputPlan, index: int) -> AliasedBuffer:
         found.add(original(self, index))
         return original(self, index)
 
-    monkeypatch.setattr(OutputPlan, "alias_output", lend)
+    monkeypatch.setattr(OutputPlan, "alias_output", alias_output)
     return found
 
 
 @pytest.mark.parametrize(("module", "count"), [(Chain, 2), (Residual, 2), (Changing, 0)])
 def test_outputs_go_from_graph_to_graph_unless_something_else_comes_between(
-    backend: str, tmp_path: Path, lent: set[AliasedBuffer], module: type[Chain], count: int
+    backend: str, tmp_path: Path, aliased: set[AliasedBuffer], module: type[Chain], count: int
 ) -> None:
     compare(*fit_twice(backend, tmp_path, module=module, capture=CAPTURE))
-    assert len(lent) == count
+    assert len(aliased) == count
 
 
 def test_an_output_that_somebody_keeps_is_not_overwritten(
-    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
+    backend: str, tmp_path: Path, aliased: set[AliasedBuffer]
 ) -> None:
     compare(*fit_twice(backend, tmp_path, module=Keeping, capture=CAPTURE))
-    assert len(lent) == 2
+    assert len(aliased) == 2
 
 
 def test_shapes_share_modules_and_not_memory(
-    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
+    backend: str, tmp_path: Path, aliased: set[AliasedBuffer]
 ) -> None:
     def data() -> list[dict[str, Any]]:
         return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
 
     compare(*fit_twice(backend, tmp_path, module=Chain, capture=CAPTURE, data=data))
-    assert len(lent) == 4
+    assert len(aliased) == 4
 
 
 class HandingOut(Chain):
@@ -122,13 +122,13 @@ class HandingOut(Chain):
 
 
 def test_hooks_after_the_step_see_what_a_lent_output_was(
-    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
+    backend: str, tmp_path: Path, aliased: set[AliasedBuffer]
 ) -> None:
     def data() -> list[dict[str, Any]]:
         return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
 
     compare(*fit_twice(backend, tmp_path, module=HandingOut, capture=CAPTURE, data=data))
-    assert len(lent) == 4
+    assert len(aliased) == 4
 
 
 class KeepingTheLast(Chain):
@@ -143,7 +143,7 @@ class KeepingTheLast(Chain):
 
 
 def test_an_output_that_is_kept_is_copied_from_then_on(
-    backend: str, tmp_path: Path, lent: set[AliasedBuffer]
+    backend: str, tmp_path: Path, aliased: set[AliasedBuffer]
 ) -> None:
     def data() -> list[dict[str, Any]]:
         return [b for pair in zip(batches(12), batches(12, size=6), strict=True) for b in pair]
@@ -152,7 +152,7 @@ def test_an_output_that_is_kept_is_copied_from_then_on(
         backend, tmp_path, module=KeepingTheLast, capture=CAPTURE, data=data
     )
     compare(*fits)
-    assert len(lent) == 4  # two outputs of either size, and none after the first replay
+    assert len(aliased) == 4  # two outputs of either size, and none after the first replay
     reasons = captured.statistics.recaptures
     assert any("an output of a graphed module is kept" in reason for reason in reasons)
 

@@ -57,11 +57,11 @@ class Fit:
         self.statistics = Statistics()
         self.steps: Sequence[Any] = ()
         self.done = 0
-        self.investment = CapturePolicy(
+        self.policy = CapturePolicy(
             Options(**options), self.statistics, lambda: len(self.steps) - self.done, timed=True
         )
         self.cache: PlanCache[Any, Plan] = PlanCache(
-            self.investment,
+            self.policy,
             lambda plan: None,
             capacity=options.get("max_graphs"),
         )
@@ -78,28 +78,28 @@ class Fit:
                 if self.done < 3:
                     self.cache.see(shape)
                 self.statistics.eager += 1
-                self.statistics.pace.eager.append(times.eager)
-                self.statistics.pace.behind.append(times.behind)
+                self.statistics.step_times.eager.append(times.eager)
+                self.statistics.step_times.behind.append(times.behind)
                 self.now += times.eager / 1e3
             else:
                 plan.uses += 1
                 self.statistics.replayed += 1
-                self.statistics.pace.replayed.append(times.replay)
+                self.statistics.step_times.replayed.append(times.replay)
                 self.now += times.replay / 1e3
         return self
 
     def _captured(self, shape: Any) -> Plan | None:
-        times, investment = self._times, self.investment
-        with investment.paying():
+        times, policy = self._times, self.policy
+        with policy.timing_capture():
             if not self._is_known:
                 self._is_known = True
                 self.now += times.refused / 1e3
-                if not investment.goes_on_with_host():
+                if not policy.goes_on_with_host():
                     return None
-                investment.tries_again()
+                policy.tries_again()
             self.now += (times.further if self.graphs else times.first) / 1e3
-        if times.verification and investment.affords_verification:
-            with investment.verifying():
+        if times.verification and policy.affords_verification:
+            with policy.verifying():
                 self.now += times.verification / 1e3
         plan = Plan(shape)
         self.cache.add(shape, plan)
@@ -129,7 +129,7 @@ def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> 
     assert fit.seconds == pytest.approx(steps * 0.04)
     # 5 steps and 150 ms for a first capture, one and a half times, at 28 ms a replay.
     assert "fewer steps are left than repay a capture (about 19)" in fit.cache.why_not
-    assert fit.investment.is_over
+    assert fit.policy.is_over
 
 
 def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> N
         fit.done = 100 - left
         assert not fit.cache.is_due("x")
         assert "fewer steps are left" in fit.cache.why_not
-        assert fit.investment.is_over == is_over
+        assert fit.policy.is_over == is_over
 
 
 def test_a_busy_gpu_gets_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_part_of_each_step_is_worth_less(
     fit.done = len(fit.steps) - left
     assert fit.cache.is_due("x") is True
     # 2.5 times 5 steps and 150 ms, one and a half times, at that part of 42 ms a step.
-    assert fit.investment.goes_on_with_part(part) is goes_on
+    assert fit.policy.goes_on_with_part(part) is goes_on
     assert fit.cache.is_due("x") is goes_on
     if not goes_on:
         assert "fewer steps are left than repay a capture" in fit.cache.why_not
@@ -292,12 +292,12 @@ def test_further_verifications_take_a_fiftieth_of_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fit = Fit(monkeypatch)
-    investment, verified = fit.investment, []
+    policy, verified = fit.policy, []
     for second in range(100):
         fit.now = float(second)
-        if investment.affords_verification:
+        if policy.affords_verification:
             verified.append(second)
-            with investment.verifying():
+            with policy.verifying():
                 fit.now += 0.5
     assert verified[0] == 0
     assert 100 * 0.02 / 0.5 - 1 <= len(verified) <= 100 * 0.02 / 0.5 + 2
