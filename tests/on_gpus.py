@@ -26,8 +26,17 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 OF_THE_CPU = {"test_environment.py", "test_soak.py", "test_zoo.py", "test_lightning_benchmarks.py"}
+PROMISES = ("equal_or", "under_options", "submodules_agree", "doctor_agrees", "resumed")
+"""Parts of the names of the tests of a table of programs: each has a process of its own."""
 OF_SEVERAL_GPUS = {"gpu/test_ddp.py", "gpu/test_fsdp.py"}
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
+
+
+def parts_of(path: Path) -> list[str]:
+    """Selections of a file's tests, for one process each; "" is all of them."""
+    if path.parent.name != "programs":
+        return [""]
+    return [*PROMISES, f"not ({' or '.join(PROMISES)})"]
 
 
 def chosen() -> list[Path]:
@@ -42,14 +51,16 @@ def takes_several(path: Path) -> bool:
     return path.relative_to(ROOT / "tests").as_posix() in OF_SEVERAL_GPUS
 
 
-def run(path: Path, gpu: int, options: argparse.Namespace, until: float) -> Counter[str]:
-    """One file on one GPU, or on all of them."""
+def run(path: Path, part: str, gpu: int, options: argparse.Namespace, until: float) -> Counter[str]:
+    """Run a part of a file on one GPU, or on all of them."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if not takes_several(path):
         environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    log = options.logs / f"{path.relative_to(ROOT).as_posix().replace('/', '.')}.log"
+    place = f"{path.relative_to(ROOT).as_posix().replace('/', '.')}.{part.partition(' ')[0]}"
+    log = options.logs / f"{place.rstrip('.')}.log"
     command = [sys.executable, "-m", "pytest", str(path), "-q", "-p", "no:cacheprovider"]
     command += ["-m", "gpu"] if options.marked else []
+    command += ["-k", part] if part else []
     started = time.monotonic()
     with log.open("w") as file:
         try:
@@ -65,7 +76,7 @@ def run(path: Path, gpu: int, options: argparse.Namespace, until: float) -> Coun
     if not found and "deselected" not in last:
         found["error"] = 1
     name = path.relative_to(ROOT)
-    print(f"{name}: {last} [{time.monotonic() - started:.0f} s]", flush=True)
+    print(f"{name} {part}: {last} [{time.monotonic() - started:.0f} s]", flush=True)
     return found
 
 
@@ -83,9 +94,8 @@ def main() -> int:
     gpus = itertools.cycle(range(max(1, torch.cuda.device_count())))
     total: Counter[str] = Counter()
     with ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(
-            lambda pair: run(*pair, options, until), zip(files, gpus, strict=False)
-        ):
+        parts = [(path, part) for path in files for part in parts_of(path)]
+        for found in pool.map(lambda each, gpu: run(*each, gpu, options, until), parts, gpus):
             total += found
     for log in sorted(options.logs.glob("*.log")):
         failed = [

@@ -262,6 +262,10 @@ ROWS = {name: row(partial(Holding, hold)) for name, hold in HOLDERS.items()}
 ROWS["of_weak_dictionary"] = row(
     partial(Holding, of_weak_dictionary), also="verified; modules, verified"
 )
+# It makes a module in its first step, which a checkpoint would be loaded before.
+ROWS["of_hooks_of_what_is_unused"] = row(
+    partial(Holding, of_hooks_of_what_is_unused), resumes=False
+)
 ROWS["Counted"] = row(Counted)
 # What Python keeps there is found as well: such code runs eagerly, and counts once a step.
 ROWS |= {

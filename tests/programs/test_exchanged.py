@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -387,6 +388,8 @@ ROWS = {
     what: row(partial(stepping, how), replayed=20, callbacks=at(change), **OF_BLOCK, **USUAL)
     for what, (how, change) in EXCHANGES.items()
 }
+# No step calls the module any more that the captured ones have called.
+ROWS["block"] = replace(ROWS["block"], below="call no graphed module")
 # What is exchanged before the first graph drops none.
 ROWS |= {
     f"{what}, early": row(

@@ -417,7 +417,7 @@ ROWS = (
         Restarting, said="in training_step: self.zero_grad", also="unverified",
         accumulate_grad_batches=2,
     )
-    | table(Consuming, said="dataloader_iter", placed=False, validation=0)
+    | table(Consuming, said="takes an iterator", placed=False, validation=0)
     | table(
         SometimesSkipping, said="got NoneType", replayed=16, max_epochs=5, placed=False,
         data=lambda: batches(6, last=5),

@@ -278,7 +278,7 @@ ROWS = {
         NEVER_AGAIN, said=IN_THE_DATASET, replayed=1, capture={"scope": "auto"}, **MANY
     ),
     "a length": row(
-        Cut, graphs=4, replayed=51, below="", validation=0, found=None,
+        Cut, graphs=4, replayed=51, below="a call of `net` runs eagerly", validation=0, found=None,
         data=numbered(lambda b, i: {**b, "length": (4, 5, 6, 8)[i % 4]}, 40),
     ),
     **table(
