@@ -41,14 +41,14 @@ from lightning_graphs.values.tree import (
 from lightning_graphs.watch.containers import Place
 from lightning_graphs.watch.tracers import Disguised, Tracer
 
-# ------------------------------------------------------------------ containers of the batch
+# ------------------ Containers of the batch
 
 _LISTS = (list, deque)
 
 
 @dataclass(eq=False)
 class Holder(Place):
-    """A container of the batch, or the attributes that one has beside its items."""
+    """A container of the batch, or the attributes that one has next to its items."""
 
     parent: int  # the number of what holds it
     key: Any  # under which it is held there; None: these are attributes of its parent
@@ -66,7 +66,7 @@ class Holder(Place):
         raise TypeError("a batch is the caller's")
 
     def content(self, value: Any) -> dict[Any, Any]:
-        """What a container holds in the place of this one."""
+        """Return what a container in the place of this one holds."""
         return _attributes(value) if self.is_beside else _items(value)
 
     def refill(self, value: Any, content: Any) -> None:
@@ -111,7 +111,7 @@ def _attributes(value: Any) -> dict[Any, Any]:
 
 
 def holders_in(value: Any) -> list[Holder]:
-    """Every container in a value, outer ones first."""
+    """List every container in a value, outer ones first."""
     found: list[Holder] = []
     seen: set[int] = set()
     pending: list[tuple[str, int, Any, Any]] = [("batch", -1, 0, value)]
@@ -132,7 +132,7 @@ def holders_in(value: Any) -> list[Holder]:
 
 
 def new_results(batch: Any, known: Sequence[Tensor]) -> Iterator[Result]:
-    """What is in a batch after a step, but for the tensors that it has had."""
+    """Return what a step has added to a batch: all that is in it but for its former tensors."""
     had = set(map(id, known))
     for holder in holders_in(batch):
         for key, value in holder.before.items():
@@ -140,11 +140,11 @@ def new_results(batch: Any, known: Sequence[Tensor]) -> Iterator[Result]:
                 yield from results_in(value, holder.name + item_label(key))
 
 
-# ------------------------------------------------------------------ values of the batch
+# ------------------ Values of the batch
 
 
 def objects_of(batch: Any) -> PythonSnapshot:
-    """What the objects in a batch hold, which are no containers that a capture copies."""
+    """Take a snapshot of the objects in a batch, but for containers: a capture copies those."""
     leaves: list[tuple[str, Any]] = []
     flatten(batch, "batch", leaves)
     return PythonSnapshot(iter_inside([pair for pair in leaves if not isinstance(pair[1], Tensor)]))
@@ -152,7 +152,7 @@ def objects_of(batch: Any) -> PythonSnapshot:
 
 @contextlib.contextmanager
 def objects_undone(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterator[None]:
-    """Refuse what the body, a capture, writes into the objects of its own batch, and undo it."""
+    """Undo and refuse what a capture, the body, writes into objects of its own batch."""
 
     def refuse(names: Sequence[str]) -> None:
         raise BATCH_CHANGED.refused(f"{LIBRARIES.step} changes {listed(names)}")
@@ -164,12 +164,12 @@ def objects_undone(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterat
 def written_tensors(
     batch: Sequence[Tensor], own: Sequence[Tensor], versions: Sequence[int]
 ) -> list[int]:
-    """Which tensors of a batch the captured step writes: replays write them, too.
+    """List the tensors of a batch that the captured step writes, as replays must.
 
     Args:
         batch: The tensors of the batch.
-        own: The static inputs that stand for them.
-        versions: Of these, before the capture.
+        own: Their static inputs.
+        versions: Version counters of the static inputs before the capture.
     """
     written = [i for i, tensor in enumerate(own) if version_of(tensor) != versions[i]]
     standing: dict[int, set[int]] = {}
@@ -186,7 +186,7 @@ def written_tensors(
 
 
 class BatchValueRead(CaptureError):
-    """A captured step reads Python values of its batch that have been others before."""
+    """Raised if a captured step reads Python values of its batch that differ between batches."""
 
     names: Collection[str] = ()
 
@@ -198,10 +198,10 @@ def _read(names: Collection[str], observed: str) -> BatchValueRead:
 
 
 class _UnreadValue(Disguised):
-    """Stands for a Python value of the batch while a step is captured; it tells when it is read.
+    """Proxy for a Python value of the batch while a step is captured; it reports a read.
 
-    There is nothing in it, so that no code of C reads it unseen. To code that asks for its class,
-    which belongs to the signature, it is the value.
+    It is empty, so that C code cannot read a value unnoticed. ``__class__`` gives the real type,
+    which is part of the signature.
     """
 
     def __init__(self, name: str, kind: type, refuse: Callable[[str], NoReturn]) -> None:
@@ -228,24 +228,24 @@ class _UnreadValue(Disguised):
 
 
 class BatchValues:
-    """Which Python values of batches count: those that stay the same, and those that steps read.
+    """Decides which Python values of batches are guarded: constant ones, and those that steps read.
 
-    Others are left out of the signature. While a step is captured, something that tells when it is
-    read stands for each of them: should it be, it counts from then on.
+    The signature omits all others. During a capture a proxy stands for each of these; if user code
+    reads it, the value is guarded from then on.
     """
 
     def __init__(self) -> None:
-        self.unread: set[str] = set()  # names of values that are others in other batches
+        self.unread: set[str] = set()  # names of values that differ between batches
         self._read: set[str] = set()
         self._before: Signature | None = None
-        self._observed = ""  # what has read one of them, and where
+        self._observed = ""  # the reader of one of them, and its line
         # What has read a value that is another one in the last batch; None if nothing has
         self.why: BatchValueRead | None = None
 
     def signature(
         self, batch: Any, modes: Modes, extra: tuple[Any, ...] = ()
     ) -> tuple[Signature, list[Tensor]]:
-        """The signature of ``(batch,)`` and its tensors, in order."""
+        """Return the signature of ``(batch,)`` and its tensors, in order."""
         while True:
             signature, tensors = Signature.of(
                 (batch,), {}, names=("batch",), modes=modes, extra=extra, unread=self.unread
@@ -258,14 +258,14 @@ class BatchValues:
             self.unread |= moved - self._read
 
     def read(self, error: BatchValueRead) -> None:
-        """Let these values count."""
+        """Guard these values from now on."""
         self._observed = error.observed
         self._read |= set(error.names)
         self.unread -= self._read
 
 
 def _moved(before: Signature, after: Signature) -> Iterator[str]:
-    """The names of what is another constant, and of containers that hold other ones."""
+    """List names of constants that changed, and of containers with changed constants."""
     known = dict(zip(before.names, before.leaves, strict=True))
     for name, leaf in zip(after.names, after.leaves, strict=True):
         then = known.get(name)
@@ -306,11 +306,11 @@ class UnreadValues:
         raise error
 
     def left_out(self, batch: Any, tensors: Iterable[Tensor]) -> Any:
-        """A copy of the batch with other tensors, and with stand-ins for these values."""
+        """Return a copy of the batch with other tensors, and with proxies for these values."""
         return substitute(batch, tensors, "batch", self._proxies)
 
     def refuse_read(self, raised: str = "") -> None:
-        """Refuse a capture that has read some of them."""
+        """Refuse a capture that has read one of the unguarded values."""
         for first in self._read.values():
             raise _read(list(self._read), first.observed)
         if raised and self._proxies:

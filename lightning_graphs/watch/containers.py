@@ -1,4 +1,4 @@
-"""Places where something is kept, and lists that captured steps fill without looking into them."""
+"""Places that steps store to, and lists that captured steps fill without reading them."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ _ABSENT = Absence.ABSENT
 
 @dataclass(eq=False)
 class Place(abc.ABC):
-    """Where something is kept."""
+    """Where user code keeps a reference: an attribute, an entry, a number, an order or a memory."""
 
-    name: str  # what messages call it
+    name: str  # its name in messages
 
     counted: ClassVar[tuple[type, ...]] = ()
     """The types of numbers that are counted there."""
 
     @abc.abstractmethod
     def now(self) -> Any:
-        """What is there."""
+        """Return the value there."""
 
     @abc.abstractmethod
     def put(self, value: Any) -> None:
-        """Keep this there."""
+        """Store a value there."""
 
     def is_still(self, now: Any, given: Any) -> bool:
-        """Whether what is there is what was put there."""
+        """Return whether the value there is the one that was stored."""
         return now is given
 
     def content(self, value: Any) -> Any:
-        """What such a value holds: what was done to a list that is filled, what is in another."""
+        """Return a value's content: operations on a filled list, entries of another container."""
         return tuple(value.operations) if isinstance(value, ListAppend) else content_of(value)
 
     def refill(self, value: Any, content: Any) -> None:
-        """Let such a value hold another :meth:`content`."""
+        """Give such a value another :meth:`content`."""
         refill(value, list(content.values()) if isinstance(content, dict) else content)
 
 
@@ -67,7 +67,7 @@ class Entry(Place):
 
     @property
     def holder(self) -> Any:
-        """What it is an entry of."""
+        """The object or container that it is an entry of."""
         holder = self.owner
         for key in self.keys[:-1]:
             holder = value_at(holder, key)
@@ -80,7 +80,7 @@ class Entry(Place):
         put_at(self.holder, self.keys[-1], value)
 
     def is_inside(self, other: Place) -> bool:
-        """Whether it is in what another place holds."""
+        """Return whether it is inside of another place's value."""
         if not isinstance(other, Entry) or isinstance(other, Order):
             return False
         if other.owner is not self.owner:
@@ -89,12 +89,12 @@ class Entry(Place):
         return own > count and self.keys[:count] == other.keys
 
     def is_filled(self) -> bool:
-        """Whether there is a list now, or the like, that steps fill and do not compute with."""
+        """Return whether it holds a list, deque or set that steps fill and do not compute with."""
         return not self.is_used and type(self.now()) in _FILLED
 
 
 class Number(Entry):
-    """A number of Python's that steps count."""
+    """A Python number that steps count up."""
 
     counted = (int, float)
 
@@ -106,7 +106,7 @@ class Order(Entry):
         return False
 
     def is_of(self, other: Place) -> bool:
-        """Whether the dict is what another place holds."""
+        """Return whether the dict is another place's value."""
         if not isinstance(other, Entry) or isinstance(other, Order):
             return False
         return other.owner is self.owner and other.keys == self.keys
@@ -142,7 +142,7 @@ class Memory(Place):
 
 
 def value_at(holder: Any, key: Any) -> Any:
-    """What a container or an object holds under a key."""
+    """Return what a container or an object holds under a key."""
     if isinstance(holder, dict):
         return dict.get(holder, key, _ABSENT)
     if isinstance(holder, (list, deque)):
@@ -154,7 +154,7 @@ def value_at(holder: Any, key: Any) -> Any:
 
 
 def put_at(holder: Any, key: Any, value: Any) -> None:
-    """Let a container or an object hold this; nothing where there is no such holder."""
+    """Store a value in a container or an object; do nothing if there is no such holder."""
     if isinstance(holder, (list, deque)):
         if type(key) is int and key < len(holder):
             holder[key] = value
@@ -165,7 +165,7 @@ def put_at(holder: Any, key: Any, value: Any) -> None:
 
 
 class PlaceUsedError(CaptureError):
-    """A captured step computes with a list that it fills."""
+    """Raised if a captured step computes with a list that it fills."""
 
     place: Entry  # where that is kept
 
@@ -175,9 +175,9 @@ Operations = Sequence[tuple[str, tuple[Any, ...]]]
 
 
 class ListAppend(Disguised):
-    """A list, deque or set that a captured step fills and does not look into.
+    """Tracer for a list, deque or set that a captured step fills and does not read.
 
-    What is done to it is noted, and done to the real one by each replay, whatever is in that.
+    It records operations, and each replay applies them to the real one, whatever that holds.
     """
 
     def __init__(self, place: Entry) -> None:
@@ -248,7 +248,7 @@ class ListAppend(Disguised):
         self._note("__delitem__", self._all_of(key))
 
     def _all_of(self, key: Any) -> slice:
-        """A slice, which is in every list; an index may be in none."""
+        """Return a slice as it is and refuse an index, which some lists may lack."""
         if self._kind is not list or not isinstance(key, slice) or key.step not in (None, 1):
             self.refuse()
         for bound in (key.start, key.stop):
@@ -265,14 +265,14 @@ def perform(operations: Operations, container: Any) -> None:
 
 
 def content_of(value: Any) -> dict[int, Any] | frozenset[Any] | None:
-    """What a list holds, by its indices, or a set; None for everything else."""
+    """Return the entries of a list or set by their index; None for other types."""
     if isinstance(value, (list, deque)):
         return dict(enumerate(value))
     return frozenset(value) if isinstance(value, set) else None
 
 
 def is_same_content(now: Any, before: Any) -> bool:
-    """Whether two of :func:`content_of` are the same."""
+    """Return whether two results of :func:`content_of` have identical entries."""
     if isinstance(now, tuple) and isinstance(before, tuple):
         return len(now) == len(before) and all(map(operator.is_, now, before))
     if isinstance(now, dict) and isinstance(before, dict):
@@ -281,12 +281,12 @@ def is_same_content(now: Any, before: Any) -> bool:
 
 
 def is_container(value: Any) -> bool:
-    """Whether others may change what is in it."""
+    """Return whether a value is a container whose entries code can change."""
     return isinstance(value, (list, dict)) or content_of(value) is not None
 
 
 def detached(value: Any) -> Any:
-    """A value without history of autograd's, which no later step goes back through."""
+    """Detach the tensors in a value: no later backward pass reaches into this step."""
     if isinstance(value, Tensor):
         history = value.requires_grad and not isinstance(value, Parameter)
         return value.detach() if history else value
@@ -299,12 +299,12 @@ def depth_of(place: Place) -> int:
 
 
 class Arranged:
-    """Places, outer ones first, by what is in them now."""
+    """Places, outer ones first, grouped by their present values."""
 
     def __init__(self, places: Iterable[Place]) -> None:
         self.filled: list[Entry] = []  # lists that are filled, and neither read nor state
         self.counted: list[Place] = []  # numbers
-        self.stored: list[Place] = []  # all else
+        self.stored: list[Place] = []  # others
         for place in sorted(places, key=depth_of):
             if any(isinstance(place, Entry) and place.is_inside(outer) for outer in self.filled):
                 continue  # a step that changes it reads the list that it is in
@@ -320,7 +320,7 @@ class Arranged:
 
 
 class State:
-    """What is in a place, but for what is in further places inside of it."""
+    """The value of a place without the parts that are places of their own."""
 
     def __init__(self, place: Place, places: Sequence[Place]) -> None:
         self.place = place
@@ -336,7 +336,7 @@ class State:
 
 
 def _closed(value: Any, keys: Sequence[Any], kind: type) -> Any:
-    """A copy of a container that has a type in the place of what is held there."""
+    """Copy a container, with a type in place of an inner place's value."""
     held = value_at(value, keys[0])
     if held is Absence.ABSENT:
         return value
@@ -351,13 +351,13 @@ def signature_of(states: Sequence[State]) -> tuple[Signature, list[Tensor]]:
 
 
 def signature_now(places: Iterable[Place], is_read: Callable[[Place], bool]) -> Signature:
-    """The signature of what steps read in places."""
+    """Return the signature of places that steps read."""
     found = Arranged(places)
     return signature_of([State(p, found.all) for p in found.stored if is_read(p)])[0]
 
 
 def sameness(values: Sequence[Any]) -> list[int]:
-    """For each container the first one that is the same object."""
+    """Map each container to the first one that is identical to it."""
     first: dict[int, int] = {}
     opened = (id(v) if is_container(v) else None for v in values)
     return [-1 if key is None else first.setdefault(key, i) for i, key in enumerate(opened)]

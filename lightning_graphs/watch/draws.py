@@ -1,6 +1,6 @@
 """Draws of ``random`` and ``numpy.random`` and readings of clocks: made again by every replay.
 
-While a step is captured, functions that draw, and those of ``time``, give tracers of their results.
+While a step is captured, functions that draw, and those of ``time``, return tracers.
 A replay draws before its graph, in the same order, from the same generators. It reads the first
 clock before its graph, and the others after it, in their order.
 """
@@ -48,17 +48,17 @@ Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., An
 
 
 _plainly: set[int] = set()
-"""Threads in which functions that draw are themselves."""
+"""Threads in which drawing functions are not replaced."""
 
 
 def draws_exchanged(
     exchange: Exchange, further: Collection[DrawingFunction] = ()
 ) -> AbstractContextManager[None]:
-    """Let something else stand in this thread for the functions of shared generators.
+    """Replace the functions of shared generators in this thread.
 
     Args:
-        exchange: Gives it, for a function's name, itself and its generator.
-        further: Functions of plain values that are treated as those.
+        exchange: Returns the replacement for a function's name, the function and its generator.
+        further: Functions of plain values that are replaced as well.
     """
     thread = threading.get_ident()
 
@@ -93,7 +93,7 @@ def draws_exchanged(
 
 
 def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
-    """The functions of plain values in modules from which the step draws right now."""
+    """List functions of plain values, called by name, through which the step draws now."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
         code, around = frame.f_code, frame.f_back
@@ -112,9 +112,9 @@ def _are_plain(values: Any) -> bool:
 def draws_recorded(
     numbers: StepNumbers, recording: HostTracer, functions: Collection[DrawingFunction]
 ) -> Iterator[None]:
-    """Record what the body, code under capture, computes on the host and what it draws there.
+    """Record host computations and host draws of code under capture, the body.
 
-    These functions of plain values are called by replays, whatever they do with what they draw.
+    Replays call these functions of plain values as a whole, whatever they compute from draws.
     """
     tape, from_numpy = recording.tape, torch.from_numpy
 
@@ -147,7 +147,7 @@ def draws_recorded(
 
 @contextlib.contextmanager
 def draws_refused(device: torch.device) -> Iterator[None]:
-    """Refuse the first draw on the host in the body, of Python, NumPy or torch, with its line."""
+    """Refuse the first host draw of the body, by Python, NumPy or torch, with its line."""
 
     def refusing(name: str, *_: Any) -> Callable[..., Any]:
         return partial(_refuse_draw, name)
@@ -170,12 +170,12 @@ def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _own(arguments: Any) -> Any:
-    """Arguments whose containers and arrays nobody else changes."""
+    """Copy the containers and arrays in arguments, so that user code cannot change them."""
     return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
 
 
 def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What a function draws of itself, in an eager step and in a replay."""
+    """Call a drawing function itself, in an eager step and in a replay."""
     thread = threading.get_ident()
     _plainly.add(thread)
     try:
@@ -184,10 +184,10 @@ def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _plainly.discard(thread)
 
 
-# ------------------------------------------------------------------ clocks
+# ------------------ Clocks
 
 Read = Callable[[str, Callable[..., Any]], Any]
-"""Stands for a clock that is read: its name, and what reads it."""
+"""Answers a clock that user code reads, given its name and function."""
 
 _APART = 0.001  # seconds, at least, between the times that captured code sees
 
@@ -202,7 +202,7 @@ class Readings:
         return len(self._taken)
 
     def reading(self, numbers: StepNumbers, name: str, function: Callable[..., Any]) -> Any:
-        """A further one, while code is captured: the author's function is not called."""
+        """Return one more reading during a capture, without a call of the user's clock."""
         reading = Draw(function)
         reading.value = self._apart(name)
         self._taken.append(reading)
@@ -213,22 +213,22 @@ class Readings:
         return now + int(apart * 1e9) if isinstance(now, int) else now + apart
 
     def begin(self) -> None:
-        """Ahead of a replay."""
+        """Read the first clock ahead of a replay."""
         self._taken[0]()
 
     def end(self, _: object = None) -> None:
-        """Behind it."""
+        """Read the other clocks after a replay."""
         for reading in self._taken[1:]:
             reading()
 
     def repeated(self, own: UserCode) -> AbstractContextManager[None]:
-        """Let the body, the captured code, see the last readings again."""
+        """Give the captured code, the body, the last readings again."""
         values = iter([reading.value for reading in self._taken])
         return clocks_exchanged(own, lambda name, _: next(values, self._apart(name)))
 
 
 def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
-    """Let something else stand for clocks in this thread, where the author's code reads them.
+    """Replace clocks that user code reads in this thread.
 
     Packages read clocks on their own account, some whenever Python collects garbage. Compiled code
     must see none of it.
@@ -259,6 +259,6 @@ def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
 
 
 def _modules(own: UserCode) -> list[ModuleType]:
-    """Those that the author's code is from."""
+    """List the modules that user code is from."""
     found = map(sys.modules.get, filter(own.has_module, list(sys.modules)))
     return [module for module in found if isinstance(module, ModuleType)]

@@ -39,9 +39,9 @@ _CALLS = (
 )
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"
-_LOGGERS = ("logger", "loggers")  # properties that read others of the same name
+_LOGGERS = ("logger", "loggers")  # properties that read other ``logger`` properties
 _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
-"""Packages that print, write and log for whoever calls them."""
+"""Packages that print, write and log on behalf of their callers."""
 
 _RANK_ZERO = ".rank_zero"  # modules of Lightning that do so as well
 # What reads attributes for others, to watch them
@@ -66,7 +66,7 @@ class Client(Protocol):
 
     @property
     def effects(self) -> Iterable[Effect]:
-        """What prints and logs for user code."""
+        """List functions that print and log for user code."""
 
     def reading(
         self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
@@ -74,11 +74,11 @@ class Client(Protocol):
         """Watch what the body reads of the program."""
 
     def calling(self) -> AbstractContextManager[None]:
-        """Refuse what the body, a capture of calls of modules, has to leave to code around it."""
+        """Refuse what captured module calls, the body, must leave to the step around them."""
 
 
 class Environment:
-    """What user code may read and change besides the tensors that it is given.
+    """What user code may read and change next to its tensor arguments.
 
     It is made before the code runs, by one walk through the module tree. A capture refuses what no
     replay can do, and undoes it; the doctor notes it, and the code goes on: that is ``on_use``.
@@ -105,7 +105,7 @@ class Environment:
         self._on_use = on_use
         self.held = list(iter_objects(root))
         self.generators = Generators(self.held, root.device, seen=seen)
-        self.loose = UnregisteredTensors(root, self.held)  # tensors that no module has in a table
+        self.loose = UnregisteredTensors(root, self.held)
         self.in_attributes = self.loose.tensors  # those that modules hold
         code = root if modules is None else nn.ModuleList(modules)
         held = self.held if modules is None else None
@@ -113,32 +113,32 @@ class Environment:
 
     @property
     def leaves(self) -> list[Any]:
-        """Tensors in attributes of modules that get gradients as parameters do."""
+        """Tensors in module attributes that receive gradients."""
         return [t for t in self.in_attributes if t.requires_grad and t.is_leaf]
 
     @contextlib.contextmanager
     def reading(
         self, reads: AttributeGuards | None = None, number: AsRead | None = None
     ) -> Iterator[None]:
-        """Let ``reads`` learn what the body reads of modules and of the program around it."""
+        """Record in ``reads`` what the body reads in modules and in the program around it."""
         attributes = contextlib.nullcontext() if reads is None else reads.watching(self._root)
         with attributes, self._client.reading(self._on_use, reads, number):
             yield
 
     def old_gradients(self, others: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-        """Meet uses of ``.grad`` of parameters, of tensors in attributes, and of others."""
+        """Watch uses of ``.grad`` in the body: parameters, tensors in attributes, and others."""
         watched = [*self.in_attributes, *others]
         return old_gradients_watched(self._on_use, watched, accumulates=self._client.accumulates)
 
     @contextlib.contextmanager
     def calling(self, reads: AttributeGuards) -> Iterator[None]:
-        """Let ``reads`` learn what the body reads, a capture of calls of modules."""
+        """Record in ``reads`` what captured module calls, the body, read."""
         with self.reading(reads), self.old_gradients(), self._client.calling():
             yield
 
     @contextlib.contextmanager
     def acting(self) -> Iterator[None]:
-        """Follow the functions that the body calls, and watch what they do outside of Python."""
+        """Follow functions that the body calls, and watch their effects outside of Python."""
         client = self._client
         with self.outside.followed(), effects_watched(client.own, self._on_use, client.effects):
             yield
@@ -206,7 +206,7 @@ def effects_watched(
 
 
 def _present() -> Iterator[Effect]:
-    """Those of Python and of known packages that have been imported."""
+    """List effects of Python and of those known packages that are imported."""
     for path in _CALLS:
         module, *outer, name = path.split(".")
         owner = functools.reduce(lambda o, n: getattr(o, n, None), outer, sys.modules.get(module))
@@ -215,7 +215,7 @@ def _present() -> Iterator[Effect]:
 
 
 def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], None]) -> Any:
-    """A function that tells who calls it, or a property that tells who reads it."""
+    """Wrap a function or property so that it reports its caller's frame."""
     is_property = isinstance(original, property)
     function = original.fget if is_property else original
 
@@ -230,7 +230,7 @@ def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], N
 
 
 def _passes_on(frame: FrameType) -> bool:
-    """Whether a frame acts for the one that has called it."""
+    """Return whether a frame acts on behalf of its caller."""
     module: str = frame.f_globals.get("__name__", "")
     is_library = module.partition(".")[0] in _PASSING_ON or module.endswith(_RANK_ZERO)
     watches = module.startswith(_WATCHERS) and module != __name__
@@ -238,12 +238,12 @@ def _passes_on(frame: FrameType) -> bool:
 
 
 class RaisedInCapture(CaptureError):
-    """Code raised while it was captured; ``__cause__`` is what it raised."""
+    """Captured code raised an error, which is ``__cause__``."""
 
 
 @contextlib.contextmanager
 def code_captured(what: str) -> Iterator[None]:
-    """Make a refusal of whatever the body, the capture of what is named so, raises.
+    """Turn every error of the body, the capture of the named code, into a refusal.
 
     What is refused stays refused where an `except` in the captured code goes on without it: in an
     eager step, and so in a replay, there would have been nothing to go on from.
@@ -259,7 +259,7 @@ def code_captured(what: str) -> Iterator[None]:
         except Exception as error:
             if is_out_of_memory(error):
                 raise no_room(what, first_line(error)) from error
-            if refused:  # what the code makes of its refusal
+            if refused:  # by a handler in the captured code
                 raise refused[0] from error
             site = CallSiteFinder().of_exception(error)
             raise RaisedInCapture(

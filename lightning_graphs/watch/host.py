@@ -33,7 +33,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.torch import generator_identity, memory_of, out_of_sight, storage_uses
 
-# ------------------------------------------------------------------ the program of the host
+# ------------------ The host program
 
 aten = torch.ops.aten
 
@@ -51,23 +51,23 @@ _SELECTIONS = OF_SHAPES | {
     *("amax", "amin", "max", "min", "maximum", "minimum"),
     *("add", "sub", "rsub", "mul", "div"),  # rounded once, as IEEE 754 has it
 }
-"""Operators that compute the same for floating-point numbers on every device."""
+"""Operators that give equal bits for floating-point numbers on every device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """The place of a tensor that every replay computes anew."""
+    """The register of a tensor that every replay computes again."""
 
     index: int
 
 
 @dataclass(slots=True)
 class HostOperation:
-    """One operator of the host half."""
+    """One operator of the host program."""
 
     func: Callable[..., Any]  # the operator
-    args: list[Any]  # its arguments, registers in place of tensors that are computed anew
-    kwargs: dict[str, Any]  # likewise
+    args: list[Any]  # its arguments, with registers for tensors that replays compute again
+    kwargs: dict[str, Any]  # its keyword arguments, with registers, too
     results: list[int]  # the registers of the tensors that it returns
     draws: HostGenerator | None = None  # the generator that it draws from
     read: Any = None  # what Python read by it, for an operator that returns no tensor
@@ -98,7 +98,7 @@ class Draw:
 
 @dataclass(eq=False)
 class HostProgram:
-    """What the host computes for a graph."""
+    """The program that the host runs ahead of a graph's replay."""
 
     operations: Sequence[HostOperation]
     values: list[Any]  # of the registers
@@ -111,14 +111,14 @@ class HostProgram:
 
     @property
     def read(self) -> tuple[Any, ...]:
-        """What Python has read of values that every replay computes again."""
+        """List what Python has read of values that every replay computes again."""
         return tuple(o.read for o in self.operations if not o.results)
 
     @torch.no_grad()
     def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
-        """Compute what the coming replay needs; whether Python would read what it has read.
+        """Compute inputs of the coming replay; return whether Python would read equal values.
 
-        If not, the generators are where they were, and the graph is not for this step.
+        If not, the generators are put back, and the graph does not fit this step.
         """
         values = self.values
         self._begun = {}
@@ -145,7 +145,7 @@ class HostProgram:
         return True
 
     def restore(self) -> None:
-        """Put the generators back to where they were before the last :meth:`run`."""
+        """Put the generators back to their states before the last :meth:`run`."""
         for generator, state in self._begun.items():
             generator.set_state(state)
 
@@ -157,12 +157,12 @@ def copy_in(static: Tensor, value: Tensor) -> Tensor:
 
 
 def shape(value: Tensor) -> torch.Size:
-    """Operation: what Python reads of the shape of a tensor."""
+    """Operation: give Python a tensor's shape."""
     return value.shape
 
 
 def numbers(value: Tensor) -> tuple[torch.Size, tuple[Any, ...]]:
-    """Operation: what Python reads of a tensor by ``tolist`` and the like."""
+    """Operation: give Python a tensor's values, as ``tolist`` does."""
     return value.shape, tuple(value.flatten().tolist())
 
 
@@ -184,12 +184,12 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def name_of(func: OpOverload) -> str:
-    """The name of an operator, the same for those that write in place."""
+    """Return an operator's name without the underscore of in-place variants."""
     return func._schema.name.removeprefix("aten::").rstrip("_")
 
 
 def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool:
-    """Whether an operator computes so many elements at most, and the same on every device."""
+    """Return whether an operator is small and gives equal bits on every device."""
     name = name_of(func)
     if "empty" in name or name in _TIES or func.namespace != "aten" or not outputs:
         return False
@@ -202,7 +202,7 @@ def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool
     return name in _SELECTIONS or not any(t.is_floating_point() for t in outputs)
 
 
-# ------------------------------------------------------------------ its recording
+# ------------------ Its recording
 
 
 RULE = "A replay cannot repeat everything that a step computes on the host."
@@ -211,10 +211,10 @@ _FURTHER_DRAWS = 64
 
 
 class HostTape:
-    """Runs operators on the host while code is captured, and keeps those that replays repeat.
+    """Runs host operators while code is captured, and records those that replays repeat.
 
-    Operators on constants are not kept. Generators are left where the capture found them; draws
-    begin where they were then.
+    Operators on constants are not recorded. The capture restores generators; draws begin at their
+    states before it.
     """
 
     def __init__(self) -> None:
@@ -236,16 +236,16 @@ class HostTape:
         return tensor in self._born
 
     def changes(self, tensor: Tensor) -> bool:
-        """Whether replays compute a tensor anew."""
+        """Return whether replays compute a tensor again."""
         return self._registers.get(tensor) is not None
 
     def input(self, tensor: Tensor, index: int) -> None:
-        """Meet what the host has of an input."""
+        """Register the host copy of an input."""
         register = self._registers[tensor] = self._new_register(tensor)
         self.inputs.append((register.index, index))
 
     def constant(self, tensor: Tensor) -> None:
-        """Meet a tensor that is the same in every step."""
+        """Register a tensor that is constant over all steps."""
         self._registers[tensor] = None
         self._born.add(tensor)
 
@@ -270,7 +270,7 @@ class HostTape:
         return draw
 
     def count_ways(self, read: Callable[[], Any]) -> float:
-        """Let replays compare what Python reads of draws; how many outcomes that may have."""
+        """Guard what Python reads of draws; return how many outcomes that may have."""
         self.operations.append(HostOperation(read, [], {}, [], read=read()))
         values = [draw.value for _, draw in self._draws]
         found: Counter[Any] = Counter()
@@ -293,7 +293,7 @@ class HostTape:
         kwargs: dict[str, Any],
         reads: Sequence[Callable[[], Any] | None],
     ) -> Tensor:
-        """A tensor that a function makes of arguments, some of which replays read anew."""
+        """Make a tensor by a function that replays call again on their arguments."""
 
         def make(**kwargs: Any) -> Tensor:
             pairs = zip(args, reads, strict=True)
@@ -304,14 +304,14 @@ class HostTape:
         if not any(reads):
             self.constant(value)
             return value
-        # That of Python's numbers is not always the same.
+        # Python numbers may get another dtype.
         again = partial(make, **{**kwargs, "dtype": value.dtype})
         self.operations.append(HostOperation(again, [], {}, [self._meet(value).index]))
         self.compare(shape, value)
         return value
 
     def entry(self, table: Tensor, index: Any, read: Callable[[], Any]) -> Tensor:
-        """An entry of a constant table, by an index that replays read anew."""
+        """Return an entry of a constant table at an index that replays read again."""
         if self.changes(table):
             self.refuse("a tensor that changes has an index that changes")
         value = self.made_by(lambda i, **_: table[i].clone(), (index,), {}, [read])
@@ -319,7 +319,7 @@ class HostTape:
         return value
 
     def run(self, call: OperatorCall) -> Any:
-        """Run an operator whose tensors are all of the host, and keep it where they change."""
+        """Run an operator on host tensors, and record it if replays change one of them."""
         func = call.func
         registers = [self.know(func, tensor) for tensor in call.inputs]
         generator = self._generator(call)
@@ -345,16 +345,16 @@ class HostTape:
         return result
 
     def know(self, func: OpOverload, tensor: Tensor) -> Register | None:
-        """Where replays compute a tensor that is given to an operator."""
+        """Return the register of an operator's input; None for a constant."""
         if tensor not in self._registers:
             # What torch makes of Python numbers by itself is a constant. What was there before may
-            # change: it is read anew by every replay.
+            # change: every replay reads it again.
             constant = func is aten.lift_fresh.default
             self._registers[tensor] = None if constant else self._new_register(tensor)
         return self._registers[tensor]
 
     def _meet(self, tensor: Tensor) -> Register:
-        """Know a tensor that an operator returned, and which replays compute anew."""
+        """Give a register to an operator's result, which replays compute again."""
         if tensor not in self._registers:  # else it was written in place
             self.constant(tensor)
         register = self._registers[tensor] or self._new_register(tensor)
@@ -362,7 +362,7 @@ class HostTape:
         return register
 
     def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
-        """Let a constant that is about to be written be computed anew by replays."""
+        """Give a register to a constant that is about to be written."""
         if tensor not in self._born:
             self.refuse(f"{func} writes to a tensor from before the step")
         if memory_of(tensor) in map(memory_of, self._entries):
@@ -399,7 +399,7 @@ class HostTape:
 
     @contextlib.contextmanager
     def _continued(self, generator: HostGenerator | None) -> Iterator[None]:
-        """Go on with a generator in the body; it is left where a capture found it."""
+        """Continue a generator in the body, and restore its state from before the capture."""
         if generator is None:
             yield
             return
@@ -414,7 +414,7 @@ class HostTape:
             generator.set_state(found)
 
     def drop_unread(self) -> None:
-        """Keep draws, and what Python or the device is given, with all that it follows from."""
+        """Drop operators unless Python or the device reads their results; draws stay."""
         storages = list(map(memory_of, self.values))
         needed: set[int] = set()
         kept = []
@@ -428,7 +428,7 @@ class HostTape:
         self.inputs = [(r, i) for r, i in self.inputs if storages[r] in needed]
 
     def refuse_kept_tensors(self) -> None:
-        """A replay would leave another value there."""
+        """Refuse host tensors that user code keeps: a replay would not update them."""
         changing = [tensor for tensor, register in self._registers.items() if register is not None]
         others = {memory_of(tensor) for tensor in changing if tensor not in self._born}
         born = [tensor for tensor in changing if memory_of(tensor) not in others]
@@ -441,12 +441,12 @@ class HostTape:
             raise CaptureError(RULE, f"a CPU tensor of shape {size} is kept or returned", REMEDY)
 
     def refuse(self, what: str) -> None:
-        """Raise for something that cannot be repeated, naming the user's line."""
+        """Raise for what replays cannot repeat, and name the user's line."""
         raise CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY)
 
 
 def _shapes_of_kept(born: list[Tensor]) -> list[tuple[int, ...]]:
-    """The shapes of tensors that somebody else has, too."""
+    """Return the shapes of tensors that have further references."""
     uses = Counter(map(memory_of, born))
     kept = []
     for tensor in born:

@@ -65,7 +65,7 @@ _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 
 
 def is_made_ahead(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch makes of numbers what replays make again on the host."""
+    """Return whether a function of torch makes a host tensor from numbers, as replays do again."""
     on_host = kwargs.get("device") in (None, "cpu")
     of_table = name == "__getitem__" and args[0].device.type == "cpu" and isinstance(args[1], int)
     return name in FROM_PYTHON or (name in _OF_A_NUMBER and on_host) or of_table
@@ -73,13 +73,13 @@ def is_made_ahead(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 @functools.cache
 def _is_special(func: OpOverload) -> bool:
-    """Whether an operator is looked at even where the host has nothing of its tensors."""
+    """Return whether an operator matters even if the host has no copy of its tensors."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
     return draws or func in _COPY_TABLES or name_of(func) in OF_SHAPES
 
 
 class ArenaFull(CaptureError):
-    """The memory for what goes to the device was too small."""
+    """The memory for host-to-device copies was too small."""
 
     needed = 0  # bytes that are enough
 
@@ -121,7 +121,7 @@ class HostTracer(OperatorMode):
                 self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
     def finish(self) -> HostProgram | None:
-        """What replays need, at the end of all captures; None where that is nothing."""
+        """Return the host program at the end of all captures; None if it is empty."""
         tape = self.tape
         if self._needed > self._arena.nbytes:
             full = ArenaFull(RULE, f"{self._needed} bytes are copied to the device", REMEDY)
@@ -171,7 +171,7 @@ class HostTracer(OperatorMode):
                 return self._copied(call.args[0], kwargs)
             return self._of_a_known_shape(call.func, self.tape.run(call))
         if any(map(self._is_host, call.written)):
-            return call.run()  # a host read: refused as ever
+            return call.run()  # a host read, which the recorder refuses
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
         call = call.mapped(move)
         return self._follow(call, call.run())
@@ -202,7 +202,7 @@ class HostTracer(OperatorMode):
         return tensor.device.type == "cpu"
 
     def _makes(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operator without tensors makes one on the host."""
+        """Return whether an operator without tensor arguments makes a host tensor."""
         if self._emulated:
             return self._makes_on_host
         device = kwargs.get("device")
@@ -211,14 +211,14 @@ class HostTracer(OperatorMode):
     # ------------------------------------------------------------------ reads of the device
 
     def _shadow(self, tensor: Tensor) -> Tensor | None:
-        """What the host has of a tensor: itself, or what stands for one of the device."""
+        """Return a tensor's host copy: itself if on the CPU, else its shadow; None if unknown."""
         if self._is_host(tensor):
             return tensor
         known, shadow = self._shadows.get(id(tensor), (None, None))
         return shadow if known is not None and known() is tensor else None
 
     def _follow(self, call: OperatorCall, result: Any) -> Any:
-        """Compute on the host, too, what an operator of the device does, if that is exact."""
+        """Run a device operator on the host as well, if that is exact."""
         outputs = list(tensors_in(result))
         if name_of(call.func) in OF_SHAPES:
             call = call.mapped(self._of_shape)
@@ -239,7 +239,7 @@ class HostTracer(OperatorMode):
         return result
 
     def _of_shape(self, tensor: Tensor) -> Tensor:
-        """A constant of the host with the shape of a tensor of the device."""
+        """Return a host constant with the shape of a device tensor."""
         with out_of_sight():
             constant = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         self.tape.constant(constant)
@@ -250,14 +250,14 @@ class HostTracer(OperatorMode):
             self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
     def _in_shadow(self, call: OperatorCall) -> OperatorCall:
-        """The same operator on what the host has of its tensors."""
+        """Return the operator with the host copies of its tensors."""
         shadow = call.mapped(self._shadow)
         if isinstance(shadow.kwargs.get("device"), torch.device):
             shadow.kwargs["device"] = torch.device("cpu")
         return shadow
 
     def _read(self, call: OperatorCall) -> Any:
-        """The result of an operator by which the host learns a value of the device."""
+        """Answer an operator by which the host reads a device value."""
         func, target = call.func, call.kwargs.get("device")
         to_host = func is aten._to_copy.default and target is not None and target.type == "cpu"
         shapes = func._schema.name in SHAPES
@@ -272,7 +272,7 @@ class HostTracer(OperatorMode):
         return mapped(found, lambda tensor: self._copied(tensor, {}))
 
     def _of_a_known_shape(self, func: OpOverload, result: Any) -> Any:
-        """Let replays compare the shapes of a result, where these follow from values."""
+        """Guard the shapes of a result if they depend on data."""
         if func._schema.name in SHAPES:
             for tensor in tensors_in(result):
                 self.tape.compare(shape, tensor)
@@ -281,7 +281,7 @@ class HostTracer(OperatorMode):
     # ------------------------------------------------------------------ to the device
 
     def _moving(self, func: OpOverload, on_device: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-        """How an operator of the device gets what it is given of the host."""
+        """Bring host arguments of a device operator to the device."""
 
         def moved(tensor: Tensor) -> Tensor:
             if not self._is_host(tensor):
@@ -299,7 +299,7 @@ class HostTracer(OperatorMode):
         return moved
 
     def _copied(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """A tensor of the host on the device, as a copy that the captured code may write."""
+        """Copy a host tensor to the device; the captured code may write the copy."""
         drop = ("device", "non_blocking", "pin_memory")
         kwargs = {k: v for k, v in kwargs.items() if k not in drop and v is not None}
         value: Tensor = self.tape.run(OperatorCall(aten._to_copy.default, (tensor,), kwargs))
@@ -316,7 +316,7 @@ class HostTracer(OperatorMode):
         return result
 
     def _static(self, value: Tensor) -> Tensor:
-        """Memory on the device for a tensor of this shape."""
+        """Reserve device memory for a tensor of this shape."""
         size = extent(value) * value.element_size() if value.numel() else 0
         begin = self._needed
         self._needed += math.ceil(size / _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
@@ -330,7 +330,7 @@ class HostTracer(OperatorMode):
     # ------------------------------------------------------------------ functions of Python
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a Python function of torch, where the dispatcher would not show what it does."""
+        """Call a Python function of torch that the dispatcher would not show."""
         name = getattr(func, "__name__", "")
         data = (*args, None, None)[name == "new_tensor"]
         if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
@@ -392,7 +392,7 @@ class HostTracer(OperatorMode):
         return func, [self._copied(arg, {}) if is_scalar(arg) else arg for arg in args]
 
     def _with_lengths(self, log_probs: Tensor, targets: Tensor, *given: Any) -> tuple[Any, ...]:
-        """The arguments of ``ctc_loss`` with its lengths as numbers, which it reads by itself.
+        """Return arguments of ``ctc_loss`` with lengths as numbers, since it reads them itself.
 
         For targets of 32 bits it may choose cuDNN, which takes the lengths as tensors.
         """
@@ -431,7 +431,7 @@ class HostTracer(OperatorMode):
         return found if isinstance(index, Tensor) and isinstance(found, tuple) else (found,)
 
     def _to_python(self, name: str, tensor: Any) -> Tensor | None:
-        """The tensor of the host of which Python is told all values; None if there is none."""
+        """Return the host tensor whose values Python reads as a whole; None if there is none."""
         if not isinstance(tensor, Tensor) or (name != "tolist" and not self._is_host(tensor)):
             return None
         shadow: Tensor | None = self._shadow(tensor)
@@ -446,7 +446,7 @@ class HostTracer(OperatorMode):
     def _from_python(
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """A tensor of Python's numbers: a constant, unless it is made to be logged."""
+        """Make a tensor of Python numbers: a constant, unless it is made to be logged."""
         caller: str = sys._getframe(3).f_globals.get("__name__", "")
         if caller.partition(".")[0] in LIBRARIES.framework:
             self.tape.refuse("a number that may change in each step is logged")

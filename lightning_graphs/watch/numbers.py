@@ -1,12 +1,11 @@
-"""Numbers of the trainer in a captured step: inputs of it, and what Python's arithmetic makes of
+"""Numbers of the trainer in a captured step: inputs of it, and what Python arithmetic makes of
 them.
 
 Counters, learning rates and other numbers of the optimizer are other ones in other steps. While a
-step is captured its code gets stand-ins for them, which remember what is computed from them. Where
-one is compared, the outcome is a value that the step has read: steps for which it turns out
-otherwise are not this graph's. Where one is logged, every replay logs its own. Where one meets a
-tensor, it is a number on the device that every replay fills. Code that asks for the bare number
-cannot be followed further.
+step is captured its code gets tracers for them, which record computations. Where one is compared,
+the outcome is a value that the step has read: steps for which it turns out otherwise are not this
+graph's. Where one is logged, every replay logs its own. Where one meets a tensor, it is a number on
+the device that every replay fills. Code that asks for the bare number cannot be followed further.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _LONGEST = 300  # characters of an expression; loops make longer ones
 WAYS = 8.0  # which draws may lead a step, at most: so many graphs there are for one batch
 _PLAIN = (int, float, bool)
 LASTING = "trainer.current_epoch"
-"""It is the same for many steps: code that needs its bare value may have it, as a guard."""
+"""Constant for many steps: code that needs the bare value may have it, as a guard."""
 
 
 class NumberOnDevice:
@@ -64,7 +63,7 @@ class NumberOnDevice:
         self._filled: Any = math.nan
 
     def refresh(self, _: object = None) -> None:
-        """Fill it; no work while the number stands still."""
+        """Write the present value; do nothing while the number is unchanged."""
         value = self._read()
         if value != self._filled or not value:  # zeros have a sign
             self._filled = value
@@ -92,7 +91,7 @@ class Numbers(abc.ABC):
         """A value that user code sees: a captured step is for steps that would see it, too."""
 
     def number(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> Any:
-        """What stands for a value that is another one in other steps, and for each in a list.
+        """Return the tracer for a value that changes between steps; lists get one for each entry.
 
         Args:
             name: What messages call it.
@@ -114,7 +113,7 @@ class Numbers(abc.ABC):
         return self.guarded(name, read, value, obstacle) if is_plain(value) else value
 
     def ways_of(self, read: Callable[[], Any]) -> float:
-        """How many ways a step may go by what Python reads of its draws."""
+        """Count the branches that a step may take by what Python reads of its draws."""
         assert self.tape is not None
         return self.tape.count_ways(partial(_present, read, None))
 
@@ -171,7 +170,7 @@ class StepNumbers(Numbers):
     # ------------------------------------------------------------------ what becomes of it
 
     def unique(self, name: str) -> str:
-        """A name that nothing else has in this step."""
+        """Return a name that is unique in this step."""
         self._names[name] += 1
         return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
 
@@ -193,11 +192,11 @@ class StepNumbers(Numbers):
         raise used(obstacle, name)
 
     def logged(self, value: Any) -> Callable[[], Any] | None:
-        """What gives the present value of a plain number that is logged; None if it is not ours.
+        """Return a reader for a logged float that a guard fixes; None for other values.
 
         To be called by what stands for a logging function.
         """
-        # What the code has in its text is what it is by the outcome of a guard.
+        # A float literal reached by a guarded branch is constant for this graph.
         is_ours = type(value) is float and self.has_guards
         if is_ours and any(b is value for b in (*self.bounds, *constants_around())):
             return lambda: value
@@ -230,7 +229,7 @@ class StepNumbers(Numbers):
         self._guards.clear()
 
     def finish(self) -> None:
-        """Refuse what only the end of the step shows, and note what it is for."""
+        """Refuse what shows only at the end of the step, and note which values guard the graph."""
         for observed, tensor, version in self._read_only:
             if version_of(tensor) != version:
                 raise COUNTER.refused(observed)
@@ -248,21 +247,21 @@ def numbers_ahead(data: Any) -> list[ScalarTracer]:
 
 
 class _HasNoLength(CaptureError):
-    """Told to torch, which asks whether an index is a sequence and goes on, and makes no data."""
+    """Raised for torch, which asks for an index's length, goes on without, and makes no data."""
 
     def __init__(self, *given: str) -> None:
         GraphError.__init__(self, *given)  # what goes on is not refused
 
 
 class TracedNumber(TracedValue):
-    """Stands for a number of a step under watch, or for what follows from such numbers."""
+    """Tracer for a number of a step under watch, or for an expression of such numbers."""
 
     def __init__(
         self,
         numbers: Any,  # the :class:`Numbers` of the step, which say what a use comes to
         name: str,  # what messages call it: an expression
         read: Callable[[], Any],  # gives the present value
-        value: Any,  # what it is in the step that is watched
+        value: Any,  # its value in the watched step
         lasts: bool,  # code that needs the bare value may have it, as a guard
         obstacle: Obstacle,  # what stands in the way of other uses; see :meth:`Numbers.number`
     ) -> None:
@@ -278,13 +277,13 @@ class TracedNumber(TracedValue):
         return self.numbers.refuse(self.obstacle, self.name)
 
     def named(self, expression: str) -> str:
-        """What messages call something that follows from it."""
+        """Return the name in messages for an expression of it."""
         if len(expression) > _LONGEST:
             self.refuse()
         return expression
 
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function makes of the bare value, for code that cannot be followed."""
+        """Apply a function to the bare value, for code that cannot be traced."""
         if not self.lasts:
             self.refuse()
             return function(self.value, *args)
@@ -298,7 +297,7 @@ class TracedNumber(TracedValue):
         return self.seen(operator.index if type(self.value) is int else float)
 
     def follow(self, function: Callable[..., Any], *operands: Any) -> tuple[Callable[[], Any], Any]:
-        """What gives a function of it and of other operands, and what that is in this step."""
+        """Return a reader of a function's value over it and other operands, and the value now."""
         value = function(*(n.value if isinstance(n, TracedNumber) else n for n in operands))
         if value is None:  # it has written one of them
             self.refuse()
@@ -307,7 +306,7 @@ class TracedNumber(TracedValue):
         return partial(_computed, function, reads), value
 
     def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        """What stands for a function of it and of other operands."""
+        """Return the tracer for a function of it and of other operands."""
         name, numbers = self.named(name), _numbers_among(operands)
         read, value = self.follow(function, *operands)
         lasts, obstacle = all(n.lasts for n in numbers), _obstacle_of(numbers)
@@ -315,12 +314,12 @@ class TracedNumber(TracedValue):
         return kind(self.numbers, name, read, value, lasts, obstacle) if kind else value
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        """What Python reads of a function of it, which is a guard."""
+        """Return a function's value to Python, as a guard."""
         obstacle = _obstacle_of(_numbers_among(operands))
         return self._guarded(name, *self.follow(function, *operands), obstacle)
 
     def guarded(self) -> Any:
-        """The bare value, for steps in which it is the same."""
+        """Return the bare value, and guard it."""
         return self._guarded(self.name, self.now, self.value, self.obstacle)
 
     def _guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
@@ -338,7 +337,7 @@ class TracedNumber(TracedValue):
         return self.computed(f"{function.__name__}({given})", function, *args)
 
     def converted(self, kind: type, module: str) -> Any:
-        """What ``float`` or ``int`` makes of it in a module."""
+        """Convert it as ``float`` or ``int`` of a module does."""
         asked = module, kind
         self.numbers.asked.add(asked)
         if self.obstacle is not DRAWN and self.numbers.could_follow(asked):
@@ -354,13 +353,13 @@ def _numbers_among(operands: Sequence[Any]) -> list[TracedNumber]:
 
 
 def _obstacle_of(numbers: Sequence[TracedNumber]) -> Obstacle:
-    """Of what follows from several numbers: a clock is known last."""
+    """Return the obstacle of an expression; a clock wins, since it is read last."""
     found = [number.obstacle for number in numbers]
     return next((obstacle for obstacle in (CLOCK, DRAWN) if obstacle in found), COUNTER)
 
 
 class ScalarTracer(TracedNumber, Tracer):
-    """Stands for a number while a whole step is captured; other uses than these are refused."""
+    """Tracer for a number while a whole step is captured; other uses than these are refused."""
 
     numbers: StepNumbers
 
@@ -413,7 +412,7 @@ def _computed(function: Callable[..., Any], reads: Sequence[Callable[[], Any]]) 
 
 
 def _present(read: Callable[[], Any], _: object) -> Any:
-    """What a guard compares: nothing that the captured code has seen, where there is no value."""
+    """Value for a guard; ``ABSENT``, which no capture has seen, if reading it raises."""
     try:
         return read()
     except (ArithmeticError, LookupError, TypeError, ValueError):
@@ -421,7 +420,7 @@ def _present(read: Callable[[], Any], _: object) -> Any:
 
 
 def _of_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A binary operation that leaves tensors, and all else, to the other operand."""
+    """Make a binary operation that defers to the other operand unless that is a number."""
 
     def operation(self: TracedNumber, other: Any, *rest: Any) -> Any:
         if type(other) in _PLAIN or isinstance(other, TracedNumber):
@@ -489,7 +488,7 @@ for _functions, _make in ((_APPLIED, _applied), (_BARE, _seen), ((float, int), _
 
 
 class ArrayTracer(ScalarTracer):
-    """Stands for an array that is drawn, or for what follows from it."""
+    """Tracer for an array that is drawn, or for an expression of it."""
 
     def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
         numbers_ahead(operands)

@@ -51,7 +51,7 @@ from lightning_graphs.watch.user_code import (
     objects_in,
 )
 
-# ------------------------------------------------------------------ clocks
+# ------------------ Clocks
 
 _NAMES = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 NUMBERS: Mapping[str, Callable[[], Any]] = {
@@ -68,7 +68,7 @@ _OF_DATES = frozenset({"now", "utcnow", "today"})
 
 
 def clock_named(function: Any) -> str:
-    """The name of a function of C, if that reads a clock; else an empty one."""
+    """Return the name of a C function that reads a clock; empty for others."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, datetime.date):
         name = function.__name__
@@ -79,7 +79,7 @@ def clock_named(function: Any) -> str:
 _OF_C = type(time.time)
 
 
-# ------------------------------------------------------------------ attributes of modules
+# ------------------ Attributes of modules
 
 _LIBRARIES = ("torch.nn.", "torch.ao.", "torch._dynamo.")
 _LIVE_IN_LIBRARIES = frozenset(
@@ -93,7 +93,7 @@ _METHODS = (FunctionType, staticmethod, classmethod)
 
 
 class AttributeGuards(ValueGuards):
-    """Attributes of modules that captured steps have read, and those that they have set.
+    """Guards module attributes that captured steps have read, and notes those that they have set.
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
     hook which anneals a weight or changes a dropout rate gets a graph for the new value. So is the
@@ -110,22 +110,22 @@ class AttributeGuards(ValueGuards):
         self._paths: dict[int, str] = {}
 
     def read(self, words: Iterable[str]) -> None:
-        """Look at what has these names in classes of objects, and in modules that are unseen."""
+        """Guard these names in classes of objects, and in modules whose reads are not watched."""
         super().read(words)
         for name, owner in self._unseen:
             for key in (vars(owner).keys() & words) - OF_ALL_MODULES:
                 self.add(f"{name}.{key}", vars(owner).get, key, owner)
 
     def may_have_read(self, owner: object, key: Any) -> bool:
-        """Whether code may have read an attribute, or an entry, before it has set it."""
+        """Return whether code may have read an attribute or entry before it set it."""
         return id(owner) not in self._paths or self.has(owner, key)
 
     def keep(self, values: Iterable[Any]) -> None:
-        """Keep alive what captured code may have found in caches of others."""
+        """Keep references to values that captured code may have found in caches."""
         self._kept.update((id(value), value) for value in values)
 
     def changed_outside(self, owners: Container[int]) -> list[str]:
-        """Undo what code has changed in modules other than these, given by their ``id``."""
+        """Undo changes of code in modules other than these, given by their ``id``."""
         names = []
         for (place, key), (owner, before) in self._stored.items():
             if place not in owners and not is_still(vars(owner).get(key, Absence.ABSENT), before):
@@ -134,7 +134,7 @@ class AttributeGuards(ValueGuards):
         return names
 
     def stored(self) -> Stores:
-        """The attributes that code was watched to set since this was asked, if they are plain."""
+        """Return the plain attributes that watched code has set since the last call."""
         places = [(owner, key) for (_, key), (owner, _) in self._stored.items()]
         self._stored.clear()
         found = [(owner, key, vars(owner).get(key, self)) for owner, key in places]
@@ -142,7 +142,7 @@ class AttributeGuards(ValueGuards):
 
     @contextlib.contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
-        """Note what the body reads from the module and from submodules of its author's own.
+        """Note what the body reads from the module and from submodules of user code.
 
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
         checks their class; of theirs, the numbers that training is known to move are noted. What
@@ -176,12 +176,12 @@ class AttributeGuards(ValueGuards):
                 object.__setattr__(owner, "__class__", kind)
 
     def _is_mine(self) -> bool:
-        """Whether the step's own code is running: a backward pass on a GPU has another thread."""
+        """Return whether this thread runs the step: a backward pass on a GPU has its own."""
         return threading.get_ident() == self._thread or current_autograd_node() is not None
 
     @contextlib.contextmanager
     def _stores_noted(self, root: nn.Module) -> Iterator[None]:
-        """Note what is set in modules that there are already; metrics look after themselves."""
+        """Note what is set in existing modules, except in metrics."""
         modules = {id(module) for module in root.modules() if not _is_metric(type(module))}
         original: Any = nn.Module.__setattr__  # the only one that sees all of them
 
@@ -254,23 +254,23 @@ def _is_metric(kind: type) -> bool:
 
 
 def _author_of(kind: type) -> str:
-    """Where the class is written: torch makes classes of parametrized modules itself."""
+    """Return the module of a class; torch derives its own classes for parametrized modules."""
     written = (base for base in kind.__mro__ if base.__module__ != "torch.nn.utils.parametrize")
     return next(written).__module__
 
 
 def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
-    """The names of those among named values that are iterators, but for open files."""
+    """List names of values that are iterators, except open files."""
     kinds = ((name, isinstance(v, Iterator) and not isinstance(v, io.IOBase)) for name, v in held)
     return [name for name, is_iterator in kinds if is_iterator]
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
-    """What is set in a module or its class: an exception for what is in neither costs too much."""
+    """Look up what a module or its class sets; raising for absent names would cost too much."""
     return own.get(key, of_class.get(key, Absence.ABSENT))
 
 
-# ------------------------------------------------------------------ globals, closures, classes
+# ------------------ Globals, closures, classes
 
 _DEFAULTS = attrgetter("__defaults__")
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
@@ -278,7 +278,7 @@ _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 class GlobalReads:
-    """What the author's functions that run name outside of modules, and what is inside of that.
+    """Finds globals, closure variables and class attributes that executed user code refers to.
 
     Each function is looked at when it is called for the first time, before it can change anything.
     """
@@ -321,10 +321,10 @@ class GlobalReads:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Follow the functions that the body calls, in this thread.
+        """Follow the functions that the body calls in this thread.
 
-        Compiled code does not run as Python, and a profiler that somebody has set is left alone:
-        the functions of the modules concerned count as if they had run.
+        Compiled code does not run as Python, and a profiler that user code has set stays: in both
+        cases the modules' functions count as if they had run.
         """
         for kind in set(map(type, self._module.modules())):  # those that watch reads are others
             if self._own.has_module(kind.__module__):
@@ -350,7 +350,7 @@ class GlobalReads:
             self.on_clock(name)
 
     def _read(self, code: CodeType, table: dict[str, Any]) -> None:
-        """Look at what is behind the names in a function, and in those that are inside of it."""
+        """Resolve the names in a function and in functions that are nested in it."""
         self._known.add(code)
         if not self._own.has(code.co_filename, table.get("__name__", "")):
             return
@@ -374,7 +374,7 @@ class GlobalReads:
         return self._own.has(function.__code__.co_filename, function.__module__ or "")
 
     def _assume(self, value: Any) -> None:
-        """Read a function that runs where nobody follows it, and those of the author it names."""
+        """Read a function that runs unfollowed, and user functions that it names."""
         function = function_of(value)
         if not isinstance(function, FunctionType) or function.__code__ in self._known:
             return
@@ -390,7 +390,7 @@ class GlobalReads:
                 self._assume(before[name])
 
     def words_of(self, kinds: Iterable[type]) -> set[str]:
-        """Names, those of keywords too, in what the author has given these classes.
+        """Return names and keywords in what user code defines in these classes.
 
         In their methods, and in the author's functions that these name.
         """
@@ -417,7 +417,7 @@ class GlobalReads:
             self._look(name, value)
 
     def _look(self, name: str, value: Any) -> None:
-        """Look into a value: what it was is known from now on."""
+        """Record a value and its contents."""
         if isinstance(value, type):
             self._look_into_class(value)
         elif isinstance(value, _LRU_CACHE):
@@ -437,7 +437,7 @@ class GlobalReads:
             tell(name, value)
 
     def _look_inside(self, value: Any) -> None:
-        """Look at the class of an object, and at what a function brings with it."""
+        """Record the class of an object, or the closure and defaults of a function."""
         function = function_of(value)
         if is_object(value):
             self._look_into_class(type(value))
@@ -469,12 +469,12 @@ class GlobalReads:
     # ------------------------------------------------------------------ what they have changed
 
     def listed(self, names: Sequence[str]) -> str:
-        """Some names for a message, with the author's line of the first one."""
+        """Format names for a message, with the user's line of the first one."""
         line = "" if names[0] == OF_TORCH else named_at(names[0], self.codes)
         return ", ".join(names[:3]) + line
 
     def empty_caches(self) -> None:
-        """Empty each ``functools.lru_cache`` in which something was put, memory of a graph.
+        """Empty each ``functools.lru_cache`` to which the capture added: it holds a graph's memory.
 
         Nothing has computed it yet.
         """
@@ -486,7 +486,7 @@ class GlobalReads:
     # ------------------------------------------------------------------ what a graph depends on
 
     def read_into(self, reads: AttributeGuards) -> None:
-        """Let a capture that was followed depend on all of this."""
+        """Add all of this to the guards of a capture."""
         reads.codes.update(dict.fromkeys(self.codes))
         for value in self._values():
             reads.add(*value)
@@ -498,7 +498,7 @@ class GlobalReads:
         reads.keep(found + [entry for table in tables for entry in table.values()])
 
     def _values(self) -> Iterator[tuple[str, Callable[[Any], Any], Any, object]]:
-        """The name of each value, what to call with which key for it, and what it is bound in."""
+        """Yield for each value its name, a reader with its key, and the owner of its binding."""
         for kind in self._kinds:
             own = [base for base in kind.__mro__ if base in self._classes]
             for key in dict.fromkeys(key for base in own for key in self._classes[base]):

@@ -1,4 +1,4 @@
-"""What captured code stores in Python objects, recorded, and replayed."""
+"""Side effects of captured code on Python objects: recorded, and applied by each replay."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ from lightning_graphs.watch.user_code import iter_objects
 
 
 class CopiedOut:
-    """Builds anew, for each replay, what a captured step leaves outside of itself.
+    """Builds, for each replay, new values for the side effects of a captured step.
 
     Tensors are copies, so that no later replay shows in them; parameters, buffers and what has
     their memory are themselves. Tracers give their present values.
@@ -69,10 +69,10 @@ class CopiedOut:
     def __init__(self, state: Iterable[Tensor]) -> None:
         known = list(state)
         self._state, self._own = set(map(id, known)), set(map(storage_address, known)) - {0}
-        self._themselves: dict[int, Any] = {}  # those of them that are left
+        self._themselves: dict[int, Any] = {}  # those that the step stores
         self._copied: list[Tensor] = []  # with their history
         self._sources: list[Tensor] = []  # without it
-        self._gradients: list[tuple[int, Tensor]] = []  # of those that keep theirs
+        self._gradients: list[tuple[int, Tensor]] = []  # of tensors with ``retain_grad``
         self._tracers: list[Tracer] = []
 
     def of(self, value: Any, known: dict[int, Any], refused: Callable[[Any], CaptureError]) -> Any:
@@ -126,7 +126,7 @@ class CopiedOut:
 
 @dataclass(eq=False, slots=True)
 class _Effect:
-    """What a step does to a place, or to a container of its batch."""
+    """Side effect of a step on a place, or on a container of its batch."""
 
     place: Place
     # "fill" what is there, by operations; "refill" it, with a content; or "bind" another value
@@ -143,7 +143,7 @@ class _Effect:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the value says what is there after it; lists in it may be filled as well."""
+        """Whether the value shows the result of the effect: no list in it is filled as well."""
         if isinstance(self.place, Holder):
             return False
         return self.how == "fill" or not leaves_of(self.value, ListAppend)
@@ -183,13 +183,13 @@ class _Effect:
         return before
 
     def outcome(self, before: Any, value: Any) -> Any:
-        """What is new where it was applied, if it were."""
+        """Return what applying it would add."""
         if self.how == "bind":
             return value
         return self.new_in(self.apply(copy.copy(before), value), list(before))
 
     def new_in(self, now: Any, before: Sequence[Any]) -> Any:
-        """What of this is new; ``before`` is what was there."""
+        """Return the new parts of this; ``before`` was there."""
         if self.how == "bind":
             return now
         if isinstance(now, set):
@@ -202,10 +202,10 @@ class _Effect:
 
 
 class SideEffects:
-    """What captured code finds in places, and what it does there and to its batch.
+    """The inputs that captured code reads in places, and its side effects there and on its batch.
 
-    What code reads in a place is an input of the graph: a copy, over which it is captured. What it
-    leaves is left again by every replay; see :class:`CopiedOut`.
+    A value that code reads in a place is an input of the graph, captured over a copy. Every replay
+    applies the side effects again; see :class:`CopiedOut`.
     """
 
     def __init__(
@@ -277,13 +277,13 @@ class SideEffects:
                 place.put(value)
 
     def without_numbers(self, stores: Stores) -> Stores:
-        """Without those that are stored here, and read by the next step."""
+        """Drop numbers that this step stores and the next step reads."""
         found = (p for p in (*self._counted, *self._filled) if isinstance(p, Entry))
         mine = {(id(place.owner), place.keys) for place in found}
         return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
 
     def look(self) -> None:
-        """See what the code has left; what it stores after this is refused."""
+        """Record the side effects so far; later ones are refused."""
         if any(tensor.grad is not None for tensor in self.own):
             name = self._states[0].place.name
             raise STORED.refused(f"a gradient reaches {name}, which the step sets")
@@ -323,7 +323,7 @@ class SideEffects:
             effect.detach(self._copies, known)
 
     def _find_written(self, changed: set[int]) -> None:
-        """Which tensors that stay in their places are written there."""
+        """Find tensors that are written in place."""
         single = {id(p) for i, p in enumerate(self._contained) if self._same[i] in (-1, i)}
         for position, (place, leaf) in enumerate(self._leaves):
             is_written = version_of(leaf) != self._versions[position]
@@ -332,11 +332,11 @@ class SideEffects:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a replay has anything to do with places or with its batch."""
+        """Return whether a replay has side effects on places or on its batch."""
         return bool(self._contained or self._types or self._effects)
 
     def refuse_untouched(self) -> None:
-        """Refuse lists that other steps fill, and this one may have looked at by their type."""
+        """Refuse lists that other steps fill and whose type this step may have read."""
         for _, given in self._given:
             if isinstance(given, ListAppend) and not given.operations:
                 given.refuse()
@@ -348,7 +348,7 @@ class SideEffects:
     # ------------------------------------------------------------------ around a replay
 
     def take(self, _: object = None) -> bool:
-        """Copy in what the places hold, if the graph is captured for such."""
+        """Copy in the present values of places; return whether the graph fits them."""
         try:
             raw = [state.now() for state in self._states]
             others = any(type(place.now()) is not kind for place, kind in self._types)
@@ -365,7 +365,7 @@ class SideEffects:
         return True
 
     def write_back(self) -> None:
-        """After a replay: let tensors that stay in their places hold what was written there."""
+        """After a replay, copy in-place writes back to the tensors in their places."""
         if self._written:
             targets = [self._raw[position] for _, position in self._written]
             with torch.no_grad():
@@ -376,7 +376,7 @@ class SideEffects:
         return {f"of a place {i}": self._raw[i] for _, i in self._written}
 
     def store(self, present: Any) -> None:
-        """Leave, after a replay, what the code leaves; ``present`` has its batch and ``owing``."""
+        """Apply the side effects after a replay; ``present`` has its batch and ``owing``."""
         self.write_back()
         if self._effects:
             self._apply(self._effects, present.owing, present.batch, copies=present.copies)
@@ -389,7 +389,7 @@ class SideEffects:
     def _built(
         self, effects: Iterable[_Effect], memo: dict[int, Any], batch: Any = None
     ) -> Iterator[tuple[_Effect, Any, Any]]:
-        """Each effect, what is in its place, and its value of this replay."""
+        """List each effect with the value in its place and its value of this replay."""
         memo.update(zip(map(id, self.own), self._raw, strict=True))
         found = self._found_in(batch, memo) if self._in_batch and batch is not None else {}
         for effect in effects:
@@ -398,7 +398,7 @@ class SideEffects:
             yield effect, before, effect.built(before, memo)
 
     def _found_in(self, batch: Any, memo: dict[int, Any]) -> dict[int, Any]:
-        """Another batch's containers; what was in the captured one is in the memo from now on."""
+        """Find another batch's containers; the memo maps those of the captured one to them."""
         found: list[Any] = []
         memo[id(self._batch)] = batch
         for holder in self._holders:
@@ -412,7 +412,7 @@ class SideEffects:
         return dict(zip(map(id, self._holders), found, strict=True))
 
     def results(self, batch: Any, tensors: Sequence[Tensor]) -> list[Result]:
-        """After a replay: what would be left, also in a copy of this batch."""
+        """Return, after a replay, what its side effects store, also in a copy of this batch."""
         self.write_back()
         compared = [effect for effect in self._effects if effect.is_compared]
         built = [*self._built(compared, self._copies.memo([], copies=False))]
@@ -425,7 +425,7 @@ class SideEffects:
         return found
 
     def eager_results(self, batch: Any, had: Sequence[Tensor]) -> Callable[[], list[Result]]:
-        """Ahead of an eager step: what gives, after it, what it has left where a replay does."""
+        """Return, ahead of an eager step, a reader of what it stores in a replay's places."""
         compared = [effect for effect in self._effects if effect.is_compared]
         before = [effect.place.now() for effect in compared]
         known = [
@@ -448,7 +448,7 @@ def _changed(observed: str) -> CaptureError:
 
 
 def _refused(place: Place, key: Any, leaf: Any) -> CaptureError:
-    """The error for an object that a step leaves, for which a replay has no other."""
+    """Return the error for an object that a step stores and no replay can make again."""
     kind = type(leaf).__qualname__
     if isinstance(place, Holder):
         return _changed(f"{place.name}{item_label(key)}, where it puts a {kind}")
@@ -462,7 +462,7 @@ def _refused_later(place: Place) -> CaptureError:
 
 
 def _is_part(place: Place, bound: Iterable[_Effect]) -> bool:
-    """Whether a place is in what another place is bound to, which has it already."""
+    """Return whether a place is inside of another place's new value, which includes it."""
     others = [effect.place for effect in bound if effect.place is not place]
     return isinstance(place, Entry) and any(
         place.is_inside(other) or (isinstance(place, Order) and place.is_of(other))
@@ -471,7 +471,7 @@ def _is_part(place: Place, bound: Iterable[_Effect]) -> bool:
 
 
 def _rank(effect: _Effect) -> int:
-    """Keys come into a dict in the order in which it holds them; then that is put right."""
+    """Rank new keys by their order in the dict, and an effect on the order itself last."""
     place = effect.place
     if isinstance(place, Order):
         return sys.maxsize
@@ -483,18 +483,18 @@ def _results(place: Place, value: Any) -> list[Result]:
     return results_in(value, f"stored `{place.name}`")
 
 
-# ------------------------------------------------------------------ the places of a fit
+# ------------------ State between steps
 
 
 class LeftBehindError(CaptureError):
-    """Code has left something behind."""
+    """Raised for side effects that no replay can apply."""
 
 
 class StepState:
-    """The places of a fit in which steps store something, or which are bound anew between them.
+    """Places in a fit that steps store to, or that are bound to other tensors between steps.
 
-    They are found where a capture leaves something behind, and where a tensor that graphs were
-    captured over is another one.
+    Captures with side effects reveal them, and so do tensors that are no longer those a graph was
+    captured over.
     """
 
     def __init__(
@@ -524,7 +524,7 @@ class StepState:
         return found | {(id(place.tensor), "data") for place in self if isinstance(place, Memory)}
 
     def learn(self, found: Sequence[Place]) -> bool:
-        """Treat these as such from now on; whether there is one that was not known."""
+        """Add these places; return whether one of them is new."""
         new = {place.name: place for place in found if place.name not in self._places}
         self._places.update(new)
         if new:
@@ -538,9 +538,9 @@ class StepState:
     def learn_moved(
         self, moved: Sequence[tuple[str, Mapping[str, Any] | None, str, Tensor]]
     ) -> bool:
-        """Learn that these are other tensors now, or have other memory; see :meth:`learn`.
+        """Add tensors that were exchanged or have other memory; see :meth:`learn`.
 
-        Parameters that an optimizer moves, or is told of, are none of it.
+        False if one is a parameter of an optimizer.
         """
         known = trained_parameters(self._optimizers())
         found: list[Place] = []
@@ -553,7 +553,7 @@ class StepState:
         return self.learn(found)
 
     def learn_bound(self, names: Iterable[str]) -> bool:
-        """Learn that attributes with these names hold other tensors than before; see :meth:`learn`.
+        """Add attributes of these names that hold other tensors than before; see :meth:`learn`.
 
         Such a tensor is copied in, so its history, and what else has its memory, must not count.
         """
@@ -572,7 +572,7 @@ class StepState:
         return self.learn(found)
 
     def are_used(self, *filled: Entry) -> bool:
-        """Steps compute with these lists that they fill, or with any of them: they are state."""
+        """Mark filled lists with which steps compute as state: these, or all; False if none."""
         found = filled or [p for p in self if isinstance(p, Entry) and p.is_filled()]
         for place in found:
             place.is_used = True
@@ -584,7 +584,7 @@ class StepState:
     def changes_undone(
         self, generators: Generators, listed: Callable[[Sequence[str]], str]
     ) -> Iterator[None]:
-        """Undo what the body leaves in attributes of modules and in random generators."""
+        """Undo changes of the body in module attributes and random generators."""
         trained = trained_parameters(self._optimizers())
         contents = PythonSnapshot(iter_objects(self._module))
         named = (*self._module.named_parameters(), *self._module.named_buffers())
@@ -612,14 +612,14 @@ class StepState:
             raise DRAWN.refused(f"{LIBRARIES.step} draws from {listed(drawn)}")
 
     def capturing(self, batch: Any) -> SideEffects:
-        """What a capture finds in these places, and what it does there and to its batch."""
+        """Prepare a capture over these places: its inputs, and its side effects."""
         while self.learn([*self._further_names()]):
             pass
         state = (*self._module.parameters(), *self._module.buffers())
         return SideEffects([*self], self._is_read, state, batch)
 
     def _further_names(self) -> Iterator[Entry]:
-        """Where else the module holds what is in these places, and steps can change."""
+        """Find further names of values in these places that steps can change."""
         kept = [place.now() for place in self]
         shared = {id(value) for value in kept if is_container(value)}
         held = PythonSnapshot(iter_objects(self._module)) if shared else PythonSnapshot()
@@ -629,25 +629,25 @@ class StepState:
                 yield place
 
     def _is_read(self, place: Place) -> bool:
-        """Whether code may have read the place before it stored something there."""
+        """Return whether code may have read the place before it stored there."""
         if isinstance(place, Entry) and len(place.keys) == 1:
             return self._reads.may_have_read(place.owner, place.keys[0])
         return True
 
     def signature(self) -> tuple[Signature, ...]:
-        """What is in these places now, for those that steps read."""
+        """Return the signature of the present values that steps read."""
         if not self._places:
             return ()
         return (signature_now(self, self._is_read),)
 
 
 def _is_tree(value: Any) -> bool:
-    """Whether all of a value is in containers, tensors and plain values."""
+    """Return whether a value consists of containers, tensors and plain values."""
     return all(isinstance(leaf, (Tensor, Tracer)) or is_constant(leaf) for leaf in leaves_of(value))
 
 
 def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> Entry | None:
-    """The place that code has changed; None if a replay cannot store there."""
+    """Return the place of a change; None if a replay cannot store there."""
     _, owner, table, key, before, now = change
     kind: type[Entry] | None = None
     if isinstance(table, dict) and key is Absence.ABSENT:
@@ -675,6 +675,6 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
 
 
 def trained_parameters(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The ``id`` of each parameter that an optimizer writes."""
+    """Return the ``id`` of each parameter that an optimizer writes."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {id(p) for group in groups for p in group["params"] if p.requires_grad}

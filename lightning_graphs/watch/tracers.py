@@ -1,6 +1,6 @@
-"""Stand-ins for Python values while code is captured, and the operators that they follow.
+"""Tracers for Python values while code is captured, and the operators that accept them.
 
-They ask for a bare number. While code is watched, such a number gets the call.
+These ask for a bare number. While code is watched, a tracer gets the call instead.
 
 For a tensor of 32 or 64 bits most kernels have the number in the tensor's own type, wherever they
 get it from. For smaller ones those that multiply compute in 32 bits; those that add round the
@@ -34,7 +34,7 @@ from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.values.tree import leaves_of
 
-# ------------------ Stand-ins for Python values that a capture would freeze: they refuse to be use
+# ------------------ Tracers that refuse every use
 
 _HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
 OURS = "lightning_graphs."
@@ -42,7 +42,7 @@ _COMPILER = "torch._"  # its private packages, which ask whether there is a grad
 
 
 class Tracer(abc.ABC):
-    """Stands for a value that a captured step does not have: passed on and logged, never used.
+    """Tracer for a value that a captured step does not have: passed on and logged, never used.
 
     It is no ``int`` or ``float``: C++ would read the value of one without asking.
     """
@@ -53,7 +53,7 @@ class Tracer(abc.ABC):
 
     @abc.abstractmethod
     def now(self) -> Any:
-        """The value itself, at a replay."""
+        """Return the present value, at a replay."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         self.refuse()
@@ -77,13 +77,13 @@ class Tracer(abc.ABC):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Operators of torch ask for it, and so none reads the value."""
+        """Refuse torch operators, which ask for this method before they read the value."""
         refuse_tracers((args, kwargs))
         return NotImplemented
 
 
 class Disguised(Tracer):
-    """To code that asks for its class it is the value."""
+    """Tracer whose ``__class__`` is the value's."""
 
     _kind: type
 
@@ -97,7 +97,7 @@ class Disguised(Tracer):
 
 
 class OpaqueTracer(Tracer):
-    """A Python number that is another one at every step, while one step is captured."""
+    """Tracer for a Python number that changes with every step."""
 
     def __init__(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> None:
         self.name, self._read, self._obstacle = name, read, obstacle
@@ -110,18 +110,18 @@ class OpaqueTracer(Tracer):
 
 
 def used(obstacle: Obstacle, name: str) -> CaptureError:
-    """The error for a value that the user's line, which is being executed, uses."""
+    """Return the error for a value that the user's current line uses."""
     return obstacle.refused_here(f"{name} is {'read' if obstacle is COUNTER else 'used'}")
 
 
 def refuse_tracers(value: Any) -> None:
-    """Refuse a value with something in it that a captured step does not have."""
+    """Refuse a value with a tracer in it."""
     for leaf in leaves_of(value, Tracer):
         leaf.refuse()
 
 
 def present(value: Any) -> Any:
-    """A value with the present values of what stands for numbers in it."""
+    """Replace the tracers in a value by their present values."""
     return tree_map_only(Tracer, lambda stand_in: stand_in.now(), value)
 
 
@@ -129,15 +129,15 @@ Schedulers = Sequence[object]
 """Learning rate schedulers of torch, or others like them."""
 
 NumberPlaces = Sequence[tuple[dict[str, Any], str, Any]]
-"""Tables, a key of each, and what is to be there for a while."""
+"""Tables, a key of each, and its temporary value."""
 
 
 def rates_exchanged(
     schedulers: Schedulers, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
 ) -> AbstractContextManager[None]:
-    """While capturing, schedulers and parameter groups give these learning rates, a group each.
+    """While capturing, give these learning rates, one a group, to schedulers and groups.
 
-    What schedulers count by is nobody's to use, and no rate where there are none of these.
+    User code may not use the counters of schedulers, nor rates if none are given.
     """
     return numbers_exchanged(optimizer, number_places(schedulers, optimizer, rates))
 
@@ -146,11 +146,11 @@ def number_places(
     schedulers: Schedulers,
     optimizer: Optimizer,
     rates: Sequence[Tensor] | None = None,  # stand for learning rates, a group each
-    # Makes the stand-in for a number, of its name and what gives it; ``rates`` then stand for
+    # Makes the tracer for a number, given its name and reader; ``rates`` then stand for
     # tensors only, and without them further numbers of each group move without another capture
     number: Callable[[str, Callable[[], Any]], Any] | None = None,
 ) -> NumberPlaces:
-    """Where learning rates stand, and what schedulers count by, with a stand-in for each."""
+    """List the tables of learning rates and of scheduler counters, with a tracer for each."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     make, groups = number or OpaqueTracer, optimizer.param_groups
     further = _HYPER_PARAMETERS if number is not None and rates is None else ()
@@ -191,7 +191,7 @@ def _of_group(name: str, index: int) -> str:
 
 @contextlib.contextmanager
 def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[None]:
-    """While capturing, these numbers and what parameter groups hold are nobody's to set."""
+    """While capturing, refuse to set these numbers and entries of parameter groups."""
     tables = [("", table) for table in (*optimizer.param_groups, *(table for table, *_ in places))]
     before = PythonSnapshot(tables)
     tensors = [(key, v, version_of(v)) for _, key, v in places if isinstance(v, Tensor)]
@@ -213,7 +213,7 @@ def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[No
 
 
 def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
-    """Gives what a table holds, or an item of it, when it is asked."""
+    """Return a reader of a table's entry, or of an item in that."""
     return lambda: table[key][index[0]] if index else table[key]
 
 
@@ -262,20 +262,20 @@ def old_gradients_watched(
         yield
 
 
-# ------------------ Operators, conversions and functions of Python that are traced
+# ------------------ Traced operators and conversions
 
-# ------------------------------------------------------------------ functions of Python
+# ------------------ Python functions
 
 
 class TracedValue(abc.ABC):
-    """A number that code under watch computes with."""
+    """Base of tracers for numbers with which code under watch computes."""
 
     value: Any
     """What it is in this step."""
 
     @abc.abstractmethod
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a function makes of arguments, of which this is one."""
+        """Apply a function to arguments, one of which is this tracer."""
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Functions of NumPy."""
@@ -298,7 +298,7 @@ DrawingFunction = tuple[str, str, str]
 
 
 def calls_followed(conversions: Collection[Conversion] = ()) -> AbstractContextManager[None]:
-    """Let functions of ``math``, and these, follow numbers; compiled code must see none of it."""
+    """Let ``math`` and these functions accept tracers, unseen by compiled code."""
     converting = ((sys.modules[m], kind.__name__, _CONVERSIONS[kind]) for m, kind in conversions)
     return exchanged([*_OF_MATH, *converting])
 
@@ -322,7 +322,7 @@ _OF_MATH: list[Member] = [
 
 
 def _conversion(kind: Any) -> type:
-    """What stands for ``float`` or ``int`` in a module; torch does not know it as a dtype."""
+    """Replacement for ``float`` or ``int`` in a module; torch does not know it as a dtype."""
     following = _following(kind)
 
     class Meta(type):
@@ -342,34 +342,34 @@ def _conversion(kind: Any) -> type:
 
 
 FOR_A_WHILE = "_stands_for_a_while"
-"""An attribute of functions and classes that are taken away again at the end of the capture."""
+"""Attribute that marks functions and classes which a capture exchanges while it runs."""
 
 _CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
 
 
 def is_exchanged(value: Any) -> bool:
-    """Whether this stands for ``float``, ``int`` or a function while code is followed."""
+    """Return whether a value temporarily replaces ``float``, ``int`` or a function."""
     return isinstance(value, (FunctionType, type)) and FOR_A_WHILE in vars(value)
 
 
 def constants_around() -> Iterator[Any]:
-    """The constants in the text of the author's functions that are running."""
+    """Return the constants in the code of running user functions."""
     for frame in frames_from(sys._getframe(1)):
         if not is_library(frame.f_code.co_filename):
             yield from frame.f_code.co_consts
 
 
-# ------------------------------------------------------------------ operators of torch
+# ------------------ Torch operators
 
 
 class Given(Protocol):
-    """Gives numbers to the operators of a captured step."""
+    """Provides the numbers of a captured step to operators."""
 
     def tensor_of(self, number: Any, dtype: torch.dtype) -> Tensor:
-        """A tensor without dimensions that every replay fills with the present value."""
+        """Return a 0-d tensor that every replay fills with the present value."""
 
     def read_only(self, name: str, *tensors: Tensor) -> None:
-        """Refuse the step if it writes to one of these after this, in the name of a number."""
+        """Refuse the step, naming a number, if it writes to one of these tensors later."""
 
 
 Form = Callable[[Given], Any]
@@ -379,7 +379,7 @@ Form = Callable[[Given], Any]
 def form_of(
     function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, device: torch.device
 ) -> Form | None:
-    """The form of a call of torch with numbers in it, on this device; None if it has none."""
+    """Return how to compute a torch call with tracers on this device; None if unsupported."""
     name, further = getattr(function, "__name__", ""), kwargs or {}
     if any(tensor.device != device for tensor in leaves_of((args, further), Tensor)):
         return None
@@ -394,7 +394,7 @@ def form_of(
         return None
 
 
-# ---------------------------------------------------------------------- what is given
+# ------------------ Numbers for operators
 
 _SMALL = (torch.bfloat16, torch.float16)
 _LARGE = (torch.float32, torch.float64)
@@ -417,7 +417,7 @@ def _are_alike(x: Any, y: Any) -> bool:
 
 
 def _fits(tensor: Tensor, number: Any) -> bool:
-    """Whether it is certain which value a number has among the elements of a tensor."""
+    """Return whether a number's value in a tensor's dtype is certain."""
     is_whole = tensor.dtype is torch.int64 and type(number.value) is int
     return is_whole or tensor.dtype in _FLOATS
 
@@ -426,7 +426,7 @@ def _is_in_place(function: Any) -> bool:
     return bool(function.__name__.endswith("_") and not function.__name__.endswith("__"))
 
 
-# ---------------------------------------------------------------------- a tensor and a number
+# ------------------ A tensor and a number
 
 
 def _binary(
@@ -542,7 +542,7 @@ def _clamped(function: Any, input: Any, min: Any = None, max: Any = None) -> For
     return clamped
 
 
-# ---------------------------------------------------------------------- tensors full of a number
+# ------------------ Tensors full of a number
 
 
 def _filled(function: Any, input: Any, value: Any) -> Form | None:
@@ -612,7 +612,7 @@ def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
     return fill
 
 
-# ---------------------------------------------------------------------- an index
+# ------------------ An index
 
 
 def _indexed(function: Any, input: Any, index: Any) -> Form | None:
@@ -635,7 +635,7 @@ def _indexed(function: Any, input: Any, index: Any) -> Form | None:
     return entry
 
 
-# ---------------------------------------------------------------------- lists of tensors
+# ------------------ Lists of tensors
 
 
 def _one_by_one(

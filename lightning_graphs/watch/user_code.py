@@ -1,4 +1,4 @@
-"""Whose code it is, and which objects it can reach."""
+"""Tells user code from libraries, and iterates over objects that it can reach."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import DEPTH, entries, is_plain, walk
 from lightning_graphs.values.snapshot import Snapshot
 
-# ------------------ Whose code it is: the user's, that of libraries, or what torch.compile has mad
+# ------------------ User, library and compiled code
 
 _INSTALLED = {"site-packages", "dist-packages"}
 _NUMERIC = ("numpy", "scipy", "pandas")  # which take `float` for a type of numbers of their own
@@ -38,17 +38,16 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
 def is_lightnings(definition: object, *files: str) -> bool:
-    """Whether a class or function is defined in one of these files of Lightning.
+    """Return whether a class or function is defined in one of these files of Lightning.
 
-    ``pytorch_lightning`` is the same code as ``lightning.pytorch`` under another name, with classes
-    of its own.
+    ``pytorch_lightning`` is a second copy of ``lightning.pytorch``, with classes of its own.
     """
     module = getattr(definition, "__module__", None)
     return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
 
 
 def function_of(value: Any) -> Any:
-    """The function behind a method, a property or a partial; other values as they are."""
+    """Unwrap a method, a property or a partial; return other values as they are."""
     if isinstance(value, property):
         value = value.fget
     while isinstance(value, partial):
@@ -60,7 +59,7 @@ _BOUND = (MethodType, staticmethod, classmethod)
 
 
 class UserCode:
-    """Tells the code of a step's author from that of the libraries it uses.
+    """Tells user code from the code of libraries.
 
     Installed packages are libraries, but for the one that the root module's class is from.
     """
@@ -89,14 +88,14 @@ class UserCode:
         )
 
     def has_module(self, name: str) -> bool:
-        """Whether a module that has been imported under this name is the author's."""
+        """Return whether a module that was imported under this name is user code."""
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None:  # a notebook, unlike modules of C
             return name == "__main__"
         return self.has(file, name)
 
     def runs_in(self, frame: FrameType) -> bool:
-        """Whether a frame runs the author's code."""
+        """Return whether a frame runs user code."""
         return self.has(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
 
     def _judge_installed(self, name: str) -> bool:
@@ -107,7 +106,7 @@ class UserCode:
 
 
 def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
-    """The modules whose class compiled code checks; of the root, its compiled step is seen."""
+    """List modules whose class compiled code checks, but for the root: its step is watched."""
     compiled = filter(is_compiled, root.modules())
     return {module for owner in compiled for module in owner.modules()} - {root}
 
@@ -119,14 +118,14 @@ _OWN_GRAPHS = (
 
 
 def obstacle_in(module: nn.Module) -> str | None:
-    """Why no graph can hold a module, or one inside of it, in a sentence; None if one can."""
+    """Return why a module or a submodule of it cannot be captured; None if it can."""
     for owner in with_own_graphs(module):
         return f"`{owner}` {_OWN_GRAPHS}"
     return None
 
 
 def with_own_graphs(module: nn.Module) -> Iterator[str]:
-    """Qualified names of the submodules and attributes that ``torch.compile`` gave own graphs."""
+    """List qualified names of submodules and attributes with CUDA graphs of ``torch.compile``."""
     for name, inner in module.named_modules():
         if makes_own_graphs(inner):
             yield name or type(inner).__name__
@@ -138,7 +137,7 @@ def with_own_graphs(module: nn.Module) -> Iterator[str]:
 
 
 def bound_by_hooks(root: nn.Module) -> dict[str, str]:
-    """Weights that old hooks of ``torch.nn.utils`` bind anew in each call, and what to do.
+    """List weights that old ``torch.nn.utils`` hooks bind again in each call, with remedies.
 
     ``weight_norm``, ``spectral_norm`` and pruning set a plain attribute, ahead of the forward.
     """
@@ -154,23 +153,23 @@ def bound_by_hooks(root: nn.Module) -> dict[str, str]:
 
 
 class CompiledCode:
-    """Whether the steps of a fit call what ``torch.compile`` has made.
+    """Notes whether steps of a fit call code that ``torch.compile`` has made.
 
-    Such code has no host half, checks the functions and classes that it was compiled with, and is
-    compiled anew where these are others. What the rest of the process has compiled does not count.
+    Such code has no host program. It checks the functions and classes that it was compiled with,
+    and is compiled again if these change. Other compiled code of the process does not count.
     """
 
     runs = False
 
     def watching(self) -> AbstractContextManager[None]:
-        """Look at the body, an eager step or the capture of one, until that is known."""
+        """Watch the body, an eager step or its capture, until a call of compiled code is seen."""
         return nullcontext() if self.runs else compiled_code_noticed(self._note)
 
     def _note(self) -> None:
         self.runs = True
 
 
-# ------------------ Walks through what modules hold, and follows the tensors among it
+# ------------------ Objects and tensors in modules
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 
@@ -185,13 +184,13 @@ HELD_ELSEWHERE: list[Callable[[nn.Module], Iterable[Any]]] = []
 
 
 def know_base(kind: type[nn.Module], *names: str) -> None:
-    """Let a client's class be a base of modules, and these its attributes beside its own."""
+    """Register a client's base class of modules, and its attributes that hold no user values."""
     BASES.append(kind)
     OF_ALL_MODULES.update(vars(kind()), names)
 
 
 def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and value of every module in a tree, and of what their attributes hold, levels deep.
+    """Yield name and value of every module in a tree, and of values in their attributes.
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
     """
@@ -200,7 +199,7 @@ def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def objects_in(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """The same of a value, itself first; modules that nobody has registered are gone into."""
+    """Yield name and value of all objects in a value, itself first, modules included."""
     return walk(name, value, seen, modules=_of_tree)
 
 
@@ -233,7 +232,7 @@ def _of_module(
 def _of_tensor(
     name: str, tensor: Tensor | None, seen: dict[int, Any], depth: int
 ) -> Iterator[tuple[str, Any]]:
-    """What is in the attributes of a parameter or buffer, and in its hooks."""
+    """Yield what attributes and hooks of a parameter or buffer hold."""
     if tensor is None:
         return
     yield from walk(name, tensor, seen, depth, modules=_of_tree)
@@ -250,7 +249,7 @@ _MOST_BYTES = 2**28
 
 
 class UnregisteredTensors:
-    """Tensors that are neither parameters nor buffers of a module, and how often they were written.
+    """Tensors that are neither parameters nor buffers of a module, with their version counters.
 
     Code changes them as it changes buffers, and a verification has to put them back. The buffers
     of modules that are not registered count as written: BatchNorm's kernels do not say so.
@@ -267,7 +266,7 @@ class UnregisteredTensors:
             self.add(name, value)
 
     def add(self, name: str, value: Any) -> None:
-        """Look at the tensors that are directly in a value."""
+        """Add the tensors that are directly in a value."""
         found: list[Tensor] = []
         buffers = tables_of(value)[1].keys() if isinstance(value, nn.Module) else ()
         self._buffers.update(f"{name}.{key}" for key in buffers)
@@ -287,18 +286,18 @@ class UnregisteredTensors:
 
     @property
     def small(self) -> list[Tensor]:
-        """Those that are no data: kernels outside of torch may write them unnoticed."""
+        """Small tensors, which kernels outside of torch may write unnoticed."""
         return [t for t in self.tensors if t.untyped_storage().nbytes() <= _MOST_BYTES]
 
     def written(self) -> dict[str, Tensor]:
-        """Those that were written since this was asked last, by name."""
+        """Return, by name, tensors that were written since the last call."""
         before, self._versions = self._versions, [version_of(tensor) for _, tensor in self._named]
         triples = zip(self._named, before, self._versions, strict=True)
         return {n: t for (n, t), then, now in triples if then != now or n in self._buffers}
 
 
 def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Label and tensor of what is directly in a value."""
+    """Yield label and tensor of tensors that are directly in a value."""
     if isinstance(value, Tensor):
         yield "", value
     if isinstance(value, nn.Module):
