@@ -36,11 +36,11 @@ from torch.utils.data import DataLoader
 from lightning_graphs.private.callsite import is_library, is_of_library
 from lightning_graphs.private.exchange import Absence, in_slot
 
-# ------------------ what functions bring along for their code
+# ------------------ Closures and defaults
 
 
 def brought_along(value: Any) -> list[tuple[str, Any]] | None:
-    """What a function, or what stands for a call of one, brings along for its code."""
+    """Yield what a function, method or partial brings along: closure, defaults, arguments."""
     if isinstance(value, partial):
         return [(key, getattr(value, key)) for key in ("func", "args", "keywords")]
     if isinstance(value, GeneratorType):
@@ -70,11 +70,11 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-# ------------------ what stands for a value in comparisons
+# ------------------ Comparable values
 
 
 class Identity:
-    """An object that is only equal to itself, and that is not kept alive for being known."""
+    """Weak key of an object that is equal to itself only."""
 
     __slots__ = ("_count", "_hash", "_name", "_object", "is_tensor")
 
@@ -111,7 +111,7 @@ class Identity:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether this stands for a tensor."""
+    """Return whether this is the identity of a tensor."""
     return isinstance(value, Identity) and value.is_tensor
 
 
@@ -125,7 +125,7 @@ _WRITTEN = frozenset(
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
 _OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-"""Objects of torch that keep state, and that code may have besides those of the fit."""
+"""Objects of torch with state, of which user code may own further ones."""
 
 DEPTH = 6
 MOST_INSIDE = 10_000  # longer ones are data, which stay unopened
@@ -137,26 +137,26 @@ _MOST_BYTES = 64 * 1024
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value says all that it is when it is compared: numbers, texts, enums, None."""
+    """Return whether a value is compared as a whole by ``==``: numbers, texts, enums, None."""
     numpy = sys.modules.get("numpy")
     return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
 
 
 def in_words(before: Any, now: Any) -> str:
-    """How a value has changed that is written so."""
+    """Describe the change of a value, given its texts."""
     a, b = repr(before), repr(now)
     return f"another {b}" if a == b else f"{a} -> {b}"
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value is plain, or nothing but plain values that cannot be exchanged."""
+    """Return whether a value is plain, or an immutable container of plain values."""
     if isinstance(value, (range, slice)):
         return all(map(is_plain, (value.start, value.stop, value.step)))
     return is_plain(value) or (isinstance(value, frozenset) and all(map(is_plain, value)))
 
 
 def exact(value: Any) -> Hashable:
-    """What tells a plain value from others of its type, NaN from all but NaN and 0.0 from -0.0."""
+    """Return a key that separates plain values of a type: NaN equals NaN, 0.0 is not -0.0."""
     if isinstance(value, float):
         return value.hex()
     if type(value) in _WRITTEN:
@@ -168,7 +168,7 @@ def exact(value: Any) -> Hashable:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A Python value that a graph has baked in, so that it has to stay what it was.
+    """A Python value that a graph has baked in, which a replay requires unchanged.
 
     Equal by type and value, objects by what is inside of them; other things that cannot be hashed
     are equal to themselves only. NaN equals NaN, and 0.0 differs from -0.0.
@@ -180,7 +180,7 @@ class Constant:
 
     @classmethod
     def of(cls, value: Any) -> Constant:
-        """That of any value: objects are known by what is inside of them."""
+        """Make the constant of any value; objects are compared by their contents."""
         # While modules are watched, their classes are exchanged.
         kind = nn.Module if isinstance(value, nn.Module) else type(value)
         text = reprlib.repr(value)
@@ -190,7 +190,7 @@ class Constant:
 
     @classmethod
     def plain(cls, value: Any) -> Constant | Identity:
-        """That of a plain value; what cannot be hashed is equal to itself only."""
+        """Make the constant of a plain value; an unhashable one is equal to itself only."""
         try:
             return cls(type(value), exact(value), repr(value))
         except TypeError:
@@ -206,7 +206,7 @@ class Constant:
 
 
 class ArrayValue(NamedTuple):
-    """What a NumPy array holds, as something that can be compared and hashed."""
+    """The contents of a NumPy array, comparable and hashable."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -235,7 +235,7 @@ _COMPARED = frozenset({bool, int, float, complex, str, bytes, frozenset, ArrayVa
 
 
 def is_still(now: Any, before: Any) -> bool:
-    """Whether a value is the one from before: the very object, or a plain one that equals it.
+    """Return whether a value is the former object, or a plain value that equals it.
 
     What only passes for a plain value is not compared, since that may tell its number.
     """
@@ -253,7 +253,7 @@ def is_still(now: Any, before: Any) -> bool:
 
 
 def is_small_array(value: Any) -> bool:
-    """Whether a value is a NumPy array of numbers or texts that is compared by what it holds.
+    """Return whether a value is a small NumPy array of numbers or texts, compared by contents.
 
     Larger ones are data, and arrays of objects hold addresses only. Subclasses may hold more.
     """
@@ -267,7 +267,7 @@ def is_small_array(value: Any) -> bool:
 
 
 def is_object(value: Any) -> bool:
-    """Whether everything in an object is in its attributes, and is its author's own.
+    """Return whether an object's state is in its attributes, and its class is user code.
 
     Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
     """
@@ -280,7 +280,7 @@ def is_object(value: Any) -> bool:
 
 
 def _is_python(kind: type) -> bool:
-    """Whether a class is written in Python, which shows in how its instances are made."""
+    """Return whether a class is written in Python, by the way its instances are made."""
     new = vars(kind).get("__new__")
     return bool(kind.__flags__ & _HEAP_TYPE) and (new is None or isinstance(new, staticmethod))
 
@@ -301,7 +301,7 @@ slots_of: Callable[[type], tuple[str, ...]] = _slots
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes that an object itself has, outside of its slots."""
+    """Return the attributes of an object itself, without its slots."""
     try:
         table: Any = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -310,13 +310,13 @@ def attributes_of(value: Any) -> dict[str, Any]:
 
 
 def members_of(value: Any) -> dict[str, Any]:
-    """What an object itself has, in slots, too, by name."""
+    """Return attributes and slots of an object itself by name."""
     in_slots = {key: in_slot(value, key) for key in slots_of(type(value))}
     return {**attributes_of(value), **in_slots}
 
 
 def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
-    """Label, key and value of what is inside of a container or an object; None if nothing can be.
+    """List label, key and value of a container's or an object's entries; None if it has none.
 
     Sets have nothing inside: what is hashed is compared by value.
     """
@@ -330,12 +330,12 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
 
 
 def label_of(key: Any, place: int) -> str:
-    """How a name goes on for what a dict has under a key; torch would print all of a tensor."""
+    """Return the suffix of a name for a dict's key; torch would print all of a tensor."""
     return f"[<tensor {place}>]" if isinstance(key, torch.Tensor) else f"[{key!r}]"
 
 
 def has_attributes(value: Any) -> bool:
-    """Whether what is in a value is in its attributes: an object, or a tensor with some."""
+    """Return whether a value's entries are attributes: an object, or a tensor with some."""
     if isinstance(value, torch.Tensor):
         is_itself = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         return is_itself and bool(attributes_of(value))
@@ -352,7 +352,7 @@ def walk(
     modules: Callable[[str, nn.Module, dict[int, Any], int], Iterator[tuple[str, Any]]]
     | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Name and value of what a value holds, levels deep, itself first.
+    """Yield name and value of all that a value holds up to a depth, itself first.
 
     Plain values, classes, and tensors without attributes are skipped, and modules without
     ``modules``, which goes on with them. Containers of many entries are data: they stay unopened.
@@ -373,7 +373,7 @@ def walk(
 
 
 def values_of_class(kind: type) -> dict[str, Any]:
-    """Name and value of what instances of a class find in it, but for what libraries define.
+    """Yield name and value of class attributes that instances find, except those of libraries.
 
     Of what classes have, these are the values that captures bake in: no functions, no properties.
     """
@@ -385,7 +385,7 @@ def values_of_class(kind: type) -> dict[str, Any]:
 
 
 def value_of_class(kind: type, key: str) -> Any:
-    """What instances of a class find in it under a name, wherever it stands."""
+    """Return the class attribute of a name, of the first base that has it."""
     return next((vars(b)[key] for b in kind.__mro__ if key in vars(b)), Absence.ABSENT)
 
 
@@ -395,7 +395,7 @@ def _is_value(value: Any) -> bool:
 
 
 class ValueGuards:
-    """Values that captures have baked in, by name, as something that can be compared and hashed.
+    """Guards for values that captures have baked in: by name, comparable and hashable.
 
     Plain values and NumPy arrays of up to 64 KiB are compared by value, also inside of containers
     and objects; everything else, larger arrays too, by identity. As long as nothing has changed,
@@ -412,7 +412,7 @@ class ValueGuards:
         self._left_out: Container[str] = ()
 
     def leave_out(self, names: Container[str]) -> None:
-        """Look no more at what has these names."""
+        """Drop the guards of these names."""
         self._left_out = names
         self._described = None
 
@@ -420,27 +420,27 @@ class ValueGuards:
         return (id(owner), key) in self._roots
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
-        """Look at ``get(key)`` from now on; a key of this owner that is known stays as it is."""
+        """Guard ``get(key)`` from now on; a known key of this owner keeps its guard."""
         place = id(owner), key
         if place not in self._roots:
             self._roots[place] = (name, get, key)
             self._described = None
 
     def read(self, words: Iterable[str]) -> None:
-        """Look at what objects find in their classes, too, under the names that code reads."""
+        """Guard class attributes of objects, too, under the names that code reads."""
         if not self._words.issuperset(words):
             self._words |= frozenset(words)
             self._described = None
 
     def without(self, owners: Container[int]) -> ValueGuards:
-        """These values but for those that are bound in such owners, given by their ``id``."""
+        """Return these guards without those of owners that are given by ``id``."""
         rest = ValueGuards()
         rest._words, rest._left_out = self._words, self._left_out
         rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
         return rest
 
     def now(self) -> tuple[tuple[str, Any], ...]:
-        """Name and present value of everything, in the order of their addition."""
+        """Return name and present value of every guard, in order of addition."""
         if self._described is not None and self._is_unchanged():
             return self._described
         self._checks, self._values, self._seen = [], [], {}
@@ -513,7 +513,7 @@ class ValueGuards:
 
 
 class Inside(NamedTuple):
-    """Name and value of what is inside of an object or a container; tensors are themselves."""
+    """Name and value of everything inside of an object or a container; tensors by identity."""
 
     values: tuple[tuple[str, Any], ...]
 
@@ -526,7 +526,7 @@ class Inside(NamedTuple):
         return cls(held.now())
 
     def changes(self, other: Inside) -> list[str]:
-        """What changed from this to another, a line each."""
+        """List the changes from this to another, a line each."""
         old, new = dict(self.values), dict(other.values)
         absent = Absence.ABSENT
         pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
@@ -537,7 +537,7 @@ _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, th
 
 
 def as_hashable(value: Any) -> Hashable:
-    """What stands for a value, and for what is inside of it, in comparisons."""
+    """Return the comparable key of a value and of everything inside of it."""
     if isinstance(value, nn.Module):
         return Identity(value)
     if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):

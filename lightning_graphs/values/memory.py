@@ -146,7 +146,7 @@ _Move = tuple[str, Mapping[str, Any] | None, str, Tensor]
 
 
 class AddressGuard:
-    """Notices that tensors a graph was captured over have moved or changed, but for values."""
+    """Guard on tensors that a graph was captured over: objects, memory and layout, not values."""
 
     def __init__(
         self, tables: list[tuple[str, Mapping[str, Any]]], unmoved: Collection[int] = ()
@@ -185,7 +185,7 @@ class AddressGuard:
         # memory may be, and ``"data"``
         exempt: Collection[tuple[int, Any]] = (),
     ) -> AddressGuard:
-        """Watches parameters, buffers and submodules where they are kept, new ones as well."""
+        """Guard parameters, buffers and submodules in their tables, additions included."""
         tables: list[tuple[str, Mapping[str, Any]]] = []
         for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
             inside = f"{path}." if path else ""
@@ -201,7 +201,7 @@ class AddressGuard:
         return cls(tables, {owner for owner, key in exempt if key == "data"})
 
     def holds(self, *, trainable: bool = True) -> bool:
-        """Whether every watched tensor is what it was; the cost grows with their number.
+        """Return whether every guarded tensor is unchanged; the cost grows with their number.
 
         With ``trainable=False`` what required grad need not do so any more: an autograd node that
         is given the tensors tells.
@@ -218,13 +218,13 @@ class AddressGuard:
         )
 
     def is_in_place(self) -> bool:
-        """Whether every watched tensor has the memory that it had."""
+        """Return whether every guarded tensor has the memory of the capture."""
         if pointers_equal is not None:
             return pointers_equal(self._local, self._pointers, self._indices)
         return list(map(Tensor.data_ptr, self._local)) == self._pointers
 
     def check(self, *, trainable: bool = True) -> None:
-        """Refuse a replay where it does not hold."""
+        """Refuse a replay if the guard does not hold."""
         if not self.holds(trainable=trainable):
             raise ReplayError(
                 "A graph can replay only over the tensors of its capture, in the same memory.",
@@ -233,11 +233,11 @@ class AddressGuard:
             )
 
     def difference(self) -> str:
-        """What has changed first, in words."""
+        """Describe the first change."""
         return next(self._differences())[0]
 
     def bring_back(self) -> bool:
-        """Let tensors be where they were, with the values that ``tensor.data = ...`` gave them.
+        """Move tensors back to their captured memory, with the values of ``tensor.data = ...``.
 
         False if none has moved, or if other tensors are in that memory or in the new one.
         """
@@ -260,9 +260,9 @@ class AddressGuard:
         return bool(places)
 
     def moved(self) -> list[_Move]:
-        """Path, table, key and former tensor of what is another tensor by now, or elsewhere.
+        """List path, table, key and former tensor of guarded tensors that were exchanged or moved.
 
-        Without a table it is the same tensor. Empty if something else has changed, too.
+        Without a table the tensor itself moved. Empty if anything else changed as well.
         """
         moves: list[_Move] = []
         for _, move in self._differences():
@@ -272,7 +272,7 @@ class AddressGuard:
         return moves
 
     def _differences(self) -> Iterator[tuple[str, _Move | None]]:
-        """What has changed since capture, in words, and where it is a tensor that has moved."""
+        """List the changes since capture in words, and the tensors among them that moved."""
         for table_name, table, known in self._known:
             for key in {**known, **table}:
                 name = _named(table_name, key)
@@ -318,14 +318,14 @@ def _named(table: str, key: str) -> str:
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    """A buffer with the same strides, overlaps and gaps included, in a storage of its own."""
+    """Make a buffer with a tensor's strides, overlaps and gaps, in a new storage."""
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
 
 
 def extent(tensor: Tensor) -> int:
-    """Elements from the first to the last one in memory, both counted."""
+    """Count the elements of memory from a tensor's first to its last one, inclusive."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in sizes)
 
@@ -342,17 +342,17 @@ def overlap_span(tensor: Tensor) -> int:
 
 
 def linear(tensor: Tensor, span: int | None = None) -> Tensor:
-    """The memory of a tensor, so many elements of it, in its order."""
+    """View a tensor's memory as a flat tensor of so many elements."""
     return tensor.as_strided((tensor.numel() if span is None else span,), (1,))
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """All of a storage as bytes, among which a NaN is equal to itself."""
+    """View a storage as bytes, in which equal NaN compare equal."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Where the memory of a tensor begins that others may share; 0 for one that has none."""
+    """Return the address of a tensor's storage; 0 if it has none."""
     tensor = local(tensor)
     return tensor.untyped_storage().data_ptr() if is_strided(tensor) else 0
 
@@ -362,7 +362,7 @@ def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 def uses_of(tensors: list[Tensor], storages: list[int]) -> list[int]:
-    """How many references there are to each tensor and to its storage, given as addresses."""
+    """Count references to each tensor and to its storage, given as addresses."""
     of_tensors = map(add, map(getrefcount, tensors), map(tensor_uses, tensors))
     return list(map(add, of_tensors, map(uses_at, storages)))
 
@@ -377,7 +377,7 @@ class ReferenceGuard:
         self._uses: list[int] = []  # when they became visible
 
     def holds(self) -> bool:
-        """Whether there are no more references than there were."""
+        """Return whether no reference was added."""
         tracked = self.bound = self.tracked
         if tracked is None or self.is_noticed:
             return not self.is_noticed
@@ -391,11 +391,11 @@ class ReferenceGuard:
         raise NotImplementedError
 
 
-# ---------------------------------------------------------------------- memory of several graphs
+# ------------------ Memory shared by graphs
 
 
 class AliasedBuffer:
-    """Memory of a graph that callers may see, which no replay may overwrite as long as they do."""
+    """Memory of a graph that callers may alias; no replay may overwrite it while they do."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
@@ -406,7 +406,7 @@ class AliasedBuffer:
         return argument.data_ptr() == self._address
 
     def count_uses(self) -> None:
-        """Count who uses the memory now: the graphs themselves, and no caller yet."""
+        """Count the uses by the graphs themselves, before any caller has an alias."""
         self._own_uses = storage_uses(self._storage)
 
     @property
@@ -419,27 +419,27 @@ class AliasedBuffer:
 
 
 class SharedArgument:
-    """The static input of the first of several calls that are given the same tensor."""
+    """The static input that several calls with one argument tensor share."""
 
     def __init__(self) -> None:
         self._tensor: Tensor | None = None
         self._version = 0
 
     def put(self, argument: Tensor) -> None:
-        """Note whose value has been copied in; it is kept, so that no other is mistaken for it."""
-        if argument.is_inference():  # nobody counts how often it is written
+        """Note the tensor whose value was copied in; a reference keeps its identity unique."""
+        if argument.is_inference():  # it has no version counter
             self._tensor = None
             return
         self._tensor = argument
         self._version = version_of(argument)
 
     def holds(self, argument: Tensor) -> bool:
-        """Whether this argument is the very tensor, and unchanged since."""
+        """Return whether an argument is that tensor, unwritten since."""
         return argument is self._tensor and version_of(argument) == self._version
 
 
 Source = AliasedBuffer | SharedArgument
-"""Memory of an earlier graph that stands for an argument of a later one."""
+"""Memory of an earlier graph that a later one reads as an argument."""
 
 
 @dataclass(eq=False, slots=True)
@@ -453,7 +453,7 @@ class PendingBackward:
 
 
 class ReplayOrder:
-    """Notices when graphs over one pool are not replayed in the order of their capture.
+    """Checks that graphs over one pool replay in the order of their capture.
 
     What one graph had freed when another was captured, the other may use. So between a forward and
     its backward only such graphs may be replayed as were captured between the two.
@@ -470,7 +470,7 @@ class ReplayOrder:
         return self._captured - 1
 
     def begin(self) -> None:
-        """Begin anew from the first graph: what is pending will not run."""
+        """Begin again with the first graph: pending backward passes will not run."""
         for pending in self._pending:
             pending.is_void = True
         self._pending.clear()
@@ -497,7 +497,7 @@ class ReplayOrder:
         self.replay(pending.before)
 
 
-# ---------------------------------------------------------------------- what calls return
+# ------------------ Return values
 
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, enum.Enum, type,
@@ -510,13 +510,13 @@ Owing = list[tuple[Tensor, Tensor]]
 
 
 def gradients_of(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Number and gradient of those that keep theirs: leaves of autograd, or ``retain_grad()``."""
+    """List index and gradient of tensors that retain theirs: leaves, or by ``retain_grad()``."""
     keeping = ((i, t) for i, t in enumerate(tensors) if t.is_leaf or t.retains_grad)
     return [(i, t.grad) for i, t in keeping if t.grad is not None]
 
 
 def tensors_returned(value: Any) -> list[Tensor]:
-    """The tensors in what a call returns; a replay makes these again, and no other objects."""
+    """List the tensors in a return value: a replay makes tensors, and no other objects."""
     leaves: list[tuple[str, Any]] = []
     flatten(value, "output", leaves)
     for name, leaf in leaves:
@@ -530,7 +530,7 @@ def tensors_returned(value: Any) -> list[Tensor]:
 
 
 def _remedy_for(leaf: object) -> str:
-    """What to return in place of an object."""
+    """Name what to return in place of an object."""
     kind = type(leaf)
     if kind.__module__.startswith("transformers."):
         return "set config.use_cache = False: training needs no cache of keys and values"
@@ -557,7 +557,7 @@ class OutputPlan:
         # With the autograd graph behind them
         self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
         self.tensors = [tensor.detach() for tensor in tensors]
-        self._gradients: list[tuple[int, Tensor]] = []  # of outputs that keep theirs, by index
+        self._gradients: list[tuple[int, Tensor]] = []  # of outputs that retain them, by index
         own = set(map(storage_address, state)) - {0}
         # Those that are handed out without a copy
         self._itself = {i for i in self._plain if storage_address(tensors[i]) in own}
@@ -578,14 +578,14 @@ class OutputPlan:
         self.requiring_grad = []
 
     def alias_output(self, index: int) -> AliasedBuffer:
-        """Hand out one of :attr:`tensors` itself from now on, not a copy."""
+        """Return an alias of one of :attr:`tensors` from now on, not a copy."""
         if index not in self._aliased:
             self._aliased[index] = AliasedBuffer(self.tensors[index])
             self._itself.add(index)
         return self._aliased[index]
 
     def track_aliases(self) -> None:
-        """Begin to notice callers that keep lent outputs, before the first replay."""
+        """Begin to track callers that keep aliased outputs, before the first replay."""
         for alias in self._aliased.values():
             alias.count_uses()
 
@@ -594,11 +594,11 @@ class OutputPlan:
         return any(alias.is_kept for alias in self._aliased.values())
 
     def give_away(self, owing: Owing) -> Any:
-        """The return value of a call after which there is no replay: without copies."""
+        """Return a call's result without copies, as no replay comes after it."""
         return self._built([tensor.detach() for tensor in self.tensors], owing)
 
     def copies(self, owing: Owing) -> Any:
-        """The return value of a call, and what is still to be the gradient of a tensor in it."""
+        """Return copies of a call's result, and pending gradients of tensors in it."""
         return self._built(self._take(range(len(self.tensors))), owing)
 
     def _built(self, found: list[Tensor], owing: Owing) -> Any:
@@ -612,7 +612,7 @@ class OutputPlan:
         return [tensors[i].detach() if i in itself else tensors[i].clone() for i in indices]
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        """The outputs that require grad, for the autograd node to return."""
+        """List the outputs that require grad, for the autograd node to return."""
         return tuple(self._take(self.differentiable_indices))
 
     def hand_out(self, differentiable: Sequence[Tensor] | None = None) -> Any:

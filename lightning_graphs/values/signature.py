@@ -1,4 +1,4 @@
-"""The signature of a call, and the prepared check that a later call has it, too."""
+"""The signature of a call, and the prepared check of later calls against it."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class Modes:
 
 
 class BackendFlags(NamedTuple):
-    """The switches by which operators choose their kernels: a capture keeps what was chosen.
+    """The switches by which operators choose kernels; a capture bakes the choice in.
 
-    All threads have them in common, and neither autocast nor grad mode tells.
+    They are global to all threads, unlike autocast and grad mode.
     """
 
     precision_of_float32_products: str
@@ -102,13 +102,13 @@ KERNEL_CHOICES = tuple(name.replace("_", " ") for name in BackendFlags._fields)
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Everything that must be equal between a captured call and a later one."""
+    """All that must be equal between a captured call and a later one."""
 
     tree: Node  # of ``(args, kwargs)``
     leaves: tuple[Leaf, ...]
     aliases: tuple[int, ...]  # of the tensors among them; see :func:`alias_groups`
     modes: Modes
-    extra: tuple[Hashable, ...]  # what else the caller distinguishes calls by
+    extra: tuple[Hashable, ...]  # further keys of the caller
     names: tuple[str, ...] = field(compare=False)  # of the leaves, such as ``batch["x"][1]``
     arg_names: tuple[str, ...] = field(compare=False)  # of the leading positional arguments
     _hash: int = field(default=0, init=False, compare=False, repr=False)
@@ -242,7 +242,7 @@ class CallPlan:
         ]
 
     def _places(self, begin: int, nodes: Sequence[Node | None]) -> Iterator[int]:
-        """Where leaves are in a list to whose end each container adds what is in it."""
+        """Return the indices of leaves in a list to which each container appends its entries."""
         for place, node in enumerate(nodes, begin):
             if node is None:
                 yield place

@@ -1,4 +1,4 @@
-"""Remembers Python values and tensors, and puts them back."""
+"""Snapshots of Python values and tensors, and their restoration."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Fingerprint = tuple[int, ...]
 
 
 def fingerprints_of(tensors: Sequence[Tensor], *, together: bool = False) -> list[Fingerprint]:
-    """Of each tensor what is equal for equal bits, and otherwise different; whatever its strides.
+    """Return a fingerprint of each tensor's bits, independent of its strides.
 
     The elements, read as integers, are multiplied by odd numbers that depend on their place and
     added up, modulo 2**64, which does not depend on the order. One element that changed always
@@ -108,9 +108,9 @@ _CHANGEABLE = (list, OrderedDict, dict, set, deque)
 
 
 class Change(NamedTuple):
-    """What code has changed."""
+    """A change that code has made."""
 
-    name: str  # what messages call it
+    name: str  # its name in messages
     owner: Any  # a module, an object or a container
     table: Any  # the container of what is in it; another value where there is no such
     key: Any  # where in there; ABSENT: all of it
@@ -128,7 +128,7 @@ class Binding(NamedTuple):
 
 
 class PythonSnapshot:
-    """What containers and objects hold, and modules in their attributes, given with their names.
+    """Snapshot of named containers and objects, and of module attributes.
 
     Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB; other values are left out.
     """
@@ -159,11 +159,11 @@ class PythonSnapshot:
         return self.bindings.setdefault((id(owner), key), found)
 
     def add_class(self, kind: type) -> None:
-        """Look at everything that a class itself has; known ones stay as they are."""
+        """Add all bindings of a class itself; known ones keep their first value."""
         self.classes.setdefault(kind, dict(vars(kind)))
 
     def _places(self) -> Iterator[tuple[str, Any, str, Any]]:
-        """Name, owner, key and value of what is bound outside of containers."""
+        """Yield name, owner, key and value of bindings outside of containers."""
         yield from self.bindings.values()
         for kind, before in self.classes.items():
             for key in {**before, **vars(kind)}:
@@ -174,7 +174,7 @@ class PythonSnapshot:
         return sorted({change.name for change in self.changes()})
 
     def changes(self) -> Iterator[Change]:
-        """What is no longer as it was."""
+        """List the changes since the snapshot."""
         for held in self._containers:
             yield from self._changes_in(*held)
         for name, owner, key, before in self._places():
@@ -195,7 +195,7 @@ class PythonSnapshot:
             yield Change(f"the order of {name}", owner, table, Absence.ABSENT, *order)
 
     def entries(self) -> Iterator[Change]:
-        """What is in the containers, as if each were a change."""
+        """List all entries of the containers as changes."""
         for name, owner, table, _ in self._containers:
             pairs = enumerate(table) if isinstance(table, (list, deque)) else ()
             for key, held in table.items() if isinstance(table, dict) else pairs:
@@ -216,7 +216,7 @@ class PythonSnapshot:
         return next(name for name, held, *_ in self._containers if held is owner)
 
     def holder_of(self, value: Any) -> tuple[Any, Any] | None:
-        """What held this very value first, and its key in there; None if nothing did."""
+        """Return the first holder of this value, and its key there; None if there is none."""
         for _, owner, table, before in self._containers:
             if isinstance(table, (dict, list, deque)):
                 pairs = before.items() if isinstance(table, dict) else enumerate(before)
@@ -249,7 +249,7 @@ class PythonSnapshot:
 
 
 def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:
-    """Whether keys of before are in the same order, and new ones follow them."""
+    """Return whether former keys have their former order, and new ones follow."""
     kept = [key for key in before if key in table]
     return kept == list(table)[: len(kept)]
 
@@ -263,7 +263,7 @@ def _copy(container: Any) -> Any:
 
 
 def refill(container: Any, before: Any) -> None:
-    """Let a container hold this, and nothing else."""
+    """Replace the contents of a container."""
     # Past methods of its own: some containers forbid their own change.
     if is_small_array(container):
         container[...] = before
@@ -305,14 +305,14 @@ def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PythonSnapsho
 
 
 def iter_inside(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Name and value of the containers and objects in some values, levels deep, these first."""
+    """Yield name and value of containers and objects inside of values, outer ones first."""
     seen: dict[int, Any] = {}
     for name, value in named:
         yield from walk(name, value, seen, inside=_inside)
 
 
 def _inside(value: Any) -> list[tuple[str, Any, Any]]:
-    """What is in an argument.
+    """List the entries of an argument.
 
     Of objects of transformers, which are no author's own, the tables of attributes: the layers of a
     model fill those of a cache.
@@ -331,14 +331,14 @@ def _is_of_transformers(value: Any) -> bool:
 
 
 class Part(Protocol):
-    """Something that is no tensor, remembered as it was when this was made."""
+    """Snapshot of state that is no tensor, taken at construction."""
 
     def restore(self) -> object:
         """Put it back; may be called again."""
 
 
 class Snapshot:
-    """Values of tensors, and other parts, as they are when this is made.
+    """Snapshot of tensor values and other parts, taken at construction.
 
     Values are saved once for each storage, together with what else lies in it: on the device as far
     as there is room, the rest in memory of the host. Tensors in several pieces of memory are left
@@ -346,8 +346,8 @@ class Snapshot:
 
     Args:
         tensors: Whose values are saved; a sharded one stands for the part of this rank.
-        parts: What is remembered beside them; put back after the tensors, in this order.
-        room: How many of so many bytes may be saved on the device; all of them if not given.
+        parts: Further snapshots, restored after the tensors, in this order.
+        room: Given bytes to save, returns how many may be saved on the device; default: all.
     """
 
     def __init__(
@@ -398,7 +398,7 @@ class Snapshot:
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def add(self, part: Part) -> None:
-        """Put back one part more from now on."""
+        """Add one more part to restore."""
         self._parts.append(part)
 
     def restore(self) -> None:
@@ -427,7 +427,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Put all of it back after the body."""
+        """Restore all of it after the body."""
         try:
             yield
         finally:
@@ -435,7 +435,7 @@ class Snapshot:
 
 
 def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that have room, and those that have none."""
+    """Split into storages that fit in the room, and others."""
     here: list[Tensor] = []
     there: list[Tensor] = []
     for view in views:
@@ -451,7 +451,7 @@ def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Ten
 
 
 class Gradients:
-    """What ``.grad`` of parameters is, and which of them are trained; not the values."""
+    """Snapshot of parameters' ``.grad`` bindings and ``requires_grad``, not of values."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._known = [(p, p.grad, p.requires_grad) for p in parameters]
@@ -461,7 +461,7 @@ class Gradients:
         return [gradient for _, gradient, _ in self._known if gradient is not None]
 
     def forget(self) -> None:
-        """Let go of those that parameters have no more."""
+        """Drop references to gradients that parameters no longer have."""
         self._known = [
             (p, None if p.grad is None else gradient, trained)
             for p, gradient, trained in self._known
@@ -474,7 +474,7 @@ class Gradients:
 
 
 class OptimizerState:
-    """What an optimizer knows of its parameters, and its gradient scaler of the scale."""
+    """Snapshot of optimizer state, and of the loss scale."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self._optimizer = optimizer
@@ -515,7 +515,7 @@ class Result:
 
 
 def results_in(value: Any, name: str, of: str = "") -> list[Result]:
-    """The tensors in a value, by name; constants take part by their names."""
+    """List the tensors in a value by name; names include the constants."""
     leaves: list[tuple[str, Any]] = []
     flatten(value, name, leaves)
     return [
@@ -528,9 +528,9 @@ def results_in(value: Any, name: str, of: str = "") -> list[Result]:
 
 @dataclass(frozen=True, slots=True)
 class RegionState:
-    """What a region of user code may change: what a snapshot is taken of, and results are read of.
+    """State that a region of user code may change: input of snapshots, source of results.
 
-    Names are those of messages.
+    Names are as in messages.
     """
 
     tensors: Mapping[str, Tensor]  # buffers, and what else the region is known to write
@@ -550,7 +550,7 @@ class RegionState:
         unseen: Sequence[Tensor] = (),
         others: Iterable[Tensor] = (),  # with gradients; they may be parameters of the module
     ) -> RegionState:
-        """What a training step of a module changes that steps this optimizer."""
+        """Describe the state of a training step, with this optimizer's step."""
         names: dict[Tensor, str] = {
             parameter: f"`{name}`" for name, parameter in root.named_parameters()
         }
@@ -565,7 +565,7 @@ class RegionState:
         return cls(tensors, named, unseen, optimizer, scaler)
 
     def take(self, room: Callable[[int], float], *parts: Part) -> Snapshot:
-        """Take a snapshot of it, and of further parts; see :class:`Snapshot`."""
+        """Take a snapshot, with further parts; see :class:`Snapshot`."""
         gradients = Gradients(self.parameters.values())
         tensors = [*self.tensors.values(), *self.unseen, *self.parameters.values()]
         tensors += gradients.tensors
@@ -577,7 +577,7 @@ class RegionState:
         return Snapshot(tensors, *own, *parts, room=room)
 
     def results(self) -> list[Result]:
-        """What the region has changed, in the order of its computation."""
+        """List the region's changes in the order of computation."""
         found = [Result(name, local(tensor)) for name, tensor in self.tensors.items()]
         found += [
             Result(_gradient_of(name), local(p.grad), is_gradient=True)
@@ -587,7 +587,7 @@ class RegionState:
         return found if self.optimizer is None else found + self._updated(self.optimizer)
 
     def _updated(self, optimizer: Optimizer) -> list[Result]:
-        """What a step of the optimizer changes: parameters, its own state, the loss scale."""
+        """Yield what an optimizer step changes: parameters, optimizer state, loss scale."""
         found = [
             Result(f"parameter {name}", local(parameter), _gradient_of(name))
             for name, parameter in self.parameters.items()

@@ -43,14 +43,14 @@ from lightning_graphs.values.guards import (
     slots_of,
 )
 
-# ---------------------------------------------------------------------- leaves
+# ------------------ Leaves
 
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What a captured kernel depends on in a tensor, apart from its values."""
+    """Properties of a tensor on which captured kernels depend, apart from values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -109,10 +109,10 @@ Leaf = TensorSpec | Constant | Unread
 
 
 def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor the index of the first one that is the same tensor, its own if none is.
+    """Return for each tensor the index of the first one that it aliases, or its own.
 
-    Without gradients, tensors are the same when storage, offset, geometry and dtype are. With
-    gradients only one object is the same as itself, and an empty tensor is the same as none.
+    Without gradients, tensors are aliases if storage, offset, geometry and dtype are equal. With
+    gradients an object is an alias of itself only, and an empty tensor of none.
     """
     first: dict[Hashable, int] = {}
     groups = []
@@ -142,7 +142,7 @@ def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
 
 
 def special_kind(tensor: Tensor) -> str:
-    """What is not plain about a tensor; empty for a plain strided one."""
+    """Name a tensor's special kind; empty for a plain strided one."""
     if type(tensor) not in (Tensor, Parameter):
         return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     kinds = {
@@ -160,7 +160,7 @@ def _commas(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-# ---------------------------------------------------------------------- containers
+# ------------------ Containers
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 
@@ -199,7 +199,7 @@ def is_registered(kind: type) -> bool:
 def flatten(
     value: Any, name: str, leaves: list[tuple[str, Any]], closed: Container[str] = ()
 ) -> Node | None:
-    """The structure of a value; its leaves are appended with their names, depth first.
+    """Return the structure of a value; append its leaves with names, depth first.
 
     Containers whose name is in ``closed`` are leaves themselves, if there is no tensor in them.
     """
@@ -231,7 +231,7 @@ def substitute(
     name: str = "",
     proxies: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """A copy of a tree with its tensor leaves replaced, in order; constants stay the same objects.
+    """Copy a tree with its tensor leaves replaced, in order; constants stay identical.
 
     The containers are new ones of the same kinds, so that a change of them changes no original.
     Other leaves, and containers without a tensor, are replaced by the stand-in of their name.
@@ -282,7 +282,7 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
 
 
 def first_change(path: str, before: Node | None, after: Node | None) -> str:
-    """The first place, depth first, where two trees differ, and what is there in each."""
+    """Return the first difference of two trees, depth first, and both values there."""
     if before is not None and after is not None:
         # The context of a deque does not tell its length.
         same = (before.kind, before.context) == (after.kind, after.context)
@@ -298,7 +298,7 @@ def first_change(path: str, before: Node | None, after: Node | None) -> str:
 
 
 def open_container(value: Any) -> Opened | None:
-    """One level of a container; None for a leaf."""
+    """Open one level of a container; None for a leaf."""
     kind = type(value)
     if kind is tuple or kind is list:
         return Opened(len(value), value)
@@ -318,7 +318,7 @@ def open_container(value: Any) -> Opened | None:
 
 
 def _labels(value: Any, opened: Opened) -> list[str]:
-    """What follows the name of a container to reach what is in it."""
+    """Return the suffixes of a container's name that reach its entries."""
     kind = type(value)
     if opened.is_registered:
         with_keys: Any = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
@@ -346,7 +346,7 @@ def has_more(kind: type) -> bool:
 
 
 def _attributes_beside(value: Any) -> dict[str, Any]:
-    """The attributes of a mapping that are none of its items."""
+    """Return the attributes of a mapping that are no items."""
     table = attributes_of(value)
     if table is value:  # a dict whose items are its attributes, too
         return {}
@@ -354,12 +354,12 @@ def _attributes_beside(value: Any) -> dict[str, Any]:
 
 
 def item_label(key: Any) -> str:
-    """What follows the name of a list or a mapping to reach an item."""
+    """Return the suffix of a name that reaches an item of a list or mapping."""
     return f"[{json.dumps(key, ensure_ascii=False) if type(key) is str else reprlib.repr(key)}]"
 
 
 def _frozen(context: Any) -> Hashable:
-    """A context as something hashable: pytree contexts are lists and dicts as often as not."""
+    """Make a pytree context hashable: it may be a list or a dict."""
     if isinstance(context, list | tuple):
         return (type(context), *map(_frozen, context))
     if isinstance(context, dict):
