@@ -71,7 +71,7 @@ class CudaBackend:
         return CudaGraph(self, keep_graph)
 
     def usable_pool(self, pool: PoolHandle | None) -> PoolHandle:
-        """The pool itself, a new one for None, or the one that replaced it after a failure."""
+        """Return the pool, a new one for None, or its replacement after a failure."""
         if pool is None:
             return torch.cuda.graph_pool_handle()
         while pool in self._replacements:
@@ -93,7 +93,7 @@ class CudaBackend:
         self._graphs_of[pool].discard(graph)
 
     def bury(self, native: torch.cuda.CUDAGraph, device: int, pool: PoolHandle) -> None:
-        """Leave behind a capture that was invalidated.
+        """Keep an invalidated capture alive without using it.
 
         From 2.11 to 2.13 the pinned-memory allocator goes on recording for its pool through a
         filter that reads the graph object, which nothing can end: the object lives on.
@@ -155,7 +155,7 @@ class CudaBackend:
 
 
 class _JoinedStream(torch.cuda.StreamContext):
-    """Makes a stream current; the one that was waits for it afterwards."""
+    """Makes a stream current; the former one waits for it afterwards."""
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -254,7 +254,7 @@ class CudaGraph:
         self._backend.destroy_retired()
 
     def _release_generators(self) -> None:
-        """Let the generators notice that their capture is over.
+        """Tell generators that their capture is over.
 
         A capture that was invalidated leaves them believing that they are captured, and eager code
         cannot draw from them. The next capture that ends well tells them, and this is one. Giving
@@ -275,7 +275,7 @@ class CudaGraph:
 
     @staticmethod
     def _released_by_torch() -> bool:
-        """Whether torch gives the pool of a failed capture back by itself: from 2.14 on."""
+        """Return whether torch itself frees the pool of a failed capture: from 2.14 on."""
         return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
     def _renew(self) -> None:
@@ -347,7 +347,7 @@ class CudaGraph:
 
 
 class CaptureTrace(Recorder):
-    """The operators of a capture: what its nodes are called, and which tensors it reads.
+    """The operators of a capture, for the names of its nodes and the tensors that it reads.
 
     torch has a part of both, in private classes: ranges that code marks for it (2.12, with a driver
     of CUDA 13.1), and a check of inputs that cannot name the tensor (2.13). Kernels that are
@@ -367,14 +367,14 @@ class CaptureTrace(Recorder):
             self._scopes_of_nodes.extend([label] * (count - len(self._scopes_of_nodes)))
 
     def inspection(self) -> GraphInfo | None:
-        """Nodes with their scopes; to be called while the capture is still under way."""
+        """Return nodes with their scopes; call it while the capture is under way."""
         if self._stream is None:
             return None
         graph, _ = capture_frontier(self._stream)
         return from_cuda(graph, self._scopes_of_nodes)
 
     def inputs(self) -> list[KnownStorage]:
-        """What the capture reads from outside."""
+        """List the tensors from outside that the capture reads."""
         found: dict[int, KnownStorage] = {}
         for operation in self.operations:
             touched = [self.storages[i] for i in (*operation.reads, *operation.writes)]
@@ -397,7 +397,7 @@ def _checked_replay(
 
 
 def _holds(pool: PoolHandle, address: int) -> bool:
-    """Whether memory is still the pool's: an earlier graph of the pool refills it.
+    """Return whether memory is still the pool's: an earlier graph of the pool refills it.
 
     The tensor may be gone and its block be free for later captures. Graphs of one pool replay in
     the order of their capture, so that the earlier graph has written the memory again.

@@ -43,11 +43,11 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.memory import bytes_of
 
-# ------------------ Undoes what code has written in memory that is older than it, wherever that is
+# ------------------ Undoing writes
 
 
 class UndoingRecorder(Recorder):
-    """Copies older memory ahead of the first write to it."""
+    """Recorder that copies memory from before its entry ahead of the first write to it."""
 
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
         super().__init__(generators, strict=strict)
@@ -62,7 +62,7 @@ class UndoingRecorder(Recorder):
             self._saved[known.id] = storage, copy
 
     def restore(self) -> None:
-        """Give every storage that was written its value back; may be called again."""
+        """Restore the value of every written storage; may be called again."""
         for known in self.storages:
             known.note_release()
         # Backwards: where two storages share memory, the first one saved has the oldest value.
@@ -76,31 +76,31 @@ class UndoingRecorder(Recorder):
 
 
 class WriteWatch(UndoingRecorder):
-    """Watches code run for what it writes; what that computes is to be thrown away.
+    """Watches which storages code writes; its results are discarded.
 
     A dispatch mode changes formulas of torch, and compiled code runs eagerly under one.
     """
 
     def __init__(self, left_out: Collection[int]) -> None:
         super().__init__(strict=False)
-        self._left_out = left_out  # addresses of storages whose values others keep
+        self._left_out = left_out  # addresses of storages that are saved elsewhere
 
     def keep(self, operation: Operation) -> None:
-        """Keep nothing."""
+        """Record no operation."""
 
     def takes_other_formula(self, node: Node) -> None:
-        """The one that it takes reads nothing on the host, and writes the same tensors."""
+        """Accept it: that formula reads nothing on the host, and writes equal storages."""
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
         if known.address not in self._left_out:
             super().before_write(tensor, known)
 
     def found(self) -> list[UntypedStorage]:
-        """The storages that it has copied."""
+        """Return the storages that it has copied."""
         return [storage for storage, _ in self._saved.values()]
 
 
-# ------------------ CPU backend: records operators, and replays them into the recorded storages
+# ------------------ The CPU backend
 
 aten = torch.ops.aten
 
@@ -109,7 +109,7 @@ _NO_KERNEL = ("aten.empty", "aten.new_empty")
 
 
 class _Geometry(NamedTuple):
-    """How a tensor looks at its storage."""
+    """The geometry of a tensor over its storage."""
 
     dtype: torch.dtype
     offset: int
@@ -124,7 +124,7 @@ class _Geometry(NamedTuple):
         return cls(tensor.dtype, offset, tensor.shape, stride, tensor.is_conj(), tensor.is_neg())
 
     def over(self, storage: UntypedStorage) -> Tensor:
-        """A tensor that shares nothing but the memory with the one this was read from.
+        """Make a tensor over a storage that shares only memory with the original.
 
         It has a version counter of its own, as a replay leaves autograd's counters alone, and is no
         inference tensor, which could not be written outside of inference mode.
@@ -143,7 +143,7 @@ def _own_view(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _ExternalTensor:
-    """A tensor over a storage from before the capture: held as weakly as a CUDA graph does."""
+    """A tensor over a storage from before the capture: weakly held, as by a CUDA graph."""
 
     storage: KnownStorage
     geometry: _Geometry
@@ -229,7 +229,7 @@ _OF_LARGEST = ("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBack
 
 
 def _spreads_evenly(node: object) -> bool:
-    """Whether a backward pass gives all largest values their share, and zeros to the others.
+    """Return whether a backward pass spreads a gradient evenly over all largest values.
 
     On a CPU it fills the share in. Under a mode, and on CUDA, it multiplies the share by a mask,
     which makes negative zeros and NaN: ``evenly_distribute_backward`` in
@@ -239,7 +239,7 @@ def _spreads_evenly(node: object) -> bool:
 
 
 class RecordingCapture(UndoingRecorder):
-    """The recorder of a capture: it keeps what a replay needs and undoes the writes."""
+    """Recorder of a capture: records operations for replays, and undoes writes."""
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
@@ -279,7 +279,7 @@ class RecordingCapture(UndoingRecorder):
         return _ExternalTensor(known, _Geometry.of(tensor))
 
     def finish(self) -> Recording:
-        """Give every storage that existed before the capture its value back."""
+        """Restore every storage that existed before the capture."""
         self.restore()
         self._saved.clear()
         return Recording(self.operations, [*self._born.values()])
@@ -302,7 +302,7 @@ class EmulatedBackend:
         return (0, next(self._pools))
 
     def default_capture_stream(self, last: torch.cuda.Stream | None) -> None:
-        """A CPU has no streams."""
+        """Return None: a CPU has no streams."""
 
     def capture_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -311,20 +311,20 @@ class EmulatedBackend:
         return contextlib.nullcontext()
 
     def prepare_capture(self) -> None:
-        """Memory of a CPU has room."""
+        """Do nothing: CPU memory needs no preparation."""
 
     def synchronize(self) -> None:
-        """A CPU has computed what it was given."""
+        """Do nothing: a CPU computes at once."""
 
     def refusal(self, error: BaseException | None) -> None:
-        """The recorder has refused already what it refuses."""
+        """Return None: the recorder has already refused."""
 
     def is_capturing(self) -> bool:
         return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
 
     @contextlib.contextmanager
     def revealed(self) -> Iterator[None]:
-        """While a capture runs, earlier captures show the values that they computed.
+        """Show the values of earlier captures while a capture runs.
 
         On CUDA nothing executes during a capture. Here it does, and sentinel values would lead
         integer indices out of bounds.
@@ -343,7 +343,7 @@ _captures = itertools.count()
 
 
 class EmulatedGraph:
-    """A recording, which is template and executable graph at once."""
+    """A recording: template and executable graph in one."""
 
     dropout = None  # on a CPU recurrent layers draw from torch's generator
 
@@ -400,7 +400,7 @@ class EmulatedGraph:
         self.reset()
 
     def instantiate(self) -> None:
-        """It is executable as it is."""
+        """Do nothing: a recording is executable."""
 
     def replay(self) -> None:
         if self._backend.is_capturing():
@@ -421,7 +421,7 @@ class EmulatedGraph:
         return self._pool
 
     def keep_template(self) -> None:
-        """It is always there."""
+        """Do nothing: a recording is its own template."""
 
     def debug_dump(self, debug_path: str) -> None:
         with open(debug_path, "w", encoding="utf-8") as file:

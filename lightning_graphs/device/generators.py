@@ -1,4 +1,4 @@
-"""Keeps random generators right around captures: of torch, Python and NumPy."""
+"""Saves and restores random generators of torch, Python and NumPy around captures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostGenerator(Protocol):
 
 
 def comparable(state: Any) -> Any:
-    """A generator's state as something that one ``==`` compares, arrays and tensors as bytes."""
+    """Make a generator's state comparable by one ``==``: arrays and tensors as bytes."""
     if isinstance(state, torch.Tensor):
         state = state.numpy()
     if hasattr(state, "tobytes"):
@@ -42,7 +42,7 @@ def comparable(state: Any) -> Any:
 
 
 def random_place(device_type: str) -> tuple[int, ...]:
-    """How many random numbers the generators of the GPUs have given.
+    """Return the offsets of the GPUs' generators.
 
     Nothing is known on a CPU, nor inside of a capture.
     """
@@ -67,7 +67,7 @@ def rewinding_refused(draws: bool) -> AbstractContextManager[None]:
 
 
 class RandomState:
-    """torch's generators of the CPU and of one GPU as they are now, to be put back.
+    """Snapshot of torch's generators of the CPU and of one GPU.
 
     Args:
         device: The GPU; of a CPU there is no other generator.
@@ -80,7 +80,7 @@ class RandomState:
         self._dropout: DropoutState | None = None
         if device.type == "cuda":
             index = device.index if device.index is not None else torch.cuda.current_device()
-            # Another generator with the same state: to set torch's own would make cuDNN's anew.
+            # Another generator with an equal state: setting torch's own would renew cuDNN's.
             self._shared = torch.cuda.default_generators[index].graphsafe_get_state()
             self._on_device = self._shared.get_state()
             self._dropout = dropout_state_of(device, modules)
@@ -97,7 +97,7 @@ class RandomState:
 
 
 def random_states(tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> list[RandomState]:
-    """torch's generators of the CPU and of the tensors' GPUs, cuDNN's included, as they are now."""
+    """Take a snapshot of torch's generators of CPU and the tensors' GPUs, cuDNN's included."""
     devices = {t.device for t in tensors if t.device.type == "cuda"}
     if torch.cuda.is_available() and not devices:
         devices = {torch.device("cuda", torch.cuda.current_device())}
@@ -109,13 +109,13 @@ def random_states(tensors: Sequence[Tensor], modules: Iterable[nn.Module]) -> li
 class PythonGenerator:
     """A generator of Python or NumPy, with the interface of torch's."""
 
-    name: str  # what messages call it
+    name: str  # its name in messages
     get_state: Callable[[], Any]
     set_state: Callable[[Any], object]
 
 
 def shared_generators() -> Iterator[tuple[ModuleType, PythonGenerator]]:
-    """Modules whose functions draw from one generator, with that."""
+    """List modules whose functions draw from one shared generator, with that generator."""
     yield random, PythonGenerator("Python's random", random.getstate, random.setstate)
     shared = numpy.random
     yield shared, PythonGenerator("numpy.random", shared.get_state, shared.set_state)
@@ -126,7 +126,7 @@ OF_TORCH = "torch's generator of the CPU"
 
 
 class Generators:
-    """The states of the random generators that Python code on the host draws from.
+    """States of the random generators from which Python code on the host draws.
 
     Those of Python, numpy and torch, those among the values that are given, and those that are
     added.
@@ -152,7 +152,7 @@ class Generators:
             self.add(name, value)
 
     def add(self, name: str, held: Any) -> None:
-        """Look at a value, if it is a generator, as it is now."""
+        """Add a value with its present state if it is a generator."""
         of_torch = isinstance(held, torch.Generator) and held.device.type == "cpu"
         access: tuple[Callable[[], Any], Callable[[Any], object]]
         if isinstance(held, random.Random):
@@ -168,7 +168,7 @@ class Generators:
         self._states.append((generator, generator.get_state()))
 
     def drawn(self) -> list[str]:
-        """The names of the generators that were drawn from."""
+        """List the names of generators that were drawn from."""
         states = ((g.name, comparable(g.get_state()), comparable(s)) for g, s in self._states)
         return [name for name, now, then in states if now != then]
 

@@ -28,7 +28,7 @@ from lightning_graphs.private.torch import PoolHandle
 BackendName = Literal["auto", "cuda", "emulated"]
 
 Backend = CudaBackend | EmulatedBackend
-"""What a process needs of a backend outside of a single graph; a CPU needs no streams."""
+"""Operations of a backend outside of a single graph; a CPU needs no streams."""
 
 CapturedGraph = CudaGraph | EmulatedGraph
 """One graph of one backend, under :class:`CUDAGraph`.
@@ -45,7 +45,7 @@ def _backend(name: str) -> Backend:
 
 
 def get_backend(name: BackendName = "auto") -> Backend:
-    """The backend of that name; ``"auto"`` is CUDA when torch sees a GPU, else emulated."""
+    """Return the backend of a name; ``"auto"`` is CUDA when torch sees a GPU, else emulated."""
     if name == "emulated" or (name == "auto" and not torch.cuda.is_available()):
         return _backend("emulated")
     if name not in ("auto", "cuda"):
@@ -64,7 +64,7 @@ def get_backend(name: BackendName = "auto") -> Backend:
 
 
 def graph_pool_handle(*, backend: BackendName = "auto") -> PoolHandle:
-    """An opaque token for a memory pool that several graphs may share.
+    """Return an opaque token for a memory pool that several graphs may share.
 
     Share a pool among graphs that replay in the order of their capture and never at the same time.
     """
@@ -72,7 +72,7 @@ def graph_pool_handle(*, backend: BackendName = "auto") -> PoolHandle:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether a capture is under way on the current CUDA stream, or emulated on this thread."""
+    """Return whether the current CUDA stream captures, or this thread does if emulated."""
     if torch.cuda.is_available() and get_backend("cuda").is_capturing():
         return True
     return get_backend("emulated").is_capturing()
@@ -367,7 +367,7 @@ def _needs_capture(call: str) -> ReplayError:
 
 
 def refuse_nested(backend: Backend, call: str) -> None:
-    """Before anything is done: a synchronization would end the capture that is under way."""
+    """Refuse a nested capture before any work: synchronizing would end the outer one."""
     if backend.is_capturing():
         raise CaptureError(
             "A capture cannot begin inside of another one.",
@@ -400,7 +400,7 @@ class GraphPool:
         self._graphs: list[CUDAGraph] = []
 
     def beside(self, pool: PoolHandle | None = None) -> GraphPool:
-        """Another pool with these settings, which releases its own graphs."""
+        """Make another pool with these settings, which releases its own graphs."""
         another = copy.copy(self)
         another.handle = pool if pool is not None else self.backend.new_pool()
         another._graphs = []

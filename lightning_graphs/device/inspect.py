@@ -117,13 +117,13 @@ def _short(name: str) -> str:
 
 
 class Inspected(Protocol):
-    """What can say of what it consists: a graph."""
+    """A graph that can list its nodes."""
 
     def inspection(self) -> GraphInfo: ...
 
 
 def inspect(graph: Inspected) -> GraphInfo:
-    """What a captured graph consists of.
+    """List the nodes and edges of a captured graph.
 
     Args:
         graph: A :class:`~lightning_graphs.device.graph.CUDAGraph` after its capture; on CUDA one
@@ -132,11 +132,11 @@ def inspect(graph: Inspected) -> GraphInfo:
     return graph.inspection()
 
 
-# ------------------------------------------------------------------ reading
+# ------------------ Reading
 
 
 def from_recording(operations: Sequence[Operation]) -> GraphInfo:
-    """The graph that a recording of operators amounts to: one node per operator.
+    """Convert a recording of operators to a graph, one node per operator.
 
     An edge says that an operator reads what another wrote, or overwrites what it read or wrote.
     Edges that follow from two others are omitted where the two are at hand.
@@ -177,7 +177,7 @@ def _dependencies(operations: Sequence[Operation]) -> list[Edge]:
     return [(earlier, index) for index, direct in enumerate(before) for earlier in direct]
 
 
-# ------------------------------------------------------------------ comparing
+# ------------------ Comparing
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def _unequal(left: Mapping[str, int], right: Mapping[str, int]) -> dict[str, tup
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
 
 
-# ---------------------------------------------------------------------- the driver API
+# ------------------ The driver API
 
 _KINDS = {
     "KERNEL": "kernel",
@@ -331,7 +331,7 @@ def _call(name: str, *args: object) -> Any:
 
 
 def driver_version() -> tuple[int, int]:
-    """The newest CUDA version of the installed driver, as (major, minor)."""
+    """Return the newest CUDA version of the installed driver, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
@@ -347,7 +347,7 @@ def require_driver(minimum: tuple[int, int], feature: str) -> None:
 
 
 def capture_frontier(stream_handle: int) -> tuple[int, int]:
-    """The graph under capture on a stream, and how many nodes it has.
+    """Return the graph under capture on a stream, and its number of nodes.
 
     Nodes are listed in the order of their creation, so that two calls around an operator tell
     which nodes it added.
@@ -368,7 +368,7 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
 
 
 def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
-    """Nodes in order of creation, and edges; the Python scopes are those of the first nodes."""
+    """Read nodes in order of creation, and edges; the given scopes belong to the first nodes."""
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
     handles = _handles(raw_graph)
     named = (*scopes, *[""] * (len(handles) - len(scopes)))
@@ -381,7 +381,7 @@ def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
-    """Number of nodes by kind; names are not looked at."""
+    """Count nodes by kind, without reading their names."""
     return Counter(_KINDS.get(_label(handle), "empty") for handle in _handles(raw_graph))
 
 

@@ -33,11 +33,11 @@ class Obstacle:
     rehearsal: bool = False  # it stands in the way of a rehearsal only, and not on a GPU
 
     def refused(self, observed: str) -> CaptureError:
-        """The error for what was observed."""
+        """Return the error for an observed use."""
         return CaptureError(self.rule, observed, self.remedy)
 
     def refused_here(self, what: str) -> CaptureError:
-        """The error for what the user's line does that is being executed."""
+        """Return the error for a use by the user's current line."""
         return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
 
 
@@ -153,7 +153,7 @@ REBOUND = Obstacle(
     "self.last.copy_(x)  # in forward, for self.last = x",
 )
 
-# ---------------------------------------------------------------------- what Python code does
+# ------------------ Python code
 
 STORED = Obstacle(
     "A replay runs no Python code, and cannot set the attribute.",
@@ -261,12 +261,12 @@ OF_TWO_FORMULAS = frozenset(
 
 
 def has_other_tangents(function: Any) -> bool:
-    """Whether a function computes tangents, and others where a dispatch mode is on."""
+    """Return whether a function computes tangents that differ under a dispatch mode."""
     return getattr(function, "__name__", "") in WITH_OTHER_TANGENTS and in_forward_mode()
 
 
 def name_of_node(node: object) -> str:
-    """What a node of autograd is the backward pass of, in words of torch."""
+    """Return torch's name of the operator whose backward pass an autograd node is."""
     return type(node).__name__.partition("Backward")[0]
 
 
@@ -275,12 +275,12 @@ def _accumulates(tensor: Tensor, dim: int) -> bool:
 
 
 def _signed(number: int) -> int:
-    """A number that torch keeps with a sign and shows without one."""
+    """Return the signed value of a number that torch stores signed and shows unsigned."""
     return number - 2**64 if number >= 2**63 else number
 
 
 def reads_in_backward(node: object) -> bool:
-    """Whether the node of autograd that is about to run, or runs, reads values on the host."""
+    """Return whether an autograd node, about to run or running, reads values on the host."""
     rule = _READS_BACKWARD.get(type(node).__name__)
     return rule is not None and rule(node)
 
@@ -303,7 +303,7 @@ _MOVES_STORAGE = (aten.set_, aten.resize_, aten.resize_as_)
 
 @dataclass(slots=True, eq=False)
 class Remedy:
-    """What to write where a function of a library does what cannot be captured."""
+    """The remedy for a library function that cannot be captured."""
 
     remedy: str
     code: str
@@ -345,26 +345,26 @@ _CAUSES: dict[tuple[str, str], Remedy] = {
 
 
 def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
-    """Let rules and remedies have these words in place of their ``remedy`` and ``code``."""
+    """Replace ``remedy`` and ``code`` of rules and remedies by a client's words."""
     for spoken, own in words.items():
         for field, text in own.items():
             setattr(spoken, field, text)
 
 
 def may_follow_values(error: BaseException | None) -> bool:
-    """Whether a refusal may be about a shape that follows from values; CUDA does not say."""
+    """Return whether a refusal may be about a data-dependent shape; CUDA does not say."""
     is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
     return is_of_cuda or (isinstance(error, CaptureError) and error.rule == DYNAMIC_SHAPE.rule)
 
 
 def with_known_remedy(obstacle: Obstacle) -> Obstacle:
-    """The obstacle with the remedy for the library's function that this thread is in."""
+    """Return the obstacle with the remedy for the library function that this thread runs."""
     found = _remedy_for(walk_stack(sys._getframe(1)))
     return obstacle if found is None else replace(obstacle, remedy=found.remedy, code=found.code)
 
 
 def known_remedy(error: BaseException, otherwise: str) -> str:
-    """The remedy for the library's function that raised an error."""
+    """Return the remedy for the library function that raised an error."""
     found = _remedy_for(walk_tb(error.__traceback__))
     return otherwise if found is None else found.remedy
 
@@ -381,7 +381,7 @@ def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> Remedy | None:
 def _copy_obstacle(
     func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Obstacle | None:
-    """What stands against a copy between host and device; pinned memory is legal on both ways."""
+    """Return the obstacle to a copy between host and device; pinned memory is legal both ways."""
     if func is aten.copy_.default:
         target, source = args[:2]
         assert isinstance(target, Tensor)
@@ -425,7 +425,7 @@ def operator_obstacle(
     generators: Collection[torch.Generator],
     is_constant: Callable[[Tensor], bool],
 ) -> Obstacle | None:
-    """The reason why CUDA would refuse this operator in a capture, or None."""
+    """Return the reason why CUDA would refuse this operator in a capture, or None."""
     if func in _LOOKED_AT:
         return LINEAR_ALGEBRA
     if func.overloadpacket is aten._ctc_loss:

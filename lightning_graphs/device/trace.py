@@ -60,7 +60,7 @@ from lightning_graphs.values.tree import leaves_of
 
 
 class FunctionMode(TorchFunctionMode):
-    """Gives every function of torch that is called, with its arguments, to another."""
+    """Function mode that passes every call of a torch function to a handler."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def _cond(call: Callable[..., Any], choice: Any, *rest: Any) -> Any:
     return result[0] if is_single else result
 
 
-# ------------------ collectives of ``torch.distributed``: recorded without any communication
+# ------------------ Collectives without communication
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _GATHERED = "fsdp::all_gather_copy_in"
@@ -111,7 +111,7 @@ def is_collective(func: OpOverload) -> bool:
 
 
 def written_position(func: OpOverload) -> tuple[int, ...]:
-    """Where in its arguments a collective has what it writes; its schema does not say it.
+    """Return which argument a collective writes; its schema does not say so.
 
     Nor does that of the copy with which FSDP2 prepares one.
     """
@@ -121,7 +121,7 @@ def written_position(func: OpOverload) -> tuple[int, ...]:
 
 
 def returned_alone(func: OpOverload, args: Sequence[Any]) -> Any:
-    """What a collective returns, with the tensors as they are: no other rank is asked.
+    """Run a collective for this rank alone: its tensors stay, its return value is right.
 
     During the capture of a CUDA graph nothing is exchanged either. So a rank may record, and fail
     to, by itself.
@@ -151,7 +151,7 @@ def wait_for(result: Any) -> None:
     torch.distributed.Work.unbox(work).wait()
 
 
-# ------------------ names for what is launched
+# ------------------ Scopes of launched work
 
 _LABEL = "lightning_graphs.scope"
 
@@ -191,7 +191,7 @@ class ScopeStack:
         self._names.clear()
 
     def current(self) -> str:
-        """The scope of an operator that is called now, such as ``Bert.encoder.layer.0``."""
+        """The scope of an operator that runs now, such as ``Bert.encoder.layer.0``."""
         node: Any = current_autograd_node()
         if node is not None:
             scope = node.metadata.get(_LABEL, "")
@@ -234,7 +234,7 @@ class ScopeStack:
             self._stack.pop()
 
 
-# ------------------ operators, what they read, write and allocate, and the user's line
+# ------------------ Operators, their memory and lines
 
 aten = torch.ops.aten
 
@@ -254,7 +254,7 @@ _OF_MEMORY = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_"})
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors of an operator's argument or result."""
+    """List the tensors of an operator's argument or result."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -263,13 +263,13 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _dispatches(kind: type) -> bool:
-    """Whether a tensor class has operators of its own; torch 2.11 names plain tensors, too."""
+    """Return whether a tensor class has operators of its own; torch 2.11 names plain ones, too."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 @functools.cache
 def _only_views(func: OpOverload) -> bool:
-    """Whether an operator changes how a tensor looks at its memory, and nothing else."""
+    """Return whether an operator only makes or changes views."""
     return torch.Tag.inplace_view in func.tags and func._schema.name not in _OF_MEMORY
 
 
@@ -279,7 +279,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @functools.cache
 def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
-    """Position and name of what it writes, by its schema or :data:`UNDECLARED_WRITES`."""
+    """List position and name of written arguments, by schema or :data:`UNDECLARED_WRITES`."""
     named = list(enumerate(argument.name for argument in func._schema.arguments))
     kinds = [argument.alias_info for argument in func._schema.arguments]
     undeclared = [named[i] for i in UNDECLARED_WRITES.get(func, ()) or written_position(func)]
@@ -288,7 +288,7 @@ def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """An argument with its tensors changed; schemas nest lists one deep at most."""
+    """Map the tensors in an argument; schemas nest lists one deep at most."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -344,7 +344,7 @@ class Operation:
 
 
 class KnownStorage:
-    """A storage that the recorder met as that of a tensor, held weakly."""
+    """A storage that the recorder met in a tensor, weakly held."""
 
     def __init__(self, number: int, tensor: Tensor, site: CallSite, *, born: bool) -> None:
         storage = tensor.untyped_storage()
@@ -367,12 +367,12 @@ class KnownStorage:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still has the memory that it had."""
+        """Return whether it still has its former memory."""
         storage = self.storage()
         return storage is not None and storage.data_ptr() == self.address
 
     def note_release(self) -> None:
-        """Note whether its memory was let go of, while the storage itself lives."""
+        """Note whether its memory was freed while the storage itself lives."""
         storage = self.storage()
         if storage is not None and self.address and not storage.nbytes():
             self.address = None
@@ -448,11 +448,11 @@ class OperatorMode(TorchDispatchMode):
             self.takes_other_formula(node)
 
     def takes_other_formula(self, node: Node) -> None:
-        """Called where a backward pass computes something else because this mode is on."""
+        """React to a backward pass that takes another formula because this mode is on."""
         raise READ_IN_BACKWARD.refused_here(f"the backward pass of {name_of_node(node)}")
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator that is given functions; attention is made of others, which are seen."""
+        """Run a higher-order operator; attention consists of others, which are recorded."""
         if (kernel := eager_attention(func)) is None:
             return func(*args, **kwargs)
         with self.seeing_further():
@@ -460,7 +460,7 @@ class OperatorMode(TorchDispatchMode):
 
     @contextlib.contextmanager
     def seeing_further(self) -> Iterator[None]:
-        """See operators within the one that is run."""
+        """Record operators within the one that runs."""
         super().__enter__()  # type: ignore[no-untyped-call]
         try:
             yield
@@ -495,7 +495,7 @@ class OperatorsSeen(OperatorMode):
         self.sees_functions = self.is_real = real
 
     def takes_other_formula(self, node: Node) -> None:
-        """A real step takes it in nodes alone that a backward pass makes to be differentiated."""
+        """Ignore it: a real step takes it only in nodes of a differentiable backward pass."""
         if not self.is_real:
             super().takes_other_formula(node)
 
@@ -561,12 +561,12 @@ class Recorder(OperatorMode):
         raise self._refused()
 
     def refuse_what_was_refused(self) -> None:
-        """At the end of a capture: code may have caught the error, and CUDA goes on with none."""
+        """Raise an earlier refusal again at the end of a capture: code may have caught it."""
         if self._refused:
             raise self._refused()
 
     def know(self, tensor: Tensor, *, born: bool = False) -> KnownStorage:
-        """The entry of the tensor's storage."""
+        """Return the entry of the tensor's storage."""
         storage = tensor.untyped_storage()
         known = self._by_identity.get(id(storage))
         if known is None or known.storage() is not storage:
@@ -585,10 +585,10 @@ class Recorder(OperatorMode):
         self.know(tensor, born=True).constant = tensor.numel() > 0
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        """Called before an operator writes."""
+        """React to an operator before it writes."""
 
     def keep(self, operation: Operation) -> None:
-        """Called with each finished operation; the default keeps names and ids, no tensor."""
+        """Record a finished operation; the default keeps names and ids, no tensor."""
         operation.args, operation.kwargs, operation.result = (), {}, None
         self.operations.append(operation)
 
@@ -644,7 +644,7 @@ class Recorder(OperatorMode):
         return result
 
     def _run(self, call: OperatorCall) -> Any:
-        """Run the operator, unless something else than an operator has set its generator."""
+        """Run the operator; refuse it if its generator was set other than by an operator."""
         before = self._states()
         draws = torch.Tag.nondeterministic_seeded in call.func.tags
         if draws and not all(map(torch.equal, before, self._as_left)):

@@ -40,7 +40,7 @@ from lightning_graphs.private.exchange import Absence, in_slot
 
 
 def brought_along(value: Any) -> list[tuple[str, Any]] | None:
-    """Yield what a function, method or partial brings along: closure, defaults, arguments."""
+    """List what a function, method or partial brings along: closure, defaults, arguments."""
     if isinstance(value, partial):
         return [(key, getattr(value, key)) for key in ("func", "args", "keywords")]
     if isinstance(value, GeneratorType):

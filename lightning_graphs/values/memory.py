@@ -387,7 +387,7 @@ class ReferenceGuard:
         ) or not self.has_external_references()
 
     def has_external_references(self) -> bool:
-        """Count again, wherever the gradients are; whether there are more references."""
+        """Count again, bound or not; return whether references were added."""
         raise NotImplementedError
 
 

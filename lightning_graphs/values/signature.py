@@ -242,7 +242,7 @@ class CallPlan:
         ]
 
     def _places(self, begin: int, nodes: Sequence[Node | None]) -> Iterator[int]:
-        """Return the indices of leaves in a list to which each container appends its entries."""
+        """Yield the indices of leaves in a list to which each container appends its entries."""
         for place, node in enumerate(nodes, begin):
             if node is None:
                 yield place

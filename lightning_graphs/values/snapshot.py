@@ -154,7 +154,7 @@ class PythonSnapshot:
             self._containers.append((name, value, value, value.copy()))
 
     def add_place(self, name: str, owner: Any, key: str) -> Binding:
-        """Look at what a key is bound to, as it is now or was when that was asked first."""
+        """Add the binding of a key with its present value; a known one keeps its first value."""
         found = Binding(name, owner, key, bound(owner, key))
         return self.bindings.setdefault((id(owner), key), found)
 

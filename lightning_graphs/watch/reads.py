@@ -390,7 +390,7 @@ class GlobalReads:
                 self._assume(before[name])
 
     def words_of(self, kinds: Iterable[type]) -> set[str]:
-        """Return names and keywords in what user code defines in these classes.
+        """Return the names and keywords in user code of these classes.
 
         In their methods, and in the author's functions that these name.
         """

@@ -118,7 +118,7 @@ _OWN_GRAPHS = (
 
 
 def obstacle_in(module: nn.Module) -> str | None:
-    """Return why a module or a submodule of it cannot be captured; None if it can."""
+    """Why no graph can hold a module, or one inside of it, in a sentence; None if one can."""
     for owner in with_own_graphs(module):
         return f"`{owner}` {_OWN_GRAPHS}"
     return None
