@@ -26,9 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     versions["lightning-graphs"] = own
     versions.update((package, _version_of(package)) for package in _PACKAGES)
     abilities = {
-        "capture on a GPU": _said(_capture),
+        "capture on a GPU": _outcome(_capture),
         "rehearsal": (True, 'GraphCapture(backend="emulated") on the CPU'),
-        "kernel names": _said(_kernel_names),
+        "kernel names": _outcome(_kernel_names),
     }
     if options.json:
         found = [{"name": name, "works": w, "details": d} for name, (w, d) in abilities.items()]
@@ -49,8 +49,8 @@ def _version_of(package: str) -> str:
         return "not installed"
 
 
-def _said(check: Callable[[], str]) -> tuple[bool, str]:
-    """Whether a check raises nothing, and what it says."""
+def _outcome(check: Callable[[], str]) -> tuple[bool, str]:
+    """Run a check; return whether it raised nothing, and its text or that of the error."""
     from lightning_graphs.errors import GraphError
 
     try:

@@ -38,7 +38,7 @@ from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 
 # ------------------ Summary of a fit
 
-_OF_PARTS = "the optimizer step", "capturing submodules, not"
+_PARTLY_EAGER = "the optimizer step", "capturing submodules, not"
 """Beginnings of reasons that explain an eager part of a step, not an eager step."""
 
 
@@ -59,7 +59,7 @@ class FitSummary:
         manual = not fit.module.automatic_optimization
         self.timing = StepTiming(statistics, self._stopwatch, manual=manual)
 
-    def settled(self) -> None:
+    def conclude(self) -> None:
         """Say what the graphs gain; called once, when the timing is complete."""
         if self._off_since is not None:
             return
@@ -112,7 +112,7 @@ class FitSummary:
     def _explain(self) -> None:
         """Report why steps ran eagerly, if none of them was refused."""
         statistics = self._statistics
-        refused = any(not reason.startswith(_OF_PARTS) for reason in statistics.fallbacks)
+        refused = any(not reason.startswith(_PARTLY_EAGER) for reason in statistics.fallbacks)
         if statistics.waiting and not refused:
             self._fit.messages.note(statistics.waiting)
         if statistics.waiting or statistics.replayed or refused or not statistics.eager:
@@ -356,7 +356,7 @@ class GraphCapture(Callback):
             statistics.backend = name
             summary = FitSummary(fit, switch_off)
             runners = _runner_for(fit), partial(ModuleRunner, fit, 0)
-            timed = summary.timing, summary.settled
+            timed = summary.timing, summary.conclude
             handler = StrategyHandler(*runners, recovery, statistics, *timed)
             stack.callback(handler.close)
             handler.take_over(trainer.strategy)

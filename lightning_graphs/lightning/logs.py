@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.lightning.private import (
     batch_size_of,
-    kept_log_caught,
+    bound_log_redirected,
     result_key,
     training_results,
 )
@@ -193,7 +193,7 @@ class LogRecorder:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(log_exchanged(self._module, self._record_log))
             caught = functools.partial(self._record_log, log)
-            stack.enter_context(kept_log_caught(self._module.trainer, caught))
+            stack.enter_context(bound_log_redirected(self._module.trainer, caught))
             stack.enter_context(metrics_exchanged(self._module, self._metric_recorder))
             yield
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.generators import Generators, RandomState
 from lightning_graphs.errors import GraphError, ReplayError, first_line, is_out_of_memory
-from lightning_graphs.lightning.private import logs_kept
+from lightning_graphs.lightning.private import logs_snapshot
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.strategy import StrategyCalls, loss_of
 from lightning_graphs.policy.budget import SETTLED, MemoryBudget
@@ -36,7 +36,7 @@ from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects, 
 Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a step once more, given why, and what ``training_step`` was given."""
 
-_OURS = frozenset({"forward", "log"})
+_EXCHANGED = frozenset({"forward", "log"})
 """Attributes of modules that stand for methods while graphs or their code run."""
 _NONE_YET = -1, 0
 
@@ -63,7 +63,7 @@ class StepBegin(Snapshot):
         self.gradients = Gradients(module.parameters())
         self._tables = list(map(vars, module.modules()))
         self._contents, self._generators = PythonSnapshot(held), Generators(held, module.device)
-        self._logs = logs_kept(trainer)
+        self._logs = logs_snapshot(trainer)
         tensors = [*module.buffers(), *UnregisteredTensors(module, held).tensors]
         tensors += self.gradients.tensors if gradients else []
         random = RandomState(module.device, module.modules())
@@ -75,10 +75,10 @@ class StepBegin(Snapshot):
 
     def restore_python(self) -> None:
         """Put back Python state, generators and logs."""
-        ours = [{key: table[key] for key in _OURS & table.keys()} for table in self._tables]
+        ours = [{key: table[key] for key in _EXCHANGED & table.keys()} for table in self._tables]
         self._contents.restore()
         for table, now in zip(self._tables, ours, strict=True):
-            for key in _OURS & table.keys():
+            for key in _EXCHANGED & table.keys():
                 del table[key]
             table.update(now)
         self._generators.restore()
@@ -126,14 +126,14 @@ class OomRecovery:
         self._retries = self._is_alone and not raises
         self._manual = not module.automatic_optimization
         # The strategy's methods for steps that are not captured
-        self.calls = StrategyCalls(self._step_eagerly, self._go_back, self._update)
+        self.calls = StrategyCalls(self._step_eagerly, self._backward_eagerly, self._update_eagerly)
         self.is_open = False  # :meth:`begin_step` has to finish the step before
         self.counted = 0, 0  # eager and replayed steps, as the present one began
         self._begin: StepBegin | None = None
         self._running = False  # user code of the step has begun
         # What is held, after how many captures, and the size of the batch that is trained meanwhile
         self._trial: tuple[tuple[str, int], int] | None = None
-        self._fits: dict[tuple[str, int], tuple[int, int]] = {}  # the largest size, and how often
+        self._fitting: dict[tuple[str, int], tuple[int, int]] = {}  # -> largest size, how often
         self._reason = ""
         self._again: Again | None = None
         self._update_fits = -1  # the optimizer step fits next to the graphs of so many captures
@@ -142,7 +142,7 @@ class OomRecovery:
         """Require memory for a capture of a whole step, and take a snapshot if memory is tight."""
         self._budget.require_room("A captured step")
         if self._retries and not self._budget.is_roomy:
-            self._begin, self.is_open = self._kept(args), True
+            self._begin, self.is_open = self._snapshot(args), True
 
     def forget_gradients(self, plan: StepPlan) -> None:
         """Release old gradients that the captured step zeroes before user code can read them."""
@@ -154,7 +154,7 @@ class OomRecovery:
         """Return the ``id`` of each gradient of the snapshot."""
         return [] if self._begin is None else list(map(id, self._begin.gradients.tensors))
 
-    def _kept(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
+    def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
         gradients |= self._manual
         return StepBegin(self._trainer, self._module, args, self._budget, gradients=gradients)
 
@@ -166,13 +166,13 @@ class OomRecovery:
             self._give_up(self._reason)
             return True
         if self._begin is not None and self._trial is not None:  # the step before has found memory
-            beside, size = self._trial
-            largest, times = self._fits.get(beside, _NONE_YET)
-            self._fits[beside] = size, times + 1 if size == largest else 1
+            holding, size = self._trial
+            largest, times = self._fitting.get(holding, _NONE_YET)
+            self._fitting[holding] = size, times + 1 if size == largest else 1
         self._begin, self._trial, self._running, self._again = None, None, False, None
         return False
 
-    def way_on(self, error: Exception) -> Callable[..., Any] | None:
+    def repetition_after(self, error: Exception) -> Callable[..., Any] | None:
         """Return what runs a step again after an error; None if graphs have not caused it."""
         refused = self._unserved(error)
         if refused is None and (
@@ -202,7 +202,7 @@ class OomRecovery:
 
     def insure(self, args: tuple[Any, ...], again: Again) -> None:
         """Take a snapshot, so that ``again`` can run the step if a graph refuses its replay."""
-        self._begin, self._again, self.is_open = self._kept(args), again, True
+        self._begin, self._again, self.is_open = self._snapshot(args), again, True
 
     def _unserved(self, error: Exception) -> ReplayError | None:
         """Return the error with the user's line, if a graph of an insured step has raised it."""
@@ -211,7 +211,7 @@ class OomRecovery:
         add_line(error, "asked for at", CallSiteFinder().of_exception(error))
         return error
 
-    def handed_out(self, plan: StepPlan, error: Exception) -> Any:
+    def hand_out_without_copies(self, plan: StepPlan, error: Exception) -> Any:
         """Return the graph's own tensors for a replayed step that has no memory for copies.
 
         The graphs are released before the next step.
@@ -251,16 +251,18 @@ class OomRecovery:
         held = self.runner.held
         if self._retries and self._begin is None and held:
             size = sum(t.numel() for t in leaves_of(args, Tensor))
-            beside = held, self._statistics.captures
-            largest, times = self._fits.get(beside, _NONE_YET)
+            holding = held, self._statistics.captures
+            largest, times = self._fitting.get(holding, _NONE_YET)
             is_large = size > largest or (size == largest and times < SETTLED)
             if is_large and not self._budget.is_roomy:
-                self._begin, self._trial = self._kept(args), (beside, size)
+                self._begin, self._trial = self._snapshot(args), (holding, size)
         self._running = self.is_open = True
         return self._own.training_step(*args, **kwargs)
 
     @calls_observed
-    def _go_back(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _backward_eagerly(
+        self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         plugin = self._trainer.precision_plugin
         if self._begin is None or self._manual:
             return self._own.backward(closure_loss, optimizer, *args, **kwargs)
@@ -280,7 +282,7 @@ class OomRecovery:
         begin, now = self._begin, None
         assert begin is not None
         try:
-            now = self._kept(begin.args, gradients=True)
+            now = self._snapshot(begin.args, gradients=True)
             own(loss, *args, **kwargs)
             return
         except Exception as error:
@@ -293,7 +295,7 @@ class OomRecovery:
         self._count_as_eager()
         if refused is None:
             self._give_up(reason)
-        now = now or self._kept(begin.args, gradients=True)
+        now = now or self._snapshot(begin.args, gradients=True)
         begin.restore()
         with replaced(self._module, "log", nothing):
             if refused is not None and self._again is not None:
@@ -307,7 +309,7 @@ class OomRecovery:
         scaler = scaler_of(self._trainer.precision_plugin)
         own(fresh if scaler is None else scaler.scale(fresh), *args, **kwargs)
 
-    def _update(
+    def _update_eagerly(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         if self._manual:  # steps of other optimizers cannot be undone

@@ -39,7 +39,7 @@ def training_results(trainer: Trainer) -> Any | None:
     return trainer.fit_loop.epoch_loop._results if _IS_KNOWN else None
 
 
-def logs_kept(trainer: Trainer) -> PythonSnapshot:
+def logs_snapshot(trainer: Trainer) -> PythonSnapshot:
     """Take a snapshot of what ``self.log`` has collected in this epoch.
 
     No public API does. Fallback: an empty snapshot, and a step that runs again after it ran out of
@@ -59,7 +59,7 @@ def result_key(name: str) -> str:
 
 
 @contextlib.contextmanager
-def kept_log_caught(trainer: Trainer, log: Callable[..., None]) -> Iterator[None]:
+def bound_log_redirected(trainer: Trainer, log: Callable[..., None]) -> Iterator[None]:
     """Redirect ``_ResultCollection.log``: user code may hold a ``self.log`` from before a capture.
 
     ``LightningModule.log`` checks its arguments and makes tensors of numbers before it calls this.

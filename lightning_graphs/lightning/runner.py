@@ -279,7 +279,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         ranks = self._ranks
         if is_outside or self._warmup_left > 0 or not (ranks.ready or ranks.are_ready()):
             if not is_outside:
-                self._look_ahead(args)
+                self._count_key(args)
             ranks.agree(EAGER, False)
             return None
         if ranks.units is not None and not ranks.units.shard():
@@ -288,7 +288,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._rebind(ranks.lost)
         return self._life.plan_for(args)
 
-    def _look_ahead(self, args: tuple[Any, ...]) -> None:
+    def _count_key(self, args: tuple[Any, ...]) -> None:
         """Count the key of a warm-up batch, so that captures begin with the keys that return."""
         with contextlib.suppress(CaptureError):
             signature, _ = self._signature_of(args, self._watch.conditions())
@@ -411,7 +411,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         try:
             returned = plan.hand_out()
         except Exception as error:
-            returned = self._recovery.handed_out(plan, error)
+            returned = self._recovery.hand_out_without_copies(plan, error)
         self._statistics.replayed += 1
         plan.record.replays += 1
         return returned
@@ -481,7 +481,7 @@ class StrategyHandler:
         recovery: OomRecovery,
         statistics: Statistics,
         timing: StepTiming,
-        settled: Callable[[], None],  # called when the timing is complete
+        conclude: Callable[[], None],  # called when the timing is complete
     ) -> None:
         self.runner = runner
         self._successor = successor
@@ -489,7 +489,7 @@ class StrategyHandler:
         recovery.runner = runner
         self._statistics = statistics
         self._timing: StepTiming | None = timing
-        self._settled = settled
+        self._conclude = conclude
         self._own: Callable[..., Any] = runner.training_step
         self._table: dict[str, Any] = {}
         self._methods: dict[str, Any] = {}
@@ -529,7 +529,7 @@ class StrategyHandler:
         try:
             result = self.runner.training_step(*args, **kwargs)
         except Exception as error:
-            again = recovery.way_on(error)
+            again = recovery.repetition_after(error)
             if again is None:
                 raise
         if again is not None:  # the error's traceback, and what it refers to, is released
@@ -576,4 +576,4 @@ class StrategyHandler:
     def _end_timing(self) -> None:
         self._timing = None
         self._bind()
-        self._settled()
+        self._conclude()

@@ -224,7 +224,7 @@ class BatchTransfer:
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         steps = torch.cuda.current_stream(self._device)
         is_elsewhere = bool(args) or kwargs.get("device") is not None
-        parts = taken_apart(batch) if self._is_short and not is_elsewhere else None
+        parts = open_simple_batch(batch) if self._is_short and not is_elsewhere else None
         if parts is None:
             return self._long_way(steps, batch, *args, **kwargs)
         tensors, build = parts
@@ -301,7 +301,7 @@ def _needs_the_step_stream(leaf: Any) -> bool:
     return hasattr(leaf, "to") or is_object(leaf)
 
 
-def taken_apart(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
+def open_simple_batch(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
     """Return the tensors of a simple batch, and what rebuilds it; None for any other batch.
 
     A batch is simple if it is a strided CPU tensor, or a tuple, list or dict of only such tensors.

@@ -22,8 +22,8 @@ from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, refuse_l
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
     announce_optimizer_step,
+    bound_log_redirected,
     call_gradient_hooks,
-    kept_log_caught,
 )
 from lightning_graphs.lightning.ranks import unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.lightning.strategy import (
@@ -55,13 +55,13 @@ know_base(LightningModule, "log", "forward", "_param_requires_grad_state")
 HELD_ELSEWHERE.append(lambda root: getattr(getattr(root, "_trainer", None), "optimizers", ()))
 
 _COUNTERS = frozenset({"global_step", "current_epoch", "is_last_batch"})
-_MOVING = _COUNTERS | {
+_CHANGING = _COUNTERS | {
     *("callback_metrics", "logged_metrics", "progress_bar_metrics", "lr_scheduler_configs"),
     *("checkpoint_callbacks", "early_stopping_callbacks"),
 }
 """Attributes of the trainer with another value in every step."""
 
-_LASTING = frozenset(
+_CONSTANT = frozenset(
     {"max_epochs", "max_steps", "num_training_batches", "estimated_stepping_batches"}
     | {"world_size", "global_rank", "local_rank", "is_global_zero", "num_devices", "device_ids"}
     | {"precision", "default_root_dir", "lightning_module", "model", "optimizers"}
@@ -250,17 +250,16 @@ class TrainerWatch:
     ) -> Iterator[None]:
         """Follow or refuse what the body reads of the trainer.
 
-        The trainer's class is exchanged for a subclass. A read of a counter gives a tracer, or is
-        refused without one, also in a library: ``self.global_step`` reads the trainer's. Other
-        values that change, such as metrics, may be read by libraries only. Comparable values that
-        user code reads become guards. User code may set no attribute.
+        The trainer's class is exchanged for a subclass. Reading a counter gives a tracer, or is
+        refused, also in a library: ``self.global_step`` reads the trainer's. Other values that
+        change are for libraries only. Comparable values that user code reads become guards.
         """
         original: Any = type(self._trainer)
 
         def read(owner: Trainer, key: str) -> Any:
             if key in _COUNTERS and number is not None:
                 return number(f"trainer.{key}", partial(original.__getattribute__, owner, key))
-            lasts = key in _LASTING or key.startswith("__")
+            lasts = key in _CONSTANT or key.startswith("__")
             if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
                 _note(owner, key, on_use, reads)
             return original.__getattribute__(owner, key)
@@ -280,24 +279,24 @@ class TrainerWatch:
             for optimizer in self._trainer.optimizers:
                 stack.enter_context(rates_exchanged(self.schedulers, optimizer))
             stack.enter_context(log_exchanged(self._module, refuse_log))
-            stack.enter_context(kept_log_caught(self._trainer, refuse_log))
+            stack.enter_context(bound_log_redirected(self._trainer, refuse_log))
             yield
 
 
 def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | None) -> None:
     """Add a guard for an attribute that user code reads, or report one that changes."""
     # Metrics are not read here: that would compute them
-    value: Any = Absence.ABSENT if key in _MOVING else _found_in(trainer, key)
+    value: Any = Absence.ABSENT if key in _CHANGING else _value_in(trainer, key)
     if isinstance(value, MethodType):
         return
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
-    if key in _MOVING or not (key in _LOADERS or is_comparable):
+    if key in _CHANGING or not (key in _LOADERS or is_comparable):
         on_use(COUNTER, f"trainer.{key}", f"trainer.{key} is read", CallSiteFinder().here())
     elif reads is not None:
-        reads.add(f"self.trainer.{key}", partial(_found_in, trainer), key, trainer)
+        reads.add(f"self.trainer.{key}", partial(_value_in, trainer), key, trainer)
 
 
-def _found_in(trainer: Trainer, key: str) -> Any:
+def _value_in(trainer: Trainer, key: str) -> Any:
     return getattr(trainer, key, Absence.ABSENT)
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.lightning.strategy import taken_apart
+from lightning_graphs.lightning.strategy import open_simple_batch
 from tests.training.fits import prepare
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -21,7 +21,7 @@ A, B = torch.ones(2), torch.zeros(3)
 
 @pytest.mark.parametrize("batch", [A, (A, B), [A, B], {"a": A, 3: B}, (A, A), (), {}])
 def test_a_simple_batch_is_built_again(batch: Any) -> None:
-    parts = taken_apart(batch)
+    parts = open_simple_batch(batch)
     assert parts is not None
     tensors, build = parts
     assert all(isinstance(tensor, Tensor) for tensor in tensors)
@@ -47,7 +47,7 @@ def test_a_simple_batch_is_built_again(batch: Any) -> None:
     ids=lambda batch: type(batch).__name__,
 )
 def test_any_other_batch_takes_the_long_way(batch: Any) -> None:
-    assert taken_apart(batch) is None
+    assert open_simple_batch(batch) is None
 
 
 def test_a_profiler_sees_the_hooks_of_every_transfer(backend: str, tmp_path: Path) -> None:
