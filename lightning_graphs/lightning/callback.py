@@ -47,7 +47,7 @@ class FitSummary:
 
     def __init__(self, fit: LightningContext, switch_off: Callable[[], None]) -> None:
         self._fit = fit
-        fit.ranks.on_leave = self.left
+        fit.ranks.on_leave = self.on_leave
         self._statistics = statistics = fit.statistics
         self._switch_off = switch_off
         device = fit.trainer.strategy.root_device
@@ -76,7 +76,7 @@ class FitSummary:
             self._fit.ranks.leave(f"switched off by only_if_faster: {self._statistics.verdict}")
         self._log()
 
-    def left(self, reason: str) -> None:
+    def on_leave(self, reason: str) -> None:
         """Switch the callback off for the rest of the fit, and say why."""
         self._switch_off()
         self._off_since = self._batches()
