@@ -26,15 +26,18 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 OF_THE_CPU = {"test_environment.py", "test_soak.py", "test_zoo.py", "test_lightning_benchmarks.py"}
+OF_MANY_ROWS = {
+    f"test_{name}.py" for name in ("batches", "containers", "numbers", "schedules", "storing")
+}
 PROMISES = ("equal_or", "under_options", "submodules_agree", "doctor_agrees", "resumed")
-"""Parts of the names of the tests of a table of programs: each has a process of its own."""
+"""Parts of the names of the tests of a table of programs: each has a process of its own there."""
 OF_SEVERAL_GPUS = {"gpu/test_ddp.py", "gpu/test_fsdp.py"}
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
 
 def parts_of(path: Path) -> list[str]:
     """Selections of a file's tests, for one process each; "" is all of them."""
-    if path.parent.name != "programs":
+    if path.name not in OF_MANY_ROWS or path.parent.name != "programs":
         return [""]
     return [*PROMISES, f"not ({' or '.join(PROMISES)})"]
 
