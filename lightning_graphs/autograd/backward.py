@@ -1,4 +1,4 @@
-"""Hands out the gradients of a graphed backward: to autograd, or to ``.grad`` without its help."""
+"""Hands out the gradients of a graphed backward: to autograd, or to ``.grad`` directly."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class GradientMemory:
     """Memory for the gradients of parameters, given before a capture."""
 
     are_copied = False  # ``.grad`` shares nothing with that memory
-    are_kept = False  # a caller holds some of it as it is, which no replay may change
+    are_kept = False  # user code has references to it: no replay may change them
 
     def of(self, parameters: Sequence[Parameter]) -> Sequence[Tensor]:
-        """A buffer for each of them."""
+        """Make a buffer for each parameter's gradient."""
         return new_buffers(parameters)
 
 
@@ -45,14 +45,14 @@ def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
 
 
 def empty_gradient(parameter: Tensor) -> Tensor:
-    """Memory for a gradient in the layout that autograd gives it."""
+    """Allocate a gradient in the layout that autograd gives it."""
     # It is that of the parameter where its elements fill their memory, and else row-major.
     layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
     return torch.empty_like(parameter, requires_grad=False, memory_format=layout)
 
 
 def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Memory for the gradient of an output, in the strides in which it is known to come."""
+    """Allocate an output's gradient with the strides that were observed."""
     # Kernels round otherwise over another layout, one with gaps or repetitions (a stride of 0)
     # included. Where none is known, or elements overlap otherwise, it is that of the output.
     zeros = torch.zeros_like(output, requires_grad=False)
@@ -65,13 +65,13 @@ def zero_gradient(output: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 def repeated(tensor: Tensor) -> list[int]:
-    """The dimensions along which a tensor repeats its elements."""
+    """List the dimensions along which a tensor repeats its elements (stride 0)."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [i for i, (size, stride) in enumerate(pairs) if stride == 0 and size > 1]
 
 
 def unrepeated(tensor: Tensor, dimensions: Sequence[int] | None = None) -> Tensor:
-    """A tensor without its repetitions, those along some dimensions or all."""
+    """Remove a tensor's repetitions along some dimensions or all."""
     for dimension in repeated(tensor) if dimensions is None else dimensions:
         tensor = tensor.narrow(dimension, 0, 1)
     return tensor
@@ -107,14 +107,14 @@ class AliasedGradients:
     """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
 
     Autograd keeps what it is given as ``.grad`` and adds to it in place, so that a replay would
-    overwrite it (pytorch#181723). So the graph copies into memory outside of its pool, lent to one
-    backward pass at a time. A replay that finds any of it still held saves it first; from then on
+    overwrite it (pytorch#181723). So the graph copies into memory outside of its pool, which one
+    backward pass at a time aliases. A replay that finds an alias alive saves it first; from then on
     gradients are copies.
     """
 
     def __init__(self, targets: Sequence[Tensor]) -> None:
         self._memory, self._reserved = _side_by_side(targets)
-        self.buffers: Sequence[Tensor | None] = ()  # the lent memory of each gradient
+        self.buffers: Sequence[Tensor | None] = ()  # the aliased memory of each gradient
         self._aliased: list[Tensor] = []
         # Of gradients with gaps or repetitions, by index, how they came; the buffers have neither.
         self._spread: dict[int, tuple[torch.Size, tuple[int, ...]]] = {}
@@ -141,7 +141,7 @@ class AliasedGradients:
                 self._spread[i] = gradient.shape, (once if has_gaps else buffer).stride()
 
     def replay(self, backward: Callable[[], None]) -> Sequence[Tensor | None]:
-        """Run the backward graph; the gradients, in the order of their layouts."""
+        """Run the backward graph; return the gradients in the order of their layouts."""
         if self.is_kept:
             self._aliases = False
             kept = clone_all(self._memory)
@@ -178,7 +178,7 @@ class HookedInOrder:
         self._hooks_looked_at = -1
 
     def given(self) -> Sequence[Tensor]:
-        """The parameters; called once for each call, right before its node is made."""
+        """Return the parameters; call it once for each call, right before its node is made."""
         if (number := hooks_registered()) != self._hooks_looked_at:
             self._hooks_looked_at = number
             found = any(gradient_hooks(p) or accumulation_hooks(p) for p in self.own)
@@ -194,7 +194,7 @@ class HookedInOrder:
 
 
 class OutputGradients:
-    """The static inputs of a backward graph; what a later graph lends is read in place."""
+    """The static inputs of a backward graph; aliases of later graphs are read in place."""
 
     def __init__(self, buffers: Sequence[Tensor], sources: Mapping[int, AliasedGradients]) -> None:
         self.buffers = list(buffers)
@@ -206,11 +206,11 @@ class OutputGradients:
 
     @property
     def repeat(self) -> bool:
-        """Whether gradients must come that have some elements again and again."""
+        """Whether some gradients must come with repeated elements."""
         return bool(self._repeats)
 
     def fit(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether these gradients repeat what the graph takes for repeated."""
+        """Return whether these gradients repeat the elements that the graph takes for repeated."""
         strides = [(gradients[i].stride(), repeat) for _, i, repeat in self._repeats]
         return not any(stride[dimension] for stride, repeat in strides for dimension in repeat)
 
@@ -222,7 +222,7 @@ class OutputGradients:
         ]
 
     def take(self, gradients: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Bring the gradients in; buffers and values that are to be put back after the replay."""
+        """Copy the gradients in; return buffers, and values to restore there after the replay."""
         if self._targets:
             sources = [gradients[i] for i in self._own]
             for j, _, repeat in self._repeats:
@@ -240,7 +240,7 @@ class OutputGradients:
 
 
 def _side_by_side(targets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Memory for each device and dtype, and in it the elements for each tensor."""
+    """Allocate memory for each device and dtype, with a slice for each tensor."""
     # They share a storage so that one number tells whether any of them is in use.
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, target in enumerate(targets):
@@ -291,12 +291,12 @@ def _pieces(tensors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without overlaps and gaps."""
+    """Return whether elements fill their memory without overlaps and gaps."""
     return extent(tensor) == tensor.numel() and not overlap_span(tensor)
 
 
 def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """The memory of a buffer in the layout of this gradient, without overlaps and gaps."""
+    """View a buffer's memory in the layout of a gradient, without overlaps and gaps."""
     if gradient is None:
         return None
     dense = torch.empty_like(gradient, device="meta")
@@ -304,7 +304,7 @@ def _fitted(buffer: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 def _spread(gradient: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """A gradient with the gaps that it came with, and then its repetitions."""
+    """Restore the gaps of a gradient, and then its repetitions."""
     if stride != gradient.stride():
         gradient = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
     return gradient.expand(shape)
@@ -361,7 +361,7 @@ class DirectGradients:
     def replay(
         self, backward: Callable[[], None], reached: Collection[Tensor] | None = None
     ) -> None:
-        """Run the backward graph; afterwards ``.grad`` is what autograd would have made it."""
+        """Run the backward graph; afterwards ``.grad`` is as autograd would have set it."""
         parameters, buffers = self.parameters, self.buffers
         before = list(map(_gradient, parameters))
         memory, is_whole = self._memory, reached is None
@@ -387,7 +387,7 @@ class DirectGradients:
         self._accumulate(chosen, before, buffers)
 
     def _set_aside(self, held: Sequence[int]) -> list[Tensor]:
-        """The values of these buffers, in memory of their own."""
+        """Copy the values of these buffers."""
         if not held:
             return []
         if self._old is None:
@@ -399,7 +399,7 @@ class DirectGradients:
     def _add_old(
         self, chosen: Collection[Tensor], held: Sequence[int], old: Sequence[Tensor]
     ) -> None:
-        """Add to buffers what was in them, in place as autograd; the others have it back."""
+        """Add former values to buffers, in place as autograd does; restore other buffers."""
         for combine, adds in ((torch._foreach_add_, True), (torch._foreach_copy_, False)):
             own = [k for k, i in enumerate(held) if (self.parameters[i] in chosen) is adds]
             if own:
@@ -411,7 +411,7 @@ class DirectGradients:
         before: Sequence[Tensor | None],
         gradients: Sequence[Tensor],
     ) -> None:
-        """Let ``.grad`` of the chosen parameters be these, or these added to what it was."""
+        """Set ``.grad`` of the chosen parameters to these, or add these to it."""
         targets, additions = [], []
         for parameter, old, gradient in zip(self.parameters, before, gradients, strict=True):
             if parameter not in chosen or old is gradient:

@@ -69,7 +69,7 @@ from lightning_graphs.values.signature import CallPlan, Modes, Signature
 from lightning_graphs.values.snapshot import Snapshot, contents_of, contents_undone, fingerprints_of
 from lightning_graphs.values.tree import substitute
 
-# ------------------ Warms up and captures one callable, forward and backward
+# ------------------ One callable
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class CaptureSettings:
 
 @dataclass(slots=True)
 class KnownOfCall:
-    """What earlier runs of a call have shown, for its capture."""
+    """Observations of earlier runs of a call, for its capture."""
 
     draws: bool = False  # it draws random numbers on a GPU
     # In which strides the gradients of its outputs come, by the index of each
@@ -94,10 +94,10 @@ class KnownOfCall:
 
 
 class CallableCapture:
-    """The passes of one callable while they are being captured.
+    """Captures the forward and the backward pass of one callable.
 
-    In this order: perhaps :meth:`warm_up`; :meth:`begin`, :meth:`capture_forward` and
-    :meth:`capture_backward`; :meth:`finish`, or :meth:`abandon` where any of these raised.
+    Call, in this order: optionally :meth:`warm_up`; :meth:`begin`, :meth:`capture_forward` and
+    :meth:`capture_backward`; :meth:`finish`, or :meth:`abandon` if any of these raised.
     """
 
     outputs: OutputPlan  # what the call returns, once its forward pass is captured
@@ -137,15 +137,15 @@ class CallableCapture:
         return self._inputs.tensors
 
     def alias_output(self, output: int) -> tuple[Tensor, Source]:
-        """An output of the captured forward, for a later call that is given it."""
+        """Alias an output of the captured forward, as an argument of a later call."""
         return self.outputs.tensors[output], self.outputs.alias_output(output)
 
     def share(self, leaf: int) -> tuple[Tensor, SharedArgument]:
-        """The static input of an argument, for later calls that are given the same tensor."""
+        """Share the static input of an argument with later calls that get that tensor."""
         return self._tensors[leaf], self._shared.setdefault(leaf, SharedArgument())
 
     def alias_gradient(self, leaf: int) -> tuple[Tensor, AliasedGradients] | None:
-        """Where the captured backward pass writes the gradient of an argument; None if nowhere."""
+        """Alias the memory of an argument's gradient; None if it has none."""
         backward = self._backward
         if backward is None or backward.input_positions.count(leaf) != 1:
             return None
@@ -153,7 +153,7 @@ class CallableCapture:
         return (buffer, backward.handed) if buffer is not None else None
 
     def warm_up(self, iterations: int) -> None:
-        """Run it on a side stream, leaving no trace in state or generators.
+        """Run the callable on a side stream; state and generators stay.
 
         It must have run once: what its code keeps in caches (``functools.lru_cache``) holds values
         then, and not memory of a capture, where nothing is computed.
@@ -179,7 +179,7 @@ class CallableCapture:
         return OutputPlan(returned, static=static, state=self._held.state())
 
     def _look_behind(self, outputs: OutputPlan, start: int) -> None:
-        """Find out which leaves the outputs depend on; before them so many nodes were recorded."""
+        """Find the leaves on which outputs depend; so many autograd nodes were recorded before."""
         found = outputs.requiring_grad
         for node in nodes_behind(found):
             if recorded_before(node, start):
@@ -208,7 +208,7 @@ class CallableCapture:
                 )
 
     def _first_call(self) -> OutputPlan:
-        """Call it as it is captured, and refuse it if it writes its arguments past autograd."""
+        """Call it as in the capture; refuse it if it writes its arguments unseen by autograd."""
         tensors = self._tensors
         # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
         before, start = fingerprints_of(tensors), nodes_recorded()
@@ -219,7 +219,7 @@ class CallableCapture:
         return outputs
 
     def _pull_back(self, outputs: OutputPlan) -> Sequence[Tensor | None]:
-        """The gradients of all targets; none where nothing is differentiable."""
+        """Return the gradients of all targets; none if nothing is differentiable."""
         targets = self._targets()
         if not outputs.requiring_grad or not targets:
             return ()
@@ -271,11 +271,11 @@ class CallableCapture:
         return [*dict.fromkeys(inputs), *self._parameters]
 
     def begin(self) -> None:
-        """Be ready for a capture, ahead of every pass of those that it belongs to."""
+        """Prepare the capture, ahead of all passes of all calls in it."""
         renew_gradient_nodes(self._parameters)
 
     def capture_forward(self, in_place: Mapping[int, tuple[Tensor, Source]] | None = None) -> None:
-        """Capture the call; nothing executes. Earlier graphs have some of its arguments."""
+        """Capture the call; nothing executes. Some arguments alias memory of earlier graphs."""
         if in_place:
             self._aliased_inputs = tuple((leaf, source) for leaf, (_, source) in in_place.items())
             given = {leaf: tensor for leaf, (tensor, _) in in_place.items()}
@@ -306,7 +306,7 @@ class CallableCapture:
     def capture_backward(
         self, in_place: Mapping[int, tuple[Tensor, AliasedGradients]] | None = None
     ) -> None:
-        """Capture the backward pass, if there is one; later graphs write some of its inputs."""
+        """Capture the backward pass, if any; some of its inputs alias memory of later graphs."""
         outputs, targets = self.outputs.requiring_grad, self._targets()
         if outputs and targets:
             self._backward = self._captured_backward(outputs, targets, in_place or {})
@@ -386,7 +386,7 @@ class CallableCapture:
     def _output_gradients(
         self, outputs: Sequence[Tensor], in_place: Mapping[int, tuple[Tensor, AliasedGradients]]
     ) -> tuple[list[Tensor], dict[int, AliasedGradients]]:
-        """Static gradients of the outputs, and who lends those that a later graph writes."""
+        """Return static gradients of the outputs, and the later graphs that write some of them."""
         static: list[Tensor] = []
         producers: dict[int, AliasedGradients] = {}
         for i, (index, output) in enumerate(
@@ -407,7 +407,7 @@ class CallableCapture:
         stores: tuple[Stores, Stores] = ((), ()),
         explain: Callable[[ReplayError], object] = lambda error: None,
     ) -> GraphedCallable:
-        """The graphed callable; its forward and its backward pass set these attributes."""
+        """Make the graphed callable; its forward and its backward pass set these attributes."""
         return GraphedCallable(
             self._original,
             self._function if isinstance(self._function, nn.Module) else None,
@@ -432,7 +432,7 @@ class CallableCapture:
         self._bindings.rebound()
 
     def _trained(self) -> dict[Tensor, str]:
-        """Everything that may have a gradient, but for arguments, by name."""
+        """Return by name all tensors that may have a gradient, but for arguments."""
         held = {tensor: name for name, tensor in self._held.named("parameters")}
         own = {parameter: name for name, parameter in self._named()}
         return own | {t: name for name, t in self._held.tensors.items() if t.requires_grad} | held
@@ -454,7 +454,7 @@ def _original_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-# ------------------ ``make_graphed_callables``: forward and backward as graphs inside one autograd
+# ------------------ Several callables
 
 ParamGrads = Literal["autograd", "direct"]
 _C = TypeVar("_C", bound=Callable[..., Any] | tuple[Callable[..., Any], ...])
@@ -501,9 +501,9 @@ def make_graphed_callables(
             that replay in the order of their capture. Callables of two calls over one pool must
             each run backward before the other's forward.
         sample_kwargs: Keyword arguments of a typical call, for a tuple one mapping each.
-        param_grads: ``"autograd"``: autograd accumulates parameter gradients as ever.
+        param_grads: ``"autograd"``: autograd accumulates parameter gradients.
             ``"direct"``: the backward graph writes them and ``.grad`` is set without autograd, so
-            that a call costs the same however many parameters there are; for ``loss.backward()``
+            that the cost of a call does not grow with the parameters; for ``loss.backward()``
             only: ``torch.autograd.grad`` is refused. ``.grad`` then is a buffer that a later
             backward overwrites, also where ``zero_grad`` has let go of it: clone what you keep.
         static_outputs: Return the graph's own output tensors, which the next call overwrites, as

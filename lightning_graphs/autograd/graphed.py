@@ -47,14 +47,14 @@ from lightning_graphs.values.memory import (
 from lightning_graphs.values.signature import CallPlan
 from lightning_graphs.values.snapshot import PythonSnapshot
 
-# ------------------ Runs one graphed callable: a forward graph, and a backward graph inside of an
+# ------------------ Graphed callables
 
 Stores = tuple[tuple[nn.Module, str, Any], ...]
 """Module, name and value of attributes that code sets; the values are plain ones."""
 
 
 def set_again(stores: Stores) -> None:
-    """Set these attributes, past whatever the module makes of it: that has run at capture."""
+    """Set these attributes, past ``__setattr__`` of the module, which ran at capture."""
     for module, name, value in stores:
         vars(module)[name] = value
 
@@ -76,7 +76,7 @@ class BackwardPass:
     pull: Callable[[Sequence[Tensor]], Sequence[Tensor | None]] | None
 
     def reached(self, gradients: Sequence[Tensor | None]) -> frozenset[Tensor]:
-        """The leaves that outputs with a gradient depend on."""
+        """List the leaves on which outputs with a gradient depend."""
         pairs = zip(self.reach, gradients, strict=True)
         return frozenset().union(*(leaves for leaves, g in pairs if g is not None))
 
@@ -88,8 +88,8 @@ class GraphedCallable:
     Calls must equal the captured one in everything but values. Where the train/eval flag of any
     submodule, or of a module that a function holds, differs from its state at capture, the original
     runs instead; also inside of a transform (``torch.func``, forward-mode autograd), where a replay
-    would overwrite a lent output that the caller has kept, and in the first call of a recurrent
-    layer with dropout after a seed was set, which makes cuDNN's random state anew.
+    would overwrite an aliased output that the caller has kept, and in the first call of a recurrent
+    layer with dropout after a seed was set, which renews cuDNN's random state.
 
     Made by :func:`~lightning_graphs.core.make_graphed_callables`; for a module it stands in place
     of ``module.forward``.
@@ -106,7 +106,7 @@ class GraphedCallable:
     backward_pass: BackwardPass | None
     place: int  # of the forward graph, in the order of captures
     # By the index of a tensor of the call, the memory where it is read in place; and what tells
-    # later calls whether they are given the same tensor.
+    # later calls whether they get that tensor.
     aliased_inputs: tuple[tuple[int, Source], ...]
     shared: tuple[tuple[int, SharedArgument], ...]
     stores: tuple[Stores, Stores]  # attributes that its forward sets, and its backward
@@ -137,12 +137,12 @@ class GraphedCallable:
         self._released = False
 
     def is_seeded(self) -> bool:
-        """Whether a call makes cuDNN's random state anew, from which the graph draws."""
+        """Return whether a call renews cuDNN's random state, from which the graph draws."""
         return self._dropout is not None and not self._dropout.is_current()
 
     @property
     def is_next(self) -> bool:
-        """Whether a call now keeps to the order of captures, and spoils no pending backward."""
+        """Return whether a call keeps to the order of captures, and spoils no pending backward."""
         return self.place > self.order.last
 
     def _refuse_arguments_elsewhere(self, tensors: Sequence[Tensor]) -> None:
@@ -155,7 +155,7 @@ class GraphedCallable:
                 )
 
     def accepts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether these arguments, under the switches now in force, have a replay."""
+        """Return whether these arguments have a replay under the switches now in force."""
         return (
             not self._released
             and [m.training for m in self.modules] == self._training
@@ -166,7 +166,7 @@ class GraphedCallable:
         return self.original(*args, **kwargs) if self.is_seeded() else self.call(args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Replay a call, of which :meth:`is_seeded` has been asked already."""
+        """Replay a call, after :meth:`is_seeded` was asked."""
         changed = self._released or [m.training for m in self.modules] != self._training
         if changed or in_transform():
             return self.original(*args, **kwargs)
@@ -202,13 +202,13 @@ class GraphedCallable:
         return self.outputs.hand_out(results)
 
     def bring_back(self) -> bool:
-        """Whether tensors that have moved since the capture could be let be where they were."""
+        """Move tensors back to their captured memory; return whether that was possible."""
         return any([guard.bring_back() for guard in self.guards])
 
     def run_backward(
         self, pending: PendingBackward, gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """Replay the backward graph; the gradients, of inputs and then of parameters."""
+        """Replay the backward graph; return gradients of inputs, then of parameters."""
         # What depends only on outputs that have no gradient has none, as in eager mode.
         try:
             self._refuse_unsound_backward(pending)
@@ -315,12 +315,12 @@ class GraphedCallable:
         self.guards = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """The original, bound to the copied module, whose parameters no graph knows."""
+        """Copy the original, bound to the copied module, whose parameters no graph knows."""
         copied: Callable[..., Any] = copy.deepcopy(self.original, memo)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, it is the original; whoever loads it needs nothing of this package."""
+        """Pickle the original, so that loading it does not need this package."""
         return operator.getitem, ([self.original], 0)
 
 
@@ -342,11 +342,11 @@ class _GraphedNode(torch.autograd.Function):
         return (None, None, *ctx.graphed.run_backward(ctx.pending, gradients))
 
 
-# ------------------ Finds what a callable holds next to its arguments, and refuses what it must no
+# ------------------ Free variables
 
 
 class FreeVariables:
-    """The modules and tensors that a callable names itself.
+    """The free variables of a callable: modules and tensors that it refers to itself.
 
     Those are the callable where it is a module, and otherwise what it finds in its closure, its
     globals, ``self`` with its attributes, and the arguments of a ``functools.partial``.
@@ -373,13 +373,13 @@ class FreeVariables:
         self.submodules = [owner for _, owner in self.owners]
 
     def named(self, kind: str) -> list[tuple[str, Tensor]]:
-        """The parameters or buffers of all modules with their full names."""
+        """Return the parameters or buffers of all modules by full name."""
         roots = self.modules.items()
         named = (item for name, root in roots for item in getattr(root, f"named_{kind}")(name))
         return list({id(tensor): (name, tensor) for name, tensor in named}.values())
 
     def state(self) -> list[Tensor]:
-        """Every tensor that a call may read or write next to its arguments."""
+        """List every tensor that a call may read or write next to its arguments."""
         attributes = (v for owner in self.submodules for v in vars(owner).values())
         named = (*self.named("parameters"), *self.named("buffers"), *self.tensors.items())
         plain = [value for value in attributes if isinstance(value, Tensor)]
@@ -393,7 +393,7 @@ class FreeVariables:
         return [*guards, AddressGuard([("", dict(loose))])] if loose else guards
 
     def refuse_what_is_unfit(self) -> None:
-        """Refuse modules that no graph can have inside."""
+        """Refuse modules that cannot be captured."""
         forwards = (vars(module).get("forward") for module in self.submodules)
         if any(isinstance(forward, GraphedCallable) for forward in forwards):
             raise CaptureError(
@@ -420,7 +420,7 @@ class FreeVariables:
 
 
 class Bindings(PythonSnapshot):
-    """Which tensors the modules were holding, to notice and undo a rebinding.
+    """The tensors that modules were holding, to find and undo a rebinding.
 
     Parameters, buffers and plain attributes count, and the memory of each (``x.data = ...``).
     """
@@ -440,7 +440,7 @@ class Bindings(PythonSnapshot):
             ]
 
     def rebound(self) -> list[str]:
-        """Bind every tensor as it was; the names of what was bound to something else."""
+        """Bind every tensor as before; return the names that were bound to something else."""
         names = []
         for name, tensor, was in self._memory:
             if tensor.layout is torch.strided and tensor.data_ptr() != was.data_ptr():

@@ -1,8 +1,8 @@
 """Nodes of the autograd graph behind the outputs of a captured call.
 
 Autocast casts a weight for each use, and autograd casts its gradient back. A capture takes these
-casts out of the end of the backward pass and does many at once: fewer nodes, and the same values,
-since ``copy_`` casts as autograd does.
+casts out of the end of the backward pass and does many at once: fewer nodes and equal values, since
+``copy_`` casts as autograd does.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ gradients_of = torch.autograd.grad
 
 
 def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of autograd that these outputs depend on, themselves among them."""
+    """List the leaves of autograd on which these outputs depend, leaves among them included."""
     found = dict.fromkeys(output for output in outputs if output.grad_fn is None)
     found |= {leaf: None for node in nodes_behind(outputs) if (leaf := leaf_of(node)) is not None}
     return list(found)
 
 
 def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
-    """Every node behind these outputs, once."""
+    """Yield every node behind these outputs, once."""
     return nodes_from([output.grad_fn for output in outputs])
 
 
 def leaf_of(node: Node) -> Tensor | None:
-    """The leaf whose gradient this node accumulates; None for other nodes."""
+    """Return the leaf whose gradient this node accumulates; None for other nodes."""
     if type(node).__name__ != "AccumulateGrad":  # `name()` is a Function's own to overwrite
         return None
     leaf: Tensor | None = getattr(node, "variable", None)
@@ -59,7 +59,7 @@ def leaf_of(node: Node) -> Tensor | None:
 def uses_of(
     leaves: Iterable[Tensor], outputs: Sequence[Tensor]
 ) -> dict[Tensor, list[tuple[Node, int]]]:
-    """By leaf, the nodes behind these outputs that use it, and as which of their inputs."""
+    """Map each leaf to the nodes behind these outputs that use it, and their input index."""
     found: dict[Tensor, list[tuple[Node, int]]] = {leaf: [] for leaf in leaves}
     for node in nodes_behind(outputs) if found else ():
         for i, (parent, _) in enumerate(node.next_functions):
@@ -70,7 +70,7 @@ def uses_of(
 
 
 def has_python_nodes(outputs: Sequence[Tensor], *, compiled: bool = True) -> bool:
-    """Whether the backward pass of these outputs goes through a ``torch.autograd.Function``.
+    """Return whether a backward pass of these outputs runs a ``torch.autograd.Function``.
 
     Those that ``torch.compile`` makes count only if ``compiled`` says so: none looks at ``.grad``.
     """
@@ -93,7 +93,7 @@ def gradients_behind(
     keep: bool = False,  # what autograd has saved, for another pass
     came: list[Tensor] | None = None,  # gets the leaves of `hooked`, as their gradients come
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad`` as part of a capture, or of the warm-up before it."""
+    """Run ``torch.autograd.grad`` in a capture, or in the warm-up before it."""
     wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
     with (
         # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
@@ -110,10 +110,10 @@ def gradients_behind(
 
 
 def gradients_copied(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Let ``torch.autograd.grad`` in the body return copies of the gradients of these tensors.
+    """Make ``torch.autograd.grad`` in the body return copies of these tensors' gradients.
 
-    Autograd gives one tensor to all nodes that need it, and some hooks write into theirs after
-    what goes to ``.grad`` is copied.
+    Autograd gives one tensor to all nodes that need it, and some hooks write it after the copy to
+    ``.grad``.
     """
     return removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
 
@@ -124,7 +124,7 @@ def _note(came: list[Tensor], leaf: Tensor, _: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove these hooks at the end of the body; they are made at its beginning."""
+    """Make these hooks at the beginning of the body, and remove them at its end."""
     with contextlib.ExitStack() as stack:
         for hook in hooks:
             stack.enter_context(hook)
@@ -132,7 +132,7 @@ def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
 
 
 def saved_for_graphs() -> AbstractContextManager[None]:
-    """Let a backward pass of what the body records read what replays have written since.
+    """Allow saved tensors of the body's autograd graph to be written by replays.
 
     Autograd refuses to read saved tensors that were written; replays write them, and parameters
     change between steps.
@@ -141,7 +141,7 @@ def saved_for_graphs() -> AbstractContextManager[None]:
 
 
 class PerUseGradients:
-    """The gradients that every use of some leaves gives, one by one, in the order of autograd.
+    """Splits a leaf's gradient into one term for each use, in the order of autograd.
 
     Sums depend on their order, and autograd adds the uses of a tensor as they come: those inside of
     a graph, in one sum, would come before others that eager code adds first.
@@ -158,7 +158,7 @@ class PerUseGradients:
                 self._users.setdefault(node, []).append((i, leaf))
 
     def taken(self) -> AbstractContextManager[None]:
-        """While the body runs a backward pass, take them; the leaves get none."""
+        """Capture the terms while the body runs a backward pass; the leaves get none."""
         for found in self._found.values():
             found.clear()
         users = self._users.items()
@@ -167,14 +167,14 @@ class PerUseGradients:
     def _take(
         self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any
     ) -> tuple[Tensor | None, ...]:
-        left = list(gradients)
+        rest = list(gradients)
         for i, leaf in uses:
             self._found[leaf].append(gradients[i])
-            left[i] = None
-        return tuple(left)
+            rest[i] = None
+        return tuple(rest)
 
     def of(self, leaf: Tensor, gradient: Tensor | None) -> list[Tensor | None]:
-        """The gradients of all uses, None where there is none; or the one that autograd gives."""
+        """Return the terms of all uses, None for absent ones; or the gradient of autograd."""
         if leaf not in self.number:
             return [gradient]
         found = self._found[leaf]
@@ -196,7 +196,7 @@ for a second shape; with 48 that wait 1.015 and 0.109, with 24 1.093 and 0.009 (
 def ahead_of_casts(
     outputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor | GradientEdge]:
-    """Where to ask autograd for gradients of parameters that are copied afterwards anyway."""
+    """Find where to ask autograd for parameter gradients that are copied anyway."""
     # The gradient is taken ahead of a cast where that is the parameter's only use. No other code
     # may read that gradient or write into it, so no Python code takes part in the backward pass.
     users, returned = uses_of(parameters, outputs), set(outputs)
@@ -229,7 +229,7 @@ def fused_grad_casts(
     # Called with a parameter, the node that accumulates its gradient, and what the cast is given
     take: Callable[[Any, Node | None, tuple[Tensor | None, ...]], tuple[None] | None],
 ) -> AbstractContextManager[None]:
-    """While the body runs a backward pass, ask ahead of each cast whether it has nothing to do."""
+    """Ask ahead of each cast in the body's backward passes whether to skip it."""
     edges = zip(parameters, ahead_of_casts(outputs, parameters), strict=True)
     return removed(
         edge.node.register_prehook(partial(take, parameter, edge.node.next_functions[0][0]))
@@ -241,7 +241,7 @@ def fused_grad_casts(
 def cast_together(
     outputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> AbstractContextManager[None]:
-    """While the body runs a backward pass through these outputs, cast many gradients at once.
+    """Cast many gradients at once in the body's backward pass through these outputs.
 
     Autograd keeps the gradients of parameters that have one already or are used more than once, and
     those of a pass that asks for some parameters only or will be differentiated. Others are in
@@ -283,12 +283,12 @@ class _GatheredGradients:
             parameter.grad = target
 
 
-# ------------------ code that puts gradients into ``.grad`` by itself
+# ------------------ Code that sets ``.grad``
 
 
 @contextlib.contextmanager
 def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
-    """While the body runs a call or its backward pass, refuse what sets ``.grad`` of parameters.
+    """Refuse code in the body, a call or its backward pass, that sets ``.grad`` of parameters.
 
     Activation checkpointing by hand does: its backward pass repeats the forward pass and calls
     ``torch.autograd.backward``, which adds to ``.grad`` at once. A replay hands out the gradients

@@ -27,7 +27,7 @@ from lightning_graphs.errors import OF_PACKAGE, GraphError
 
 
 def _folders_of(packages: Iterable[str]) -> tuple[str, ...]:
-    """The folders of packages that can be imported; none of them is."""
+    """Return the folders of packages without importing them."""
     found: list[str] = []
     for name in packages:
         with contextlib.suppress(ImportError, ValueError):
@@ -37,7 +37,7 @@ def _folders_of(packages: Iterable[str]) -> tuple[str, ...]:
 
 
 def _own_roots() -> tuple[str, ...]:
-    """Folders and files of torch and of this package, and what calls run through besides."""
+    """List folders and files of torch, of this package and of frames in between."""
     folders = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
     folders.append(os.path.dirname(os.path.abspath(torch.__file__)))
     modules = ("contextlib", "copy", "functools", os.path.join("logging", "__init__"))
@@ -49,7 +49,7 @@ def _own_roots() -> tuple[str, ...]:
 
 
 class Libraries:
-    """Whose code it is: the user's own, or that of a library."""
+    """Names the packages whose code is not the user's."""
 
     def __init__(self) -> None:
         self.framework: frozenset[str] = frozenset()  # packages that run the user's code
@@ -72,14 +72,14 @@ _GENERATED = ("<frozen ", "<eval_with_key>")
 
 
 def shown(file: str) -> str:
-    """A file as messages name it: that of a notebook's cell by the cell, as in its tracebacks."""
+    """Return a file's name in messages: a notebook's cell as in its tracebacks."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
     return " ".join(name_of(file) or [file])
 
 
 def package_of(file: str) -> str:
-    """The installed package that a file is a part of; empty for the user's own."""
+    """Return the installed package of a file; empty for user code."""
     path = os.path.normpath(file).replace(os.sep, "/")
     found = re.search(r".*/(?:site|dist)-packages/([^/]+)", path)
     return found[1].removesuffix(".py") if found else ""
@@ -113,7 +113,7 @@ class CallSite:
 
 
 def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """A frame and its callers, outward. `traceback.walk_stack` computes each one's line, too."""
+    """Yield a frame and its callers, outward; `traceback.walk_stack` would compute lines."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -121,13 +121,13 @@ def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
 
 @functools.cache
 def is_library(filename: str) -> bool:
-    """Whether a file is part of torch, of the client's framework or of this package."""
+    """Return whether a file is part of torch, of the client's framework or of this package."""
     # A path in sys.path may be `project/.` or `tests/..`; code keeps it as it is.
     return os.path.normpath(filename).startswith(LIBRARIES.roots + _GENERATED)
 
 
 def is_of_library(kind: type) -> bool:
-    """Whether a class is one of Python's, of torch's or of another library that is known."""
+    """Return whether a class is of Python, torch or another known library."""
     package = kind.__module__.partition(".")[0]
     if package in sys.stdlib_module_names:
         return kind is not Namespace
@@ -142,7 +142,7 @@ _LINE = re.compile(r":\d+ in ")
 
 
 def add_line(error: GraphError, how: str, site: CallSite) -> None:
-    """Let an error that names no line name this one, and how that comes to be the one."""
+    """Add a line to an error without one, and how it was found."""
     if not _LINE.search(error.observed):
         known = site.line and not is_library(site.file)
         found = error.observed.removesuffix(f" at {_IN_LIBRARIES}")
@@ -195,7 +195,7 @@ class CallSiteFinder:
 
 
 def definition_of(function: Any) -> CallSite:
-    """Where a function, a method or a callable object is defined; unknown for those of C."""
+    """Return where a function, method or callable object is defined; unknown for C code."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     if not hasattr(function, "__code__"):
         function = type(function).__call__
@@ -206,7 +206,7 @@ def definition_of(function: Any) -> CallSite:
 
 
 def returned_by(function: Any) -> CallSite:
-    """The line with the only ``return`` of a function; where it is defined if it has several."""
+    """Return the line of a function's only ``return``, or of its definition if it has several."""
     site = definition_of(function)
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
@@ -233,7 +233,7 @@ def is_raised_by_user(error: BaseException) -> bool:
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of the functions and comprehensions in it."""
+    """Yield a function's code and that of nested functions and comprehensions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -241,7 +241,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _instructions(code: types.CodeType) -> Iterator[tuple[int, dis.Instruction]]:
-    """The instructions of a function, each with its line."""
+    """Yield the instructions of a function, each with its line."""
     line, starts = code.co_firstlineno, dict(dis.findlinestarts(code))
     for instruction in dis.get_instructions(code):
         line = starts.get(instruction.offset) or line
@@ -249,7 +249,7 @@ def _instructions(code: types.CodeType) -> Iterator[tuple[int, dis.Instruction]]
 
 
 def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
-    """The line of some functions that binds a name, or else the first one that reads it."""
+    """Return the first line of some functions that binds a name, else the first that reads it."""
     words = [*reversed(re.findall(r"\w+", name.partition(": ")[0]))]
     for word, is_text in [*((w, False) for w in words), *((w, True) for w in words)]:
         found = [
@@ -280,7 +280,7 @@ def with_keyword(names: Collection[str], codes: Iterable[types.CodeType]) -> Cal
 def reached_by_name(
     starts: Collection[str], codes: Sequence[types.CodeType]
 ) -> list[types.CodeType]:
-    """The functions of these names, those that they name, and so on."""
+    """List the functions of these names, those that they name, and so on."""
     reached: dict[types.CodeType, None] = {}
     names, before = set(starts), -1
     while before != len(reached):
@@ -291,13 +291,13 @@ def reached_by_name(
 
 
 def named_at(name: str, codes: Iterable[types.CodeType]) -> str:
-    """Where that is, to follow a name in a message; empty where no line has it."""
+    """Return a line's place as a suffix for a message; empty for an unknown line."""
     site = site_naming(name, codes)
     return f", named at {site.describe()}" if site.line else ""
 
 
 def inside_compiled_module() -> bool:
-    """Whether the calling thread is inside a call of a ``torch.compile``d function or module.
+    """Return whether this thread is inside a ``torch.compile``d function or module.
 
     torch runs such a call eagerly, not compiled, while a dispatch mode is active (observed on
     torch 2.11 and 2.13); the frame of its wrapper is what gives the call away.

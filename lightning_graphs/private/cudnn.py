@@ -32,7 +32,7 @@ _BEFORE = (aten.empty.memory_format, aten.set_.source_Storage)
 
 
 def draws_in_cudnn(module: nn.Module) -> bool:
-    """Whether a module is a recurrent layer that cuDNN computes, dropout included.
+    """Return whether a module is a recurrent layer that cuDNN computes, dropout included.
 
     torch's own kernels, as on a CPU, draw from torch's generators.
     """
@@ -45,7 +45,7 @@ def draws_in_cudnn(module: nn.Module) -> bool:
 
 
 def dropout_state_of(device: torch.device, modules: Iterable[nn.Module]) -> DropoutState | None:
-    """The random state of a GPU's recurrent layers, if any of these modules draws from it."""
+    """Return a GPU's random state of recurrent layers, if one of these modules draws from it."""
     return DropoutState(device) if any(map(draws_in_cudnn, modules)) else None
 
 
@@ -58,7 +58,7 @@ class DropoutState:
         self._device = torch.device("cuda", index)
 
     def now(self) -> Tensor | None:
-        """The tensor that holds it, or None where the next call makes another; nothing changes."""
+        """Return the tensor that holds it, or None if the next call renews it; change nothing."""
         state = self.look()
         if state is None:
             self.invalidate()
@@ -80,7 +80,7 @@ class DropoutState:
         self._generator.set_offset(self._generator.get_offset())
 
     def look(self) -> Tensor | None:
-        """The state, by a call that ends before anything of it runs.
+        """Return the state, by a call that ends before anything of it runs.
 
         None where the call would have made it: it does not want to any longer.
         """
@@ -130,7 +130,7 @@ class CapturedDropout:
         self._state = DropoutState(state.device)
 
     def is_current(self) -> bool:
-        """Whether a replay draws what an eager call would draw.
+        """Return whether a replay draws what an eager call would draw.
 
         A state that an eager call has made since is brought back to where the graph reads it. One
         that the next call is to make cannot be foreseen: that call must be an eager one.
@@ -158,7 +158,7 @@ class DropoutCapture:
         return exchanged(calls)
 
     def end(self) -> None:
-        """After the capture: a state that was to be made before it still is."""
+        """Restore, after the capture, that the next call renews the state if it was so before."""
         if self._to_be_made is not None:
             self._to_be_made.invalidate()
             self._to_be_made = None
@@ -187,7 +187,7 @@ class DropoutCapture:
 
 
 def _draws(args: Sequence[Any]) -> bool:
-    """Whether a recurrent layer's call lets cuDNN draw dropout.
+    """Return whether a recurrent layer's call lets cuDNN draw dropout.
 
     It is given ``(input, hidden, weights, bias, layers, dropout, train, ...)``, or the sizes of a
     packed batch ahead of the hidden state.

@@ -29,7 +29,7 @@ _OF_A_STEP = (
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor itself, or of a ``DTensor`` what this rank has of it.
+    """Return the tensor itself, or this rank's part of a ``DTensor``.
 
     ``DTensor.to_local()`` makes another tensor where autograd looks, with an address of its own.
     """
@@ -38,7 +38,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def unwraps_itself(types: Sequence[type]) -> bool:
-    """Whether an operator is one on a ``DTensor``, or on what a collective on one returns.
+    """Return whether an operator is on a ``DTensor``, or on a collective's result for one.
 
     A dispatch mode that does not know it sees the operators on the shards.
     """
@@ -46,7 +46,7 @@ def unwraps_itself(types: Sequence[type]) -> bool:
 
 
 def asks_for_shapes() -> bool:
-    """Whether fake tensors are computed with, as ``DTensor`` does for an operator's first call.
+    """Return whether fake tensors are in use, as in an operator's first call on a ``DTensor``.
 
     No public function tells.
     """
@@ -54,7 +54,7 @@ def asks_for_shapes() -> bool:
 
 
 class FsdpModules:
-    """What ``fully_shard`` has made of a module: units, each with parameters that are gathered."""
+    """The units that ``fully_shard`` has made of a module, each with gathered parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         found = (m for m in module.modules() if hasattr(m, "_get_fsdp_state"))
@@ -66,7 +66,7 @@ class FsdpModules:
         return len(self._states)
 
     def shard(self) -> bool:
-        """Let go of what a forward pass outside of a step has gathered; whether steps reduce all.
+        """Free parameters that a forward pass outside of a step gathered; whether steps reduce all.
 
         ``FSDPModule.reshard`` lets go, too, and looks at every unit with locks and hooks.
         """
@@ -78,7 +78,7 @@ class FsdpModules:
         return reduces
 
     def forget_step(self) -> None:
-        """Be as ahead of a step, in the middle of which something was raised.
+        """Reset the state of a step that raised.
 
         ``FSDPModule.reset_iter_state`` (torch 2.13) waits for events, and those of a capture that
         has failed cannot be waited for.
@@ -109,7 +109,7 @@ class FsdpModules:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of a unit: one, before torch 2.12."""
+    """Return the groups of a unit: one, before torch 2.12."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group]
@@ -117,7 +117,7 @@ def _groups(state: Any) -> list[Any]:
 
 
 def reducer_is_warm(ddp: DistributedDataParallel) -> bool:
-    """Whether DDP's gradient reducer has its final buckets and takes no times any more.
+    """Return whether DDP's reducer has its final buckets and times no more iterations.
 
     In its first ten iterations it records events, which it reads on the host (reducer.hpp,
     ``should_collect_runtime_stats``). No public method tells how far it is; torch documents eleven
@@ -128,7 +128,7 @@ def reducer_is_warm(ddp: DistributedDataParallel) -> bool:
 
 
 def take_no_more_times(ddp: DistributedDataParallel) -> None:
-    """Let the reducer take no times at every hundredth iteration either, which may be captured.
+    """Stop the reducer from timing every hundredth iteration, which may be captured.
 
     No public method does.
     """
@@ -137,9 +137,9 @@ def take_no_more_times(ddp: DistributedDataParallel) -> None:
 
 
 def buckets_of(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
-    """The parameters of each bucket of DDP's reducer, in the order in which it reduces them.
+    """List the parameters of each bucket of DDP's reducer, in the order of reduction.
 
-    Torch's join of uneven inputs asks the same way. No public method tells. Fallback: no buckets,
+    Torch's join of uneven inputs asks this way, too. No public method tells. Fallback: no buckets,
     with which the reducer itself is captured.
     """
     zeros = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)
@@ -147,7 +147,7 @@ def buckets_of(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
 
 
 def is_within_backward(ddp: DistributedDataParallel) -> bool:
-    """Whether the reducer waits for gradients of a backward pass that has failed.
+    """Return whether the reducer waits for gradients of a backward pass that has failed.
 
     No public method tells. Without the private one, the next step raises.
     """

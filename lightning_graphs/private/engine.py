@@ -21,7 +21,7 @@ _backward = torch.autograd.backward  # not what may watch in its place
 
 
 def _nothing(*_: object) -> None:
-    """Stands for functions that torch lacks."""
+    """Replace a function that torch lacks."""
 
 
 @contextlib.contextmanager
@@ -29,8 +29,8 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
     """Let a backward pass run on our stream though the user's autograd graph lives on another.
 
     A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
-    From 2.13 on torch can be told to use the capture stream all the same, and privately tells
-    whether the user has said so.
+    From 2.13 on torch has an option to use the capture stream nonetheless, and a private reader of
+    it.
     """
     override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", _nothing)
     before = bool(getattr(torch._C, "_override_stale_capture_stream", _nothing)())
@@ -44,7 +44,7 @@ def stale_gradient_nodes_tolerated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unwarned_of_streams() -> Iterator[None]:
-    """Leave out torch's warning (2.9) about nodes of another stream: we chose the streams.
+    """Suppress torch's warning (2.9) about nodes of another stream: we chose the streams.
 
     It comes once in a process, so that it must not be spent on ours. Whether the user wants it,
     torch tells privately; where it does not, its default comes back.
@@ -60,7 +60,7 @@ def _unwarned_of_streams() -> Iterator[None]:
 
 
 def _exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Let each backward pass that is begun be a call of this, with torch's own function first.
+    """Route each backward pass through this function, which gets torch's own one first.
 
     ``backward`` and ``grad`` end in that one function, which has no hook. Where torch has another,
     passes run as they are.
@@ -76,7 +76,7 @@ def backward_passes_observed(
     accumulates: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     reenters: Callable[[], object] = _nothing,
 ) -> Iterator[None]:
-    """Tell of each backward pass that code in the body begins, before it adds to any ``.grad``.
+    """Report each backward pass that code in the body begins, before it changes ``.grad``.
 
     The first function hears the roots, and the leaves that are asked for if these are named. The
     second hears from code that asks whether it may begin one in a pass that ``.grad`` has no part
@@ -106,7 +106,7 @@ def backward_passes_observed(
 
 
 def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
-    """These nodes of autograd and every one behind them, once; the list is used up."""
+    """Yield these autograd nodes and all behind them, once; the list is consumed."""
     seen: set[Node] = set()
     while pending:
         node = pending.pop()
@@ -120,7 +120,7 @@ def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
 def nodes_out_of_sight(
     names: Collection[str], ahead: Callable[[Node], object]
 ) -> AbstractContextManager[None]:
-    """Run nodes of these names where no mode sees it, in all backward passes of user code, too.
+    """Run nodes of these names unseen by modes, in all backward passes of user code, too.
 
     ``ahead`` is called with each node before it runs.
     """
@@ -153,7 +153,7 @@ def after_backward(call: Callable[[], None]) -> None:
 
 
 def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
-    """Let leaves have new AccumulateGrad nodes where theirs belong to the default stream of a GPU.
+    """Renew AccumulateGrad nodes of leaves if they belong to the default stream of a GPU.
 
     CUDA refuses to capture a backward pass to such a node, and up to 2.12 torch cannot be told to
     run it on the capture stream. torch lets go of a leaf's node where its ``data`` changes its
@@ -181,7 +181,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
 
 
 def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
-    """The leaves whose nodes belong to it: a backward pass is there as it comes to them.
+    """List leaves whose nodes belong to that stream, by running a backward pass to them.
 
     It adds nothing to any ``.grad``, and leaves no hook.
     """
@@ -201,7 +201,7 @@ def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
 
 
 def leaves_alive() -> Iterator[Tensor]:
-    """Every tensor that Python knows of and that may be a leaf of autograd."""
+    """Yield every tensor known to Python that may be a leaf of autograd."""
     # What refers to these classes is found in half the time of a look at all objects.
     found = gc.get_referrers(*_PLAIN)
     yield from [tensor for tensor in found if type(tensor) in _PLAIN]

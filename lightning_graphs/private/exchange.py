@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Absence(Enum):
-    """Stands for the value of what is not there."""
+    """Value of an absent member."""
 
     ABSENT = "absent"
 
@@ -23,7 +23,7 @@ class Absence(Enum):
 
 
 def in_slot(value: Any, key: str) -> Any:
-    """What an object keeps in a slot."""
+    """Return what an object keeps in a slot."""
     try:
         return object.__getattribute__(value, key)
     except (AttributeError, ValueError):  # the latter of a cell that is not filled yet
@@ -31,7 +31,7 @@ def in_slot(value: Any, key: str) -> Any:
 
 
 def bound(owner: Any, key: Any) -> Any:
-    """What is in a dict or a class under a key, or in a slot of an object."""
+    """Return the value of a key in a dict or a class, or of a slot."""
     if isinstance(owner, (dict, type)):
         return (owner if isinstance(owner, dict) else vars(owner)).get(key, Absence.ABSENT)
     return in_slot(owner, key)
@@ -57,7 +57,7 @@ Member = tuple[Any, str, Any]
 
 @contextlib.contextmanager
 def exchanged(members: Iterable[Member]) -> Iterator[None]:
-    """Let all of these be members while the body runs.
+    """Exchange these members while the body runs.
 
     Of objects they are set in their ``__dict__``, past ``nn.Module.__setattr__``.
     """
@@ -78,13 +78,13 @@ def exchanged(members: Iterable[Member]) -> Iterator[None]:
 
 
 def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
-    """Let an object, a class or a module of Python have another member while the body runs."""
+    """Exchange one member of an object, class or Python module while the body runs."""
     return exchanged([(owner, name, value)])
 
 
 @contextlib.contextmanager
 def subclassed(owner: Any, members: Mapping[str, Any]) -> Iterator[None]:
-    """Let an object be of a subclass of its class with these members, and take that back."""
+    """Give an object a subclass of its class with these members while the body runs."""
     original = type(owner)
     owner.__class__ = type(original.__name__, (original,), dict(members))
     try:
@@ -94,4 +94,4 @@ def subclassed(owner: Any, members: Mapping[str, Any]) -> Iterator[None]:
 
 
 def nothing(*_: Any, **__: Any) -> None:
-    """Stands for a method of what must not happen a second time."""
+    """Replace a method that must not run a second time."""

@@ -28,11 +28,11 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.private.exchange import replaced
 
-# ---------------------------------------------------------------------- dispatch modes
+# ------------------ Dispatch modes
 
 
 def dispatch_modes() -> list[Any]:
-    """The dispatch modes of this thread, outermost first; nothing public reads them."""
+    """Return this thread's dispatch modes, outermost first; nothing public reads them."""
     return list(_python_dispatch._get_current_dispatch_mode_stack())
 
 
@@ -48,7 +48,7 @@ def out_of_sight() -> Iterator[None]:
 
 
 def hide_modes() -> Callable[[], None]:
-    """Let no mode of this thread see operators; what to call to let them see again."""
+    """Hide operators from this thread's modes; return a function that ends it."""
     modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]
 
     def show() -> None:
@@ -59,7 +59,7 @@ def hide_modes() -> Callable[[], None]:
 
 
 def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -> Any:
-    """Run what an operator does on a device, where modes see the operators that it is made of.
+    """Run an operator's kernel, while modes see the operators of which it consists.
 
     Nothing public leaves out the modes for an operator and keeps them for those inside of it.
     """
@@ -84,14 +84,14 @@ def _dispatched(operator: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def eager_attention(operator: Any) -> Callable[..., Any] | None:
-    """What ``flex_attention`` runs in eager mode; None for other operators."""
+    """Return what ``flex_attention`` runs in eager mode; None for other operators."""
     kernels: dict[Any, Callable[..., Any]] = getattr(operator, "py_kernels", {})
     is_attention = str(operator).startswith("flex_attention")  # or its backward pass
     key = torch._C.DispatchKey.CompositeExplicitAutograd
     return kernels.get(key) if is_attention else None
 
 
-# ---------------------------------------------------------------------- tensors and hooks
+# ------------------ Tensors and hooks
 
 gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
 """The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
@@ -101,7 +101,7 @@ accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_gr
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:
-    """Whether code looks at the gradient of a leaf as it comes: by hooks of the leaf, or its node.
+    """Return whether a leaf, or its node, has hooks that see its gradient.
 
     Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
     Only the handle of one more knows these: where that says nothing, there are some.
@@ -120,16 +120,16 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
 
 
 def _nothing(*_: object) -> None:
-    """A hook that changes nothing, and what stands for functions that torch lacks."""
+    """Do nothing, as a hook or in place of a function that torch lacks."""
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor is one piece of memory, unlike sparse and nested ones."""
+    """Return whether a tensor is one piece of memory, unlike sparse and nested ones."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has one piece of memory; those zeros of forward-mode autograd have none.
+    """Return whether a tensor has one piece of memory; zeros of forward-mode autograd have none.
 
     Nothing public tells these. They are known by their kind, and torch computes with them so.
     """
@@ -137,7 +137,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """The identity of a tensor's storage, as long as that is alive."""
+    """Return the identity of a tensor's storage, valid while that is alive."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -182,7 +182,7 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def outputs_of(node: Node) -> Sequence[Any]:
-    """Dtype, device and shape of each output of an operator, given its backward node."""
+    """Return dtype, device and shape of each output of an operator, given its backward node."""
     found: Sequence[Any] = getattr(node, "_input_metadata", ())
     return found
 
@@ -201,7 +201,7 @@ def recorded_before(node: Any, number: int) -> bool:
 
 
 def step_hook_tables(optimizer: Optimizer) -> list[Any]:
-    """Where hooks around ``optimizer.step`` are, its own and those of every optimizer.
+    """Return the tables of hooks around ``optimizer.step``, its own and the global ones.
 
     torch has functions to register them and none to ask. Tables that it lacks are empty here.
     """
@@ -223,7 +223,7 @@ def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """The tables of hooks around a module's forward and backward pass; torch has no reader."""
+    """Return the tables of hooks around a module's forward and backward; torch has no reader."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return [getattr(module, name, {}) for name in names]
 
@@ -237,7 +237,7 @@ hooks_registered: Callable[[], int] = (
 
 
 def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its parameters, buffers and submodules.
+    """Return the tables of a module's parameters, buffers and submodules.
 
     Scripted modules keep theirs in C++, where code cannot replace them: these are copies.
     """
@@ -276,7 +276,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module run compiled code, by ``torch.compile`` or ``module.compile()``."""
+    """Return whether a module runs compiled code: ``torch.compile`` or ``module.compile()``."""
     return type(module).__module__.startswith("torch._dynamo.") or is_compiled_in_place(module)
 
 
@@ -310,7 +310,7 @@ def compiled_code_noticed(notice: Callable[[], object]) -> Iterator[None]:
 
 
 def _has_compiled_anything() -> bool:
-    """Whether ``torch.compile`` has compiled code in this process; yes where nothing counts it."""
+    """Return whether this process has compiled code; True if torch does not count it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:
         return False
@@ -319,7 +319,7 @@ def _has_compiled_anything() -> bool:
 
 
 def makes_own_graphs(compiled: object) -> bool:
-    """Whether compiled code captures CUDA graphs by itself: ``mode="reduce-overhead"``.
+    """Return whether compiled code captures CUDA graphs by itself: ``mode="reduce-overhead"``.
 
     Only the private configuration of the compiled module or function tells. Where torch has
     another, the capture fails with torch's own message.
@@ -333,13 +333,13 @@ def makes_own_graphs(compiled: object) -> bool:
 
 
 def current_autograd_node() -> Node | None:
-    """The autograd node whose backward is running on this thread; None where nothing tells."""
+    """Return the autograd node that runs backward on this thread; None if torch lacks it."""
     getter: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", _nothing)
     return getter()
 
 
 def demangle(symbol: str) -> str:
-    """The C++ name behind a symbol, as torch's profiler finds it.
+    """Return the C++ name behind a symbol, as torch's profiler finds it.
 
     The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
     """
@@ -348,7 +348,7 @@ def demangle(symbol: str) -> str:
 
 
 def generator_identity(generator: torch.Generator) -> int:
-    """The address of the C++ generator: the dispatcher wraps it in a new Python object."""
+    """Return the C++ generator's address: the dispatcher wraps it in a new Python object."""
     address: int = generator._cdata  # type: ignore[attr-defined]
     return address
 
@@ -379,7 +379,7 @@ def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
 
 
 def will_execute(node: Node) -> bool:
-    """Whether the backward pass that is running on this thread goes through ``node``.
+    """Return whether the backward pass that runs on this thread goes through ``node``.
 
     Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``. The function raises
     where the latter returns the gradient of the node's leaf.
@@ -397,7 +397,7 @@ _innermost_transform: Callable[[], object] = getattr(
 
 
 def in_transform() -> bool:
-    """Whether code runs inside of ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
+    """Return whether code runs in ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
 
     Its tensors carry batches or tangents that a graph knows nothing of.
     """
@@ -407,13 +407,13 @@ def in_transform() -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode autograd is on, which ``torch.func.jvp`` turns on as well."""
+    """Return whether forward-mode autograd is on, which ``torch.func.jvp`` turns on as well."""
     level: int = getattr(forward_ad, "_current_level", -1)
     return level >= 0
 
 
 def is_compiled_node(node: object) -> bool:
-    """Whether a Python node of autograd is the backward pass of code that torch has compiled.
+    """Return whether a Python autograd node is the backward pass of compiled code.
 
     Its class is made of a function that only its module tells from an author's. Fallback: an
     author's.
@@ -444,7 +444,7 @@ def announced_as_cuda_capture() -> AbstractContextManager[None]:
 
 
 def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
-    """Let libraries hear that no capture is under way, so that they take the way of eager steps.
+    """Tell libraries that no capture is under way, so that they run as in eager steps.
 
     transformers keeps attention masks in a capture that it drops in an eager step. torch itself
     hears the truth. The names of the modules that heard otherwise are added to a list.
@@ -460,7 +460,7 @@ def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
 
 
 def values_checked_on_device() -> AbstractContextManager[None]:
-    """Let the device check the values of ``torch.distributions``, as in an exported program.
+    """Check the values of ``torch.distributions`` on the device, as in an exported program.
 
     They read on the host whether all are valid. A replay raises where an eager step would.
     """
@@ -490,7 +490,7 @@ foreach_clone: Callable[[list[Tensor]], Sequence[Tensor]] | None = getattr(
 
 
 def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """New tensors over the memory of these, which they do not keep, as torch's graph trees do."""
+    """Return new tensors over the memory of these without owning it, as torch's graph trees do."""
     make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     if make is None:
         return list(tensors)
@@ -519,5 +519,5 @@ address_of: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 
 
 def storage_uses(storage: UntypedStorage) -> int:
-    """How many tensors and Python objects share this storage."""
+    """Count the tensors and Python objects that share this storage."""
     return uses_at(address_of(storage))
