@@ -48,7 +48,7 @@ from lightning_graphs.watch.numbers import WAYS, Numbers, TracedNumber
 from lightning_graphs.watch.side_effects import SideEffects
 from lightning_graphs.watch.tracers import form_of
 
-# ------------------------------------------------------------------ operators
+# ------------------ Operators
 
 _NUMBERS = (bool, int, float)
 
@@ -62,7 +62,7 @@ class Call(NamedTuple):
 
 
 class Change(NamedTuple):
-    """How two runs of the same code differ, though their inputs have the same shapes."""
+    """How two runs of one code differ, though their inputs have equal shapes."""
 
     operator: str
     what: str  # the two numbers, or that it is missing in one of the runs
@@ -71,7 +71,7 @@ class Change(NamedTuple):
 
 
 def changes(before: Sequence[Call], now: Sequence[Call]) -> Iterator[Change]:
-    """The operators that a line calls more often in one of the runs, or with other numbers."""
+    """Yield operators that a line calls more often in one of the runs, or with other numbers."""
     earlier, later = _numbers_by_line(before), _numbers_by_line(now)
     for operator, site in {**earlier, **later}:
         first, second = earlier[operator, site], later[operator, site]
@@ -97,7 +97,7 @@ def _numbers_by_line(calls: Sequence[Call]) -> dict[tuple[str, CallSite], list[t
 class Observer(Recorder):
     """Notes every obstacle of the code that runs under it, and lets the code run.
 
-    On a CPU, where all memory is the host's, copies from there are not seen.
+    On a CPU all memory is the host's: copies from there are not seen.
 
     Args:
         note: Called with operator, obstacle and the user's line.
@@ -131,7 +131,7 @@ class Observer(Recorder):
         """Begin another step; the host has these tensors, too, and what follows from them."""
         self.calls: list[Call] = []
         self.answers: list[str] = []  # what Python has read by it in this step
-        self._anew: set[float] = set()
+        self._updated: set[float] = set()
         self._on_host = {self.know(tensor).id for tensor in on_host}
 
     @contextlib.contextmanager
@@ -157,7 +157,7 @@ class Observer(Recorder):
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if not self.silent:
-            self._anew.update(self._look(func, args, kwargs))
+            self._updated.update(self._look(func, args, kwargs))
         rule = FUNCTION_RULES.get(name)
         obstacle = rule(args, kwargs) if rule is not None else None
         if obstacle is not None:
@@ -167,7 +167,7 @@ class Observer(Recorder):
             self.answered = answered = not read and self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             self._count(name, leaves_of(args))
-            with self.looking_away():  # the operators inside of it are the same obstacle
+            with self.looking_away():  # the operators inside of it belong to this obstacle
                 result = super(Recorder, self).call(func, args, kwargs)
             return self._tell(result, answered)
         device = kwargs.get("device")
@@ -206,7 +206,7 @@ class Observer(Recorder):
         """Keep a call with the numbers among its arguments."""
         if not self.silent:
             found = [value for value in values if type(value) in _NUMBERS]
-            numbers = tuple(math.nan if value in self._anew else value for value in found)
+            numbers = tuple(math.nan if value in self._updated else value for value in found)
             self.calls.append(Call(operator, numbers, self._sites.here()))
 
     def _run(self, call: OperatorCall) -> Any:
@@ -254,7 +254,7 @@ class Observer(Recorder):
 
 
 class NotedNumbers(Numbers):
-    """Makes numbers that tell when they are used, and let the use go on.
+    """Makes numbers that note their uses, and allow them.
 
     Args:
         met: Called with an obstacle and the name of the number that is in the way.
@@ -311,7 +311,7 @@ class NotedNumbers(Numbers):
         return found
 
     def bare(self, value: float) -> float:
-        """A plain float, an object of its own that is known again."""
+        """Make a plain float, an object of its own that can be found again."""
         self._made.append(float(repr(float(value))))
         return self._made[-1]
 
@@ -331,7 +331,7 @@ class NotedValue:
 
 
 def _kind(base: type, kind: Any, members: dict[str, Any]) -> Any:
-    """A class of values of Python's that tell when they are used."""
+    """Make a class of Python values that note their uses."""
     return type(f"Noted{kind.__name__}", (base, kind), members)
 
 
@@ -359,7 +359,7 @@ class Noted(TracedNumber, NotedValue):
         return value if self.has_few_values else super()._guarded(name, read, value, obstacle)
 
     def converted(self, kind: type, module: str) -> Any:
-        """A capture follows it where user code asks."""
+        """Convert it as a capture does, which traces this if user code asks for it."""
         if not self.numbers.follow:
             self.refuse()
         return self.numbers.bare(self.value) if kind is float else kind(self.value)
@@ -373,7 +373,7 @@ _KINDS: dict[type, Any] = {k: _kind(Noted, k, {"__new__": _new(k)}) for k in (in
 
 
 def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -> bool:
-    """Whether every replay has the numbers in a call of torch anew, or makes it ahead."""
+    """Whether every replay updates the numbers in a call of torch, or makes the call ahead."""
     function, args, kwargs = call
     if any(number.obstacle is CLOCK for number in parts_of((args, kwargs), Noted)):
         return False
@@ -383,13 +383,13 @@ def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -
 
 
 def parts_of(value: Any, kind: type) -> list[Any]:
-    """What is of some kind among the arguments of a call, also in slices."""
+    """List what is of some kind among the arguments of a call, also in slices."""
     found = leaves_of(value)
     inside = [part for s in found if type(s) is slice for part in (s.start, s.stop, s.step)]
     return [part for part in (*found, *inside) if isinstance(part, kind)]
 
 
-# ------------------------------------------------------------------ values of the batch
+# ------------------ Values of the batch
 
 
 class BatchValue(NotedValue):
@@ -398,7 +398,7 @@ class BatchValue(NotedValue):
     on_read: Callable[[str], object]
 
     def read(self) -> Any:
-        """The value itself, for code that looks at it."""
+        """Return the value itself, to code that looks at it."""
         self.on_read(self.name)
         return self.value
 
@@ -437,9 +437,9 @@ class BatchReads:
 
     @contextlib.contextmanager
     def of_step(self, batch: Any) -> Iterator[Any]:
-        """A batch whose values tell, for a step that the body runs.
+        """Make a batch whose values note their uses, for a step that the body runs.
 
-        Its lists and dicts stay the same ones: hooks find there what the step does to them.
+        Its lists and dicts stay themselves: hooks find there what the step does to them.
         """
         self._given.append({})
         self._is_over = False
@@ -485,7 +485,7 @@ class BatchReads:
         return bool(moved)
 
     def judge(self, diagnosis: Diagnosis, moved: Set[str], step: CallSite) -> None:
-        """Name what no replay does to a batch, and values that were others where a step reads one.
+        """Name what no replay does to a batch, and values that a step reads if they have changed.
 
         Args:
             moved: The names of values that were others in other batches.
@@ -506,7 +506,7 @@ class BatchReads:
 
 
 def _each(value: Any, name: str, change: Callable[[str, Any], Any]) -> Any:
-    """A value with everything in its tuples, lists and dicts changed, the latter two in place."""
+    """Change everything in the tuples, lists and dicts of a value, the latter two in place."""
     if type(value) is tuple:
         return tuple(_each(held, f"{name}[{i}]", change) for i, held in enumerate(value))
     if type(value) not in (list, *MAPPINGS):

@@ -17,32 +17,32 @@ from lightning_graphs.private.torch import is_strided, storage_uses
 
 _WORTH_A_MOVE = 0.05
 """The part of the reserved memory that lies unused between tensors."""
-_AT_ONCE = 2**28  # bytes: what a move needs beside the tensors
+_AT_ONCE = 2**28  # bytes: what a move needs next to the tensors
 _AUTO = 0.35
-"""How much more than eager steps all that is ours may take, as a part of their peak."""
+"""How much more than eager steps this package may take, as a part of their peak."""
 _LEAST, _LEAST_SHARE = 2**31, 0.05
-"""Bytes that small models may take beside that peak in any case, and no more of all there is."""
+"""Bytes that may be taken next to that peak in any case, up to this part of a GPU's memory."""
 _ROOMY = 4
-"""So many times what eager steps took at their peak is free where nobody needs to count."""
+"""If so many times the peak of eager steps is free, memory need not be counted."""
 SETTLED = 3
-"""How many steps it takes until the allocator has cut its memory up for good."""
-_BESIDE = 2**26  # bytes: what a comparison takes beside the state that it has copied
+"""Steps after which the allocator has cut its memory into blocks for good."""
+_BESIDE = 2**26  # bytes: what a comparison takes next to the state that it has copied
 _MIB = 2**20
 
 
 class MemoryKept(Exception):
-    """Code that ran in the memory of a graph keeps some of it: no graph of its pool may replay."""
+    """A tensor of an eager run is alive in a graph's pool: no graph of that pool may replay."""
 
 
 class MemoryBudget:
-    """How much memory of a GPU all that is ours may take; on a CPU nobody counts."""
+    """How much memory of a GPU this package may take; on a CPU there is no limit."""
 
     def __init__(self, device: torch.device, share: float | Literal["auto"] = "auto") -> None:
         self._device = device if device.type == "cuda" else None
         self._share = _AUTO if share == "auto" else share
         self._peak = self._activations = 0
         self.shares = True  # eager steps that are compared with a graph may take its memory
-        # Eager code beside graphs finds hardly any memory, as far as :meth:`settle` knows
+        # Eager code finds hardly any memory next to graphs, as of the last :meth:`settle`
         self.is_tight = False
 
     @property
@@ -62,7 +62,7 @@ class MemoryBudget:
         least = min(_LEAST, int(_LEAST_SHARE * total))
         limit = max(self._part, self._peak + least)
         if torch.cuda.memory_reserved(self._device) + self._activations > limit:
-            torch.cuda.empty_cache()  # what is left is in use, or in pools: eager steps cannot
+            torch.cuda.empty_cache()  # eager steps cannot use the rest, which is in use or in pools
             taken = torch.cuda.memory_reserved(self._device)
         if taken + self._activations > limit:
             raise no_room(
@@ -77,7 +77,7 @@ class MemoryBudget:
         return self._device is not None and self._free() > _ROOMY * self._peak > 0
 
     def settle(self) -> None:
-        """Where memory is tight, let eager code cut it anew: what lies cached may not fit."""
+        """Empty the cache if memory is tight: eager code may need blocks of other sizes."""
         if self._device is None:
             return
         self.is_tight = self._free() <= 2 * self._activations
@@ -85,9 +85,9 @@ class MemoryBudget:
             torch.cuda.empty_cache()
 
     def room_for(self, needed: int, beside: int = 0) -> int:
-        """How many of so many bytes a copy may take that the host could have as well.
+        """Return how many of the needed bytes a copy may take here; the host can have the rest.
 
-        So many bytes are taken beside it.
+        ``beside`` bytes are taken next to it.
         """
         if self._device is None:
             return needed
@@ -100,7 +100,7 @@ class MemoryBudget:
         return max(0, min(self._free() - beside, self._part - taken) - _BESIDE)
 
     def _free(self) -> int:
-        """What the allocator may still take of the device."""
+        """Return how many bytes the allocator may still take from the device."""
         free, total = torch.cuda.mem_get_info(self._device)
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
         allowed = int(total * fraction(self._device))
@@ -110,7 +110,7 @@ class MemoryBudget:
     def memory_of(self, graph: CUDAGraph) -> Iterator[None]:
         """Let the body take its memory from the pool of a graph, which lies idle between replays.
 
-        All that the body makes must be gone by the next replay; :meth:`nothing_kept` tells.
+        All that the body makes must be gone by the next replay; see :meth:`nothing_kept`.
         """
         if self._device is None or not self.shares:
             yield
@@ -123,7 +123,7 @@ class MemoryBudget:
 
     @contextlib.contextmanager
     def nothing_kept(self) -> Iterator[None]:
-        """See that nothing made by the body lives on in the memory of graphs."""
+        """Raise :class:`MemoryKept` if a tensor of the body lives on in the memory of graphs."""
         before = torch.cuda.memory_allocated(self._device) if self._device is not None else 0
         yield
         if self._device is None or not self.shares:
@@ -136,7 +136,7 @@ class MemoryBudget:
 
 
 def defragment(tensors: Iterable[Tensor]) -> None:
-    """Move tensors together where much memory lies unused between them and others.
+    """Move tensors together if much memory lies unused between them and others.
 
     An optimizer makes its state in the first step, wherever gradients and activations leave room.
     Later those use the gaps; in a captured step they are in memory of its own, and the gaps stay

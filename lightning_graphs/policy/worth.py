@@ -21,7 +21,7 @@ from lightning_graphs.report import GraphRecord, StepTime
 from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics, StepTimes
 from lightning_graphs.values.tree import leaves_of
 
-# ------------------ Times the first steps of a fit, eager and replayed, without making anyone wait
+# ------------------ Times of steps
 
 SAMPLES = 8
 """Steps that are timed for each signature, of either kind."""
@@ -38,7 +38,7 @@ class Mark(NamedTuple):
 
 
 class Stopwatch:
-    """Takes marks without waiting, and later tells the time between two of them."""
+    """Takes marks without waiting, and later gives the time between two of them."""
 
     def __init__(self, device: torch.device) -> None:
         # Whether the times say anything about graphs: not without a GPU
@@ -48,14 +48,14 @@ class Stopwatch:
         self._begin = self.mark()
 
     def mark(self) -> Mark:
-        """The present moment, on the current stream."""
+        """Mark the present moment, on the current stream."""
         event = torch.cuda.Event(enable_timing=True) if self.meaningful else None
         if event is not None:
             event.record()
         return Mark(perf_counter(), event)
 
     def milliseconds(self, start: Mark, end: Mark, *, wait: bool) -> float | None:
-        """Time between two marks; None if the device has not come so far and ``wait`` is False."""
+        """Return the time in between; None without ``wait`` if the device is not as far yet."""
         if start.event is None or end.event is None:
             return (end.launched - start.launched) * 1e3
         if wait:
@@ -63,9 +63,9 @@ class Stopwatch:
         return start.event.elapsed_time(end.event) if end.event.query() else None
 
     def behind(self, mark: Mark) -> float:
-        """How many milliseconds after the host the device came to a mark whose time is known.
+        """Return by how many milliseconds the device came to a mark later than the host.
 
-        A step's own times do not tell: a host that is far ahead waits as it launches.
+        A step's own times do not show it: a host that is far ahead waits as it launches.
         """
         on_device = self.milliseconds(self._begin, mark, wait=False)
         on_host = (mark.launched - self._begin.launched) * 1e3
@@ -73,7 +73,7 @@ class Stopwatch:
 
 
 def _counted(done: Statistics) -> tuple[tuple[object, ...], int, list[int]]:
-    """What disturbs a step's time, eager steps, and replays of each graph so far."""
+    """Count what disturbs a step's time, eager steps, and replays of each graph so far."""
     captures = sum(record.captures for record in done.graphs)
     disturbances = (captures, done.comparisons, *done.fallbacks, len(done.recaptures))
     return disturbances, done.eager, [record.replays for record in done.graphs]
@@ -189,7 +189,7 @@ class Verdict:
     """What the times say."""
 
     profitable: bool  # whether replayed steps are faster at all, as far as one can tell
-    sentence: str = ""  # what a user should know; empty where graphs pay off clearly
+    sentence: str = ""  # what a user should know; empty if graphs pay off clearly
 
 
 def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict:
@@ -216,14 +216,14 @@ def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Ver
     return Verdict(False, f"{times}: graphs make this step slower")
 
 
-# ------------------ Decides when a capture is worth it, when one waits, and when one gives up
+# ------------------ Capture policy
 
 PAYBACK = 20
-"""Replays that repay a capture where nothing can be measured."""
+"""Replays that repay a capture if nothing can be measured."""
 _SIGHTINGS = 2
-"""How often a signature is seen before its capture where nothing can be measured."""
+"""How often a signature is seen before its capture if nothing can be measured."""
 _MOVES = 3
-"""So many moves of a number, each too soon after the last, put the optimizer step out of graphs."""
+"""After so many changes in a row, each within PAYBACK replays, the optimizer step is eager."""
 _FIRST_CAPTURE = 5.0, 150.0
 """What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
 _FURTHER_CAPTURE = 0.5
@@ -233,7 +233,7 @@ _DEARER = 2.5
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
 _LEAST_SAVED = 0.02
-"""The same where the GPU is busy all the time: what lies between kernels is not nothing."""
+"""The least part that is saved: even a busy GPU pauses between kernels."""
 _MARGIN, _FURTHER_MARGIN = 1.5, 1.25
 """How much more than its cost a capture must be expected to save: the first one, and others."""
 _FOR_VERIFICATION = 0.02
@@ -247,8 +247,8 @@ _OFTEN = "which a graph would freeze; leave it alone, or move it every 20 steps 
 class CapturePolicy:
     """Decides which graphs are worth their capture.
 
-    A capture is expected to pay where the steps that it will serve save more than it costs. Both
-    are measured as the fit goes on. Where nothing can be measured (on the emulated backend), or
+    A capture is expected to pay if the steps that it will serve save more than it costs. Both
+    are measured as the fit goes on. If nothing can be measured (on the emulated backend), or
     with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
     """
 
@@ -328,7 +328,7 @@ class CapturePolicy:
                 self._costs.append((perf_counter() - self._began) * 1e3)
 
     def tries_again(self) -> None:
-        """A capture begins anew: what it came to before was learned for all that follow."""
+        """Restart the clock: what earlier attempts learned serves later captures, too."""
         self._began = perf_counter()
 
     def goes_on_with_host(self) -> bool:
@@ -338,13 +338,13 @@ class CapturePolicy:
         return self._goes_on
 
     def goes_on_with_part(self, part: float) -> bool:
-        """Whether captures are still worth it where a part of each step at least has graphs."""
+        """Whether captures are still worth it if a part of each step at least has graphs."""
         self._part, self._dearer = max(part, _LEAST_SAVED), _DEARER
         self._costs.clear()
         return self._step_times is None or self._steps_left() >= _MARGIN * self.break_even
 
     def _saving(self, times: StepTimes) -> float:
-        """Milliseconds that a replay saves."""
+        """Estimate the milliseconds that a replay saves."""
         eager = median(times.eager)
         if times.replayed:
             return eager - median(times.replayed)
@@ -352,7 +352,7 @@ class CapturePolicy:
         return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(times.behind))) * self._part
 
     def _cost(self, times: StepTimes) -> float:
-        """Milliseconds that the next capture costs."""
+        """Estimate the milliseconds that the next capture costs."""
         if not self._costs:
             steps, constant = _FIRST_CAPTURE
             return (steps * median(times.eager) + constant) * self._dearer

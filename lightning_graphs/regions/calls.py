@@ -54,13 +54,13 @@ from lightning_graphs.watch.environment import Environment, code_captured
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.user_code import CompiledCode, iter_objects
 
-# ------------------ The graphs of the calls of one step, what they contain beside tensors, and dep
+# ------------------ Graphed calls
 
 REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class CallRefused(CaptureError):
-    """One of the calls cannot be captured; where nothing else does, its forward tells the line."""
+    """One of the calls cannot be captured; its forward is the line if the error has no other."""
 
     def __init__(self, call: ObservedCall, rule: str, observed: str, remedy: str) -> None:
         super().__init__(rule, observed, remedy)
@@ -69,9 +69,9 @@ class CallRefused(CaptureError):
 
 
 class CallGuards:
-    """What of Python's values a capture has read, and its graphs therefore contain; what it sets.
+    """Python values that a capture has read, which are constants in its graphs, or has set.
 
-    Those are attributes of modules and of the trainer, and global and enclosing variables.
+    They are attributes of modules and of the trainer, globals and closure variables.
     """
 
     def __init__(self, environment: Environment, modules: Sequence[nn.Module]) -> None:
@@ -90,21 +90,21 @@ class CallGuards:
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """All of this at the capture, the code of the modules, too."""
+        """Comparisons with the capture: of these values, and of the modules' code."""
         return (self.reads.now, self.values), (self._code.exchanged, "")
 
     def side_effects(self) -> tuple[dict[str, Tensor], Stores]:
-        """Tensors that the body has written, and attributes that it has set, since last asked."""
+        """Return tensors written and attributes set by the body since the last call."""
         return self.environment.loose.written(), self.reads.stored()
 
     def checks_of(
         self, call: ObservedCall, calls: Iterable[ObservedCall] | None
     ) -> tuple[Check, ...]:
-        """What one call has read, of those that a step makes; None: a call by itself."""
+        """Return the checks of one call among those of a step; None: a call by itself."""
         if calls is None:
             return self.checks
-        # The code between calls may change any value. Attributes of modules inside of other calls
-        # are no matter of a call.
+        # The code between calls may change any value. A call does not depend on attributes of
+        # modules inside of other calls.
         inside = {id(module) for other in calls for module in other.module.modules()}
         read = self.reads.without(inside - set(map(id, call.module.modules())))
         return ((read.now, read.now()),)
@@ -119,7 +119,7 @@ class GraphedCall(Plan):
     guards: CallGuards  # of its capture
     cost: CaptureCost  # what its capture took
     parameters: list[Parameter]  # of the module
-    # What the call writes beside parameters and buffers, by name
+    # What the call writes next to parameters and buffers, by name
     written: dict[str, Tensor]
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
 
@@ -133,7 +133,7 @@ class GraphedCall(Plan):
         return self.is_as_captured and self.holds() and self.callable.accepts(*call)
 
     def what_differs(self) -> str:
-        """What is not as it was at the capture, for a person to read."""
+        """Describe what differs from the capture."""
         changes = self.call.kernels.changes(BackendFlags.now())
         if changes:
             return f"the step has set switches of torch otherwise: {', '.join(changes)}"
@@ -141,14 +141,14 @@ class GraphedCall(Plan):
 
 
 class CapturedStep(Plan):
-    """The graphs for steps of one kind that make the same calls."""
+    """The graphs for steps of one kind that make equal calls."""
 
     def __init__(
         self,
         kind: StepKind,
         calls: Sequence[ObservedCall],
         observation: Observation,
-        captured: Sequence[GraphedCall],  # the graphs of every call that has some
+        captured: Sequence[GraphedCall],  # the calls that have graphs
         guards: CallGuards,
     ) -> None:
         self._orders = list(dict.fromkeys(graphed.callable.order for graphed in captured))
@@ -182,7 +182,7 @@ class CapturedStep(Plan):
     @property
     def is_kept(self) -> bool:
         """Whether a caller still holds an output that was handed out without a copy."""
-        # Any graph over the same memory may overwrite it.
+        # Any graph over this memory may overwrite it.
         return any(graphed.callable.outputs.is_kept for graphed in self.captured)
 
     def change(self, to: CapturedStep) -> str:
@@ -202,7 +202,7 @@ class CapturedStep(Plan):
             order.begin()
 
     def refuse_requests(self, inputs: Sequence[Any]) -> None:
-        """Refuse a backward pass for some gradients only, where graphs write them themselves."""
+        """Refuse a backward pass for some gradients only, if graphs write them themselves."""
         for graphed in self.captured:
             if any(tensor is p for tensor in inputs for p in graphed.parameters):
                 raise ReplayError(
@@ -241,7 +241,7 @@ def enter(graphed_calls: Sequence[GraphedCall], statistics: Statistics, remark: 
 
 
 class Flags(NamedTuple):
-    """What a step's graphs depend on beside its batch."""
+    """What a step's graphs depend on next to its batch."""
 
     training: tuple[bool, ...]  # train/eval flag of every module
     requires_grad: tuple[bool, ...]  # of every parameter
@@ -276,7 +276,7 @@ class StepKind(NamedTuple):
     flags: Flags
 
     def change(self, to: StepKind) -> list[str]:
-        """What is different in another kind, for a person to read."""
+        """Describe how another kind differs, a line each."""
         lines: list[str] = []
         if self.signature is not None and to.signature is not None:
             lines = self.signature.diff(to.signature)
@@ -292,37 +292,37 @@ class StepCall(NamedTuple):
 
     batch: tuple[Any, ...]
     flags: Flags
-    calls: Sequence[ObservedCall] = ()  # what to capture of it, where it was observed
+    calls: Sequence[ObservedCall] = ()  # what to capture of it, if it was observed
     observation: Observation | None = None
 
 
 def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | None:
-    """The signature of a batch; None where it has none, and the modules' own arguments decide."""
+    """Return the signature of a batch; None if it has none: the modules' own arguments decide."""
     try:
         modes = Modes.current(device_type)
-        # What is no tensor is a matter of the calls that are given it.
+        # Other values than tensors are compared by the calls that take them.
         return Signature.of(batch, {}, names=("batch",), modes=modes, unread=EVERYTHING)[0]
     except CaptureError:
         return None
 
 
-# ------------------ Captures the calls of an observed step, each as graphs of its own, in the obse
+# ------------------ Captures of calls
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureConfig:
-    """What captures are made with."""
+    """Settings and resources of captures."""
 
     # Makes the environment of code of these modules
     environment: Callable[[Sequence[nn.Module]], Environment]
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradients: GradientMemory  # where those of parameters go
-    # Raises where graphs differ from the modules' code
+    # Raises if graphs differ from the modules' code
     check: Callable[[Sequence[GraphedCall]], object]
     compiled: CompiledCode  # whether steps run any
     aliases: bool = True  # outputs that the next graph reads are handed out without a copy
-    # Backward graphs write the gradients of parameters themselves. Where somebody asks for the
-    # gradients of some parameters only, autograd must know of them.
+    # Backward graphs write the gradients of parameters themselves. If user code asks for those of
+    # some parameters only, autograd needs an edge for each.
     direct: bool = True
     # Gradients of earlier steps are added to: autograd adds the sum of all uses of a parameter.
     adds: bool = False
@@ -342,13 +342,13 @@ def capture_step(
                 "add and remove submodules before the fit, or in its first steps",
             )
     recorded = [call for call in calls if call.grad_enabled]
-    # The backward of one that had none, should it run in the same step, finds its activations
-    # whatever ran in between. The next step makes them void.
+    # If a call that had no backward pass has one later, in the same step, its activations are in a
+    # pool of their own, whatever ran in between. The next step makes them void.
     alone = [call for call in recorded if call.requires_grad and call.backwards == 0]
     in_order = set(recorded) - set(alone)
     groups = [(config.pool, [(call, way) for call, way in observation.passes if call in in_order])]
     groups += [(config.pool.beside(), _both(call)) for call in alone]
-    # The observed step was the warm-up. Compiled code compiles anew for a capture, because of
+    # The observed step was the warm-up. Compiled code compiles again for a capture, because of
     # autocast's cache, which is off.
     return _captured(calls, groups, config, recorded, warm=not config.compiled.runs)
 
@@ -400,14 +400,14 @@ def _captured(
         for pool in pools:
             pool.close()
         raise
-    # All of them share the memory, whose size takes long to read: the first one stands for it.
+    # They share memory whose size takes long to read: it is entered for the first one alone.
     for graphed in graphed_calls[:1]:
         graphed.cost.added.update(cost.added)
     return graphed_calls, guards
 
 
 def _of_module(name: str, error: ReplayError) -> None:
-    """Let a refused backward pass say what a user of the callback can do about it."""
+    """Word the refusal of a backward pass for a user of the callback."""
     error.observed = f"in the backward pass of `{name}`, {error.observed}"
     error.remedy = (
         f'write GraphCapture(exclude=["{name}"]), which runs that module eagerly; with automatic '
@@ -444,7 +444,7 @@ class _Capture(CallableCapture):
 
     @calls_observed
     def warm_up(self, iterations: int) -> None:
-        """Run the call, and put back what it writes: a run before that one shows what."""
+        """Run the call and undo its writes, which a first run finds."""
         run, loose = partial(super().warm_up, iterations), self._guards.environment.loose
         kept = loose.snapshot = Snapshot(loose.tensors)
         try:
@@ -457,7 +457,7 @@ class _Capture(CallableCapture):
     def _sources_of_arguments(
         self, others: Mapping[ObservedCall, _Capture]
     ) -> dict[int, tuple[Tensor, Source]]:
-        """Arguments that are outputs of other graphs, or arguments of them, too."""
+        """Find arguments that other graphs return, or take as well."""
         found: dict[int, tuple[Tensor, Source]] = {}
         for leaf, sources in self.observed.sources.items():
             for seen in sources:
@@ -470,7 +470,7 @@ class _Capture(CallableCapture):
     def _sources_of_gradients(
         self, others: Mapping[ObservedCall, _Capture]
     ) -> dict[int, tuple[Tensor, AliasedGradients]]:
-        """Gradients of outputs that are those of arguments of one other call alone."""
+        """Find gradients of outputs that the backward graph of exactly one other call writes."""
         # A tensor that is returned twice has two gradients, and no memory of one is for both.
         given: dict[int, list[tuple[Tensor, AliasedGradients] | None]] = {}
         for other in others.values():
@@ -484,8 +484,8 @@ class _Capture(CallableCapture):
 
     @calls_observed
     def run(self, way: Direction, producers: Mapping[ObservedCall, _Capture]) -> None:
-        """Capture a pass, which copies nothing in that graphs of these captures have already."""
-        self._guards.side_effects()  # by others, since
+        """Capture a pass, which reads in place what the graphs of other captures compute."""
+        self._guards.side_effects()  # those of other captures are dropped
         with self._explained(), self._refusing():
             if way == "forward":
                 self.capture_forward(self._sources_of_arguments(producers))
@@ -495,7 +495,7 @@ class _Capture(CallableCapture):
         self._written |= written
 
     def graphed_call(self, checks: tuple[Check, ...]) -> GraphedCall:
-        """The graphs, at the end of all captures, that are right as long as these hold."""
+        """Make the plan of the call, after all captures; it is valid as long as the checks hold."""
         with as_observed(self.observed):
             stores = self._stores["forward"], self._stores["backward"]
             made = self.finish(stores, partial(_of_module, self.observed.name))
@@ -538,7 +538,7 @@ class _Capture(CallableCapture):
 
 @contextlib.contextmanager
 def as_observed(call: ObservedCall) -> Iterator[None]:
-    """Let the module be in the state in which an observed call found it, while the body runs.
+    """Run the body with the module in the state in which the call was observed.
 
     Autocast, grad mode, default dtype, train/eval flags and ``requires_grad`` of its parameters.
     """

@@ -1,4 +1,4 @@
-"""What must be as it was at the capture, beside the batch."""
+"""What must be as it was at the capture, next to the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_graphs.values.guards import in_words, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
 
-# ------------------ Everything besides the batch that a captured step depends on
+# ------------------ Keys and checks
 
 Check = tuple[Callable[[], Any], Any]
 """Compare: a function that reads something, and what it has given at the capture."""
@@ -41,14 +41,14 @@ Values = tuple[tuple[str, Any], ...]
 
 
 def moved_values(before: Values, now: Values) -> list[str]:
-    """What changed among named values, a line each; two of them may have one name."""
+    """Describe changed values, a line each; two of them may have one name."""
     gone = dict((Counter(before) - Counter(now)).keys())
     new = Counter(now) - Counter(before)
     return [f"{name}: {in_words(gone[name], value)}" for name, value in new if name in gone]
 
 
 def tensors_moved(before: Values, now: Values) -> list[str]:
-    """The names under which there are other tensors now, where all names are the same."""
+    """Return the names bound to other tensors now; none if there are other names."""
     if [name for name, _ in before] != [name for name, _ in now]:
         return []
     pairs = [(n, a, b) for (n, a), (_, b) in zip(before, now, strict=True) if a != b]
@@ -77,11 +77,11 @@ class CaptureKey:
     training: tuple[bool, ...]  # the train/eval flag of every module
     # Of the plain attributes that captured steps have read, and of the trainer's clipping
     attributes: Values
-    # Which of the optimizer's parameters have one from earlier steps, where the step reads it
+    # Which of the optimizer's parameters have one from earlier steps, if the step reads it
     gradients: tuple[bool, ...]
 
     def diff(self, other: CaptureKey) -> list[str]:
-        """What changed, a line each; empty only when equal."""
+        """Describe what changed, a line each; empty only when equal."""
         lines = []
         if self.phase != other.phase:
             lines.append(f"accumulation: {self.phase} -> {other.phase}")
@@ -100,13 +100,13 @@ class CaptureKey:
 
 
 def signature_in_words(signature: Signature) -> str:
-    """A step's signature, short: its tensors, and its part in an accumulation window."""
+    """Shorten a step's signature to its tensors, and its part in an accumulation window."""
     phase = conditions_of(signature).phase
     return tensors_in_words(signature) + (f"; {phase}" if phase.window != 1 else "")
 
 
 def tensors_in_words(signature: Signature) -> str:
-    """The tensors of a call: ``x f32[32,128], y i64[32]``."""
+    """List the tensors of a call: ``x f32[32,128], y i64[32]``."""
     pairs = zip(signature.tensor_names, signature.specs, strict=True)
     return ", ".join(f"{_bare(n)} {spec.against(spec)}" for n, spec in pairs) or "no tensor"
 
@@ -119,7 +119,7 @@ def _bare(name: str) -> str:
 
 
 def differences(before: Signature, after: Signature) -> list[str]:
-    """What tells two captures apart, a line each, for a person to read."""
+    """Describe what tells two captures apart, a line each."""
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
     return lines + conditions_of(before).diff(conditions_of(after))
 
@@ -130,18 +130,18 @@ def conditions_of(signature: Signature) -> CaptureKey:
 
 
 def without_values(signature: Signature) -> Hashable:
-    """The part of a key without guarded values: shapes, phase, which gradients exist."""
+    """Return the part of a key without guarded values: shapes, phase, which gradients exist."""
     conditions = conditions_of(signature)
     return replace(signature, extra=(conditions.phase, conditions.gradients))
 
 
 def each(get: Callable[[Any], Any], owners: Sequence[Any]) -> Callable[[], list[Any]]:
-    """A function that reads something of each owner, for a check."""
+    """Make a function that reads something of each owner, for a check."""
     return lambda: list(map(get, owners))
 
 
 def where_moved(check: Check, compute: Instruction) -> Instruction:
-    """Compute where the check finds something else than before."""
+    """Make an instruction that computes if the check finds another value."""
     read, known = check
 
     def instruction() -> None:
@@ -152,7 +152,7 @@ def where_moved(check: Check, compute: Instruction) -> Instruction:
 
 
 class CodeOfModules:
-    """Which code runs where modules of a tree are called: classes, and instances' own forwards."""
+    """The code that calls of modules in a tree run: classes, and instances' own forwards."""
 
     def __init__(self, roots: Iterable[nn.Module], *, graphed: bool = False) -> None:
         roots = list(roots)
@@ -165,11 +165,11 @@ class CodeOfModules:
         self.known = self.now()
 
     def now(self) -> list[Any]:
-        """Class of each module, and the forward that an instance has itself."""
+        """Return the class of each module, and the forward that an instance has itself."""
         return [*map(type, self._modules), *map(dict.get, self._tables, repeat("forward"))]
 
     def exchanged(self) -> str:
-        """What was exchanged since, for a person to read; empty if nothing was."""
+        """Describe what was exchanged since; empty if nothing was."""
         if (now := self.now()) == self.known:
             return ""
         found = zip(self._names, now, self.known, strict=True)
@@ -200,22 +200,22 @@ class OptimizerGuard:
         self._frozen = [group for group, _ in frozen], [name for _, name in frozen]
 
     def numbers(self) -> Values:
-        """Name and value of all that a capture freezes in the groups; learning rates are live."""
+        """Return names and values that a capture freezes in the groups; learning rates are live."""
         found = map(getitem, *self._frozen)
         values = [tuple(value) if type(value) is list else value for value in found]
         return tuple(zip(self._frozen[1], values, strict=True))
 
     def changed(self, epoch: int) -> str:
-        """Why no graph of its step is right any longer; empty as long as they are."""
+        """Why the graphs of its step are invalid; empty as long as they are valid."""
         if self.is_replaced(epoch):
             return "the optimizer's state or parameter groups were replaced"
         return "a step hook was registered on the optimizer" if any(self._hooks) else ""
 
     def is_replaced(self, epoch: int) -> bool:
-        """Whether ``load_state_dict``, ``add_param_group`` or a hand put other state in its place.
+        """Whether ``load_state_dict``, ``add_param_group`` or user code has exchanged its state.
 
-        Those who put other tensors there do so for a whole group: in the middle of an epoch, one
-        parameter of each stands for the others.
+        Such code exchanges the tensors of a whole group: within an epoch, one parameter of each
+        group is compared for all.
         """
         optimizer = self._optimizer
         if (
@@ -251,13 +251,13 @@ class OptimizerGuard:
         return True
 
     def remember(self) -> None:
-        """From now on other tensors in the place of these are a replacement; at every capture."""
+        """Remember the tensors of a capture: others in their place are a replacement."""
         self._known = [(p, state, list(state.values())) for p, state in self.state.items()]
         firsts = {next(filter(self.state.__contains__, params), None) for params in self._lists}
         self._witnesses = [known for known in self._known if known[0] in firsts]
 
 
-# ------------------ Guards of all plans of a fit
+# ------------------ Replay guards
 
 OF_LIBRARIES = ("gradient clipping", "DDP syncs buffers", *KERNEL_CHOICES)
 """Names among :meth:`ReplayGuards.attributes` that are no value of user code."""
@@ -277,18 +277,16 @@ class ClientGuards:
     """What a client of the engine knows of the coming step."""
 
     phase: Callable[[], Phase]
-    epoch: Callable[
-        [], int
-    ]  # steps of one are alike: state of the optimizer is exchanged in between
+    epoch: Callable[[], int]  # between two of them the optimizer's state may be exchanged
     flags: Sequence[Callable[[], Any]]  # for the first of :data:`OF_LIBRARIES`
-    of_all: Sequence[tuple[Check, Callable[[], str]]]  # what makes all graphs wrong, and why
+    of_all: Sequence[tuple[Check, Callable[[], str]]]  # what makes all graphs invalid, and why
 
 
 class ReplayGuards:
-    """Reads the key of the coming step, and finds what makes all graphs of the fit wrong.
+    """Reads the key of the coming step, and finds what makes all graphs of the fit invalid.
 
-    All that it reads is in tables of functions, which a plan compares with what they gave at its
-    capture; where that fails, the same functions tell why.
+    It reads by tables of functions. A plan compares their results with those of its capture; if
+    they differ, these functions give the reason as well.
     """
 
     def __init__(
@@ -309,7 +307,7 @@ class ReplayGuards:
         self._optimizer = optimizer
         self._numbers: Callable[[], Values] = tuple if optimizer is None else optimizer.numbers
         code, hooks, kept = CodeOfModules([module]), _Hooks(module), facts.kept
-        # What makes all graphs wrong, and why; the first two take longest
+        # What makes all graphs invalid, and why; the first two take longest
         self._of_all: tuple[tuple[Check, Callable[[], str]], ...] = (
             ((self._are_in_place, True), self._moved),
             ((code.now, code.known), code.exchanged),
@@ -323,9 +321,9 @@ class ReplayGuards:
         self._guard = AddressGuard.of_module(self._module, exempt=self._learned.places.exempt)
 
     def reason_to_rebind(self, *, has_graphs: bool = True) -> str:
-        """Why no graph of the fit is right any longer; empty as long as they are.
+        """Why all graphs of the fit are invalid; empty as long as they are valid.
 
-        As long as there are none, tensors and code are not looked at, which takes longest.
+        Without graphs, tensors and code are not compared, which takes longest.
         """
         for (read, known), why in self._of_all[0 if has_graphs else 2 :]:
             if read() != known and (reason := why()):
@@ -352,12 +350,12 @@ class ReplayGuards:
     # ------------------------------------------------------------------ what tells steps apart
 
     def conditions(self) -> CaptureKey:
-        """What the coming step depends on next to its batch."""
+        """Read what the coming step depends on next to its batch."""
         reads = self.attributes(), self._with_gradients()
         return CaptureKey(self._client.phase(), self._numbers(), self._are_training(), *reads)
 
     def checks(self, key: CaptureKey) -> tuple[Check, ...]:
-        """What is compared before a replay of what was captured under this key."""
+        """Return what a plan with this key compares before its replays."""
         own, values = key.attributes[: len(OF_LIBRARIES)], key.attributes[len(OF_LIBRARIES) :]
         return (
             (self._client.phase, key.phase),
@@ -373,7 +371,7 @@ class ReplayGuards:
         return tuple(map(_TRAINING, self._modules))
 
     def _with_gradients(self) -> tuple[bool, ...]:
-        """Which parameters have gradients of earlier steps, where the step reads them."""
+        """Find which parameters have gradients of earlier steps, if the step reads them."""
         zeroing, stepping, _ = self._client.phase()
         if zeroing or not stepping or self._optimizer is None:
             return ()
@@ -383,7 +381,7 @@ class ReplayGuards:
         return (*[read() for read in self._client.flags], *BackendFlags.now())
 
     def attributes(self) -> Values:
-        """Name and value of the attributes that are conditions, as they are now."""
+        """Return names and present values of the attributes in the key."""
         values = self._learned.reads.now()
         if values is not self._known:
             before, self._known = self._known, values
@@ -394,7 +392,7 @@ class ReplayGuards:
 
 
 def _same_values(read: Callable[[], Values], known: Values) -> Callable[[], bool]:
-    """Whether values begin with known ones: what later captures read comes last, and is no matter.
+    """Make a check that values begin with known ones; what later captures read comes after them.
 
     The values are one object as long as none of them has changed.
     """
@@ -440,10 +438,10 @@ class _Hooks:
         return False
 
 
-# ------------------ Recurrent layers: their weights stay in place, and a seed lets cuDNN make its
+# ------------------ Recurrent layers
 
 _PATIENCE = 2
-"""How many steps in a row may begin with a new seed before one is captured all the same: a layer
+"""How many steps in a row may begin with a new seed before one is captured nevertheless: a layer
 that no step calls leaves it unused."""
 
 
@@ -465,10 +463,10 @@ def flattened_once() -> Iterator[None]:
 
 
 class NewSeeds:
-    """Tells which steps make cuDNN's random state anew, so that they run eagerly.
+    """Finds steps that seed cuDNN's random state again, so that they run eagerly.
 
-    The state is seeded by a number of torch's generator, which the step draws where its first
-    recurrent layer with dropout runs: no replay draws it there.
+    The seed is drawn from torch's generator when the first recurrent layer with dropout runs in the
+    step; a replay does not draw it.
     """
 
     def __init__(self, device: torch.device, layers: Sequence[nn.RNNBase]) -> None:
@@ -478,12 +476,12 @@ class NewSeeds:
 
     @classmethod
     def of(cls, module: nn.Module, device: torch.device) -> NewSeeds | None:
-        """None for a module without recurrent layers."""
+        """Make one for the layers of a module; None if it has no recurrent ones."""
         layers = [layer for layer in module.modules() if isinstance(layer, nn.RNNBase)]
         return cls(device, layers) if layers else None
 
     def are_used_by_next_step(self) -> bool:
-        """Whether the coming step is no example of those after it, and is not to be captured."""
+        """Whether the coming step has a new seed, unlike those after it, and is not captured."""
         state = dropout_state_of(self._device, self._layers)
         if state is None or state.now() is not None:
             self._in_a_row = 0
@@ -493,7 +491,7 @@ class NewSeeds:
 
 
 def refuse_new_seeds(dropout: CapturedDropout | None) -> None:
-    """Refuse a captured step that draws dropout where each step begins with a new seed."""
+    """Refuse a captured step that draws dropout if each step begins with a new seed."""
     if dropout is not None and not dropout.is_current():
         raise CaptureError(
             "A replay cannot make the random state anew from which cuDNN draws the dropout between "

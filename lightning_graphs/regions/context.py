@@ -29,7 +29,7 @@ from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.user_code import CompiledCode
 
-# ------------------ Tells the user of whole steps: what another capture is for, and why none is ma
+# ------------------ Messages about whole steps
 
 
 class StepMessages:
@@ -59,7 +59,7 @@ class StepMessages:
         is_new: bool,  # no step before had a batch like this one
         at_once: bool,  # do not wait for more of them
     ) -> bool:
-        """Say once, when eager steps go on and on, why they are."""
+        """Say once why steps run eagerly, after many in a row."""
         before = self._latest
         moved = _moved(before, signature) if before is not None else []
         say = read is None and not moved
@@ -97,7 +97,7 @@ _EAGER = "a step runs eagerly"
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:
-    """The author's values that moved; empty if a person would name other changes as well."""
+    """Describe changed values of user code; empty if anything else changed as well."""
     old, new = conditions_of(before), conditions_of(after)
     same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
     if replace(before, extra=(same,)) != after:
@@ -106,14 +106,14 @@ def _moved(before: Signature, after: Signature) -> list[str]:
     return [line for line in lines if not line.startswith(OF_LIBRARIES)]
 
 
-# ------------------ What the regions of one fit have in common, and what they ask of the client ar
+# ------------------ The client and the context of regions
 
 
 class Recorder(Protocol):
     """Records what a step logs."""
 
     live: Callable[[Any], Callable[[], Any] | None]
-    """Gives what tells the present value of something that is logged; None if it is constant."""
+    """Gives what reads the present value of something that is logged; None if it is constant."""
 
     def recording(self) -> AbstractContextManager[None]:
         """Record what the body logs."""
@@ -164,7 +164,7 @@ class Client(environment.Client, Protocol):
         """The wrapper whose reducer sums gradients over ranks; None if there is none."""
 
     def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> Sequence[Any]:
-        """What the step is given besides its batch, with a tracer for each counter."""
+        """Return the step's arguments besides its batch, with a tracer for each counter."""
 
     def environment(
         self,
@@ -173,22 +173,22 @@ class Client(environment.Client, Protocol):
         on_use: OnUse = refuse,
         seen: Any = None,
     ) -> Environment:
-        """An environment for code of the whole step, or of these modules."""
+        """Make an environment for code of the whole step, or of these modules."""
 
     def observers(self) -> Observers:
-        """The hooks that run within a step."""
+        """List the hooks that run within a step."""
 
     def recorder(self) -> Recorder:
-        """Records what a step logs, for replays."""
+        """Record what a step logs, for replays."""
 
     def mute(self) -> Recorder:
-        """Takes what a step logs that is compared with its replay, and shows it to nobody."""
+        """Discard what a step logs that is compared with its replay."""
 
     def around_step(self) -> AbstractContextManager[None]:
         """Keep nothing of the body, a step that is captured or compared."""
 
     def loss_of(self, returned: Any) -> Tensor:
-        """The loss in what the step has returned."""
+        """Find the loss in what the step has returned."""
 
     def is_backward_unseen(self, loss: Tensor) -> bool:
         """Whether nothing but autograd's own operators runs in a backward pass."""
@@ -197,7 +197,7 @@ class Client(environment.Client, Protocol):
         """Cast gradients together in the body, a backward pass that nothing else sees."""
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
-        """The backward pass of a loss that is scaled already, without hooks."""
+        """Run the backward pass of a loss that is scaled already, without hooks."""
 
     def clip(self, optimizer: Optimizer) -> None:
         """Clip gradients."""
@@ -206,34 +206,34 @@ class Client(environment.Client, Protocol):
         """Call the hooks ahead of an optimizer step, and clip gradients."""
 
     def announce_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Call the hooks ahead of an optimizer step where none is overridden."""
+        """Call the hooks ahead of an optimizer step if none is overridden."""
 
     def waits_for_gradients(self) -> bool:
         """Whether a backward pass has failed, and its reducer has yet to forget it."""
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """What the host has of each tensor of a batch; None where that is nothing."""
+        """Return the host's copy of each tensor in a batch; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingContext:
-    """What every region of a fit is made of."""
+    """What all regions of a fit are made with."""
 
     module: Any  # the module that is trained
     options: Options
     pool: GraphPool  # owner of graphs, memory and stream
     statistics: Statistics  # where decisions are counted
-    messages: Messages  # tells the user
+    messages: Messages  # what is said to the user
     policy: CapturePolicy  # decides what is worth a capture
     budget: MemoryBudget  # what memory may be taken
-    ranks: Any  # does whole steps the same way on all ranks
+    ranks: Any  # lets all ranks treat whole steps alike
     watch: Client  # the loop around the regions
     no_whole_step: str  # why its steps are no whole graphs; empty if they may be
     compiled: CompiledCode = field(default_factory=CompiledCode)
 
 
 class CaptureFacts:
-    """What a fit has learned of its steps: it stays when their graphs are dropped."""
+    """What captures have learned of the steps of a fit; it outlives their graphs."""
 
     def __init__(self, context: TrainingContext, on_change: Callable[[], object]) -> None:
         self.reads = AttributeGuards()  # attributes that captured steps read
@@ -242,5 +242,5 @@ class CaptureFacts:
         )
         self.has_host_half = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own
-        self.is_unseen = True  # libraries are not told of captures
+        self.is_unseen = True  # captures are hidden from libraries
         self.kept = KeptGradients()  # whether user code keeps gradients past their step

@@ -41,7 +41,7 @@ from lightning_graphs.regions.observe import Observation, ObservedCall, StepObse
 from lightning_graphs.regions.verified import CallDiffers
 from lightning_graphs.watch.user_code import bound_by_hooks, obstacle_in
 
-# ------------------ Chooses the calls that become graphs: of modules that the user names, or the l
+# ------------------ Selection of modules
 
 _WORK = 5
 """So many nodes of autograd are worth a graph of their own: on an H200 the graph of a LayerNorm,
@@ -55,7 +55,7 @@ class ModuleSelection:
     """The submodules that are graphed.
 
     With ``modules`` those that it names. Without, the largest ones whose code can be captured;
-    where one is refused, the modules that it calls take its place. Each call has graphs of its own.
+    if one is refused, the modules that it calls take its place. Each call has graphs of its own.
     """
 
     def __init__(self, root: nn.Module, options: Options) -> None:
@@ -77,20 +77,20 @@ class ModuleSelection:
             )
 
     def candidates(self) -> Mapping[str, nn.Module]:
-        """Name and module of everything that a step may call as a graph, as they are now.
+        """Return names and modules that a step may call as a graph, as they are now.
 
         Nothing inside of a compiled or scripted module is among them: that runs none of its Python.
         """
         inside = [m for m in self._root.modules() if m is not self._root]
         closed = [m for m in inside if is_compiled(m) or _is_scripted(m)]
-        left = {inner for m in closed for inner in m.modules() if inner is not m or _is_scripted(m)}
+        out = {inner for m in closed for inner in m.modules() if inner is not m or _is_scripted(m)}
         now = _submodules(self._root) if self._named else {}
         self._named = {name: now.get(name, module) for name, module in self._named.items()}
         named = self._named or _with_parameters(self._root, self._left_out)
-        return {name: module for name, module in named.items() if module not in left}
+        return {name: module for name, module in named.items() if module not in out}
 
     def learn(self, observation: Observation) -> bool:
-        """Keep in mind which calls no backward graph can serve; whether there are any."""
+        """Remember calls that no backward graph can serve; return whether there are any."""
         found = [call for call in observation.calls if call.obstacle]
         self._shown.update(((call.ordinal, call.key()), call.obstacle) for call in found)
         return bool(found)
@@ -102,7 +102,7 @@ class ModuleSelection:
         return is_new and any(call.follows_values for call in observation.calls)
 
     def steady_part(self, observation: Observation) -> float:
-        """The part of the work in calls whose arguments surely keep their shapes."""
+        """Return the part of the work in calls whose arguments surely keep their shapes."""
         nodes = [call.nodes for call in observation.calls if call.nodes is not None]
         total = max(end for _, end in nodes) - min(start for start, _ in nodes) if nodes else 0
         calls = [c for c in self.calls(observation) if not c.follows_values and c.nodes is not None]
@@ -113,15 +113,15 @@ class ModuleSelection:
     ) -> list[nn.Module]:
         """Leave out, for good, modules whose arguments change from step to step of one kind."""
         found: dict[nn.Module, str] = {}
-        left = [call for call in observation.calls if call.module not in self._refused]
-        for call in left:
+        calls = [call for call in observation.calls if call.module not in self._refused]
+        for call in calls:
             keys = self._keys.setdefault((kind, call.module, call.ordinal), set())
             keys.add(call.key())
             if call.follows_values and len(keys) > 1:
                 found[call.module] = call.name
-        # Among many experts some have arguments of the same shapes twice by chance.
-        kin = {_kin(call) for call in left if call.module in found}
-        alike = (call for call in left if call.follows_values)
+        # Among many experts some have arguments of equal shapes twice by chance.
+        kin = {_kin(call) for call in calls if call.module in found}
+        alike = (call for call in calls if call.follows_values)
         found |= {call.module: call.name for call in alike if _kin(call) in kin}
         if found:
             why = f" ({observation.shaped_by})" if observation.shaped_by else ""
@@ -137,11 +137,11 @@ class ModuleSelection:
         self._refused.add(module)
 
     def calls(self, observation: Observation) -> list[ObservedCall]:
-        """The calls to try, those without autograd among them, in the order of the step."""
+        """List the calls to try, those without autograd among them, in the order of the step."""
         return self._worthwhile(self._largest(_inside(None, observation), observation))
 
     def first(self, observation: Observation, note: Callable[[str], None]) -> list[ObservedCall]:
-        """The calls to try first; what stays eager is said, and why."""
+        """List the calls to try first; say what stays eager, and why."""
         called = {call.module for call in observation.calls}
         for name, module in self._named.items():
             if module not in called:
@@ -165,16 +165,16 @@ class ModuleSelection:
             reason = self._obstacle(call, observation)
             if call.module in graphed:
                 note(f"a call of `{call.name}` stays eager: it {self._reason(call)}")
-            elif not (call.shaped_by or reason == _BOUND):  # which are told of the innermost
+            elif not (call.shaped_by or reason == _BOUND):  # which are said of the innermost
                 note(_left_out(call.name, reason))
         return self._worthwhile(calls)
 
     def _worthwhile(self, calls: list[ObservedCall]) -> list[ObservedCall]:
-        """Without what computes too little for a graph of its own, where others do more."""
+        """Drop calls that compute too little for a graph of their own, unless all do."""
         return [call for call in calls if call.work >= self._work] or calls
 
     def _largest(self, calls: Sequence[ObservedCall], observed: Observation) -> list[ObservedCall]:
-        """These calls, or what they call where they cannot be graphs."""
+        """List these calls; those that cannot be graphs are replaced by the calls they make."""
         found: list[ObservedCall] = []
         for call in calls:
             if call.module in self._refused or self._obstacle(call, observed) is not None:
@@ -192,7 +192,7 @@ class ModuleSelection:
 
 
 def _inside(call: ObservedCall | None, observation: Observation) -> list[ObservedCall]:
-    """The calls that this one made itself; of None, those that no observed call made."""
+    """List the calls that this one made itself; for None, those that no observed call made."""
     return [inner for inner in observation.calls if inner.parent is call]
 
 
@@ -202,7 +202,7 @@ def _in_short(modules: Mapping[nn.Module, str]) -> str:
 
 
 def _kin(call: ObservedCall) -> Hashable:
-    """What the modules of a list have in common: names but for numbers, and shapes."""
+    """Return what modules of a list share: names but for numbers, and shapes."""
     shapes = tuple(parameter.shape for parameter in call.module.parameters())
     return re.sub(r"\d+", "*", call.name), shapes
 
@@ -230,7 +230,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _with_parameters(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module]:
-    """Every submodule with parameters that is not left out, inside of one that is, or around it."""
+    """Find submodules with parameters, but for excluded ones and those inside or around them."""
     return {
         name: module
         for name, module in root.named_modules()
@@ -241,7 +241,7 @@ def _with_parameters(root: nn.Module, left_out: set[str]) -> dict[str, nn.Module
 
 
 def _obstacle(module: nn.Module, observation: Observation) -> str | None:
-    """Why no call of a module is a graph, in a sentence; None if they may be."""
+    """Why no call of a module is a graph, in a sentence; None if one may be."""
     if any(call.recomputed for call in observation.calls if call.module is module):
         return "it is recomputed in the backward pass (activation checkpointing)"
     if (obstacle := obstacle_in(module)) is not None:
@@ -263,10 +263,10 @@ _LIKELY = 0.5
 def select(
     root: nn.Module, patterns: Sequence[str], exclude: Sequence[str]
 ) -> dict[str, nn.Module]:
-    """The submodules that ``patterns`` name and ``exclude`` does not."""
+    """Find the submodules that ``patterns`` name and ``exclude`` does not."""
     # A pattern is matched against qualified names, one part between dots at a time, so that
     # ``encoder.layers.*`` means the layers and not what is inside of them. One that matches no name
-    # may be the name of a class, or its dotted path where several classes have that name. Of a
+    # may be the name of a class, or its dotted path if several classes have that name. Of a
     # module and one in it the outer one is meant, which has the other in its graphs.
     named = _submodules(root)
     wanted = _all_matches(named, patterns, "modules")
@@ -329,7 +329,7 @@ def _fits(name: Sequence[str], pattern: Sequence[str]) -> bool:
     return len(name) == len(pattern) and all(map(fnmatchcase, name, pattern))
 
 
-# ------------------ Stands in place of a graphed module's ``forward``, and decides for each call w
+# ------------------ Dispatch of calls
 
 MOVED = "a parameter or buffer of a graphed module has changed its memory"
 _NONE = object()
@@ -345,13 +345,13 @@ class DispatchState:
     config: CaptureConfig  # of calls without autograd, which may be replayed in any order
     stepping: bool = False  # a training step's own code is running, and no backward pass
     evaluating: bool = False  # a validation step's is, and it shall have graphs
-    stale: str = ""  # why no graph may be right any longer; empty if all may
+    stale: str = ""  # why graphs may be invalid; empty if none is
     astray: bool = False  # a call was not given the tensor that its graph reads in place
     replays: bool = False  # the present step has graphs
     has_replayed: bool = False  # a call of the present step was replayed
     missed: str = ""  # why a call of the present step found no graph; empty if all did
-    observer: StepObserver | None = None  # is told of every call; None where nobody is
-    seeded: bool = False  # a call made cuDNN's random state anew, eagerly; others follow from it
+    observer: StepObserver | None = None  # sees every call; None outside of observed steps
+    seeded: bool = False  # an eager call has seeded cuDNN's random state, others follow from it
 
 
 class ForwardDispatcher(Region[Arguments, GraphedCall]):
@@ -361,10 +361,10 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     can be scripted, traced, exported, compiled, copied and pickled as its author made it.
 
     A call with a graph is a replay; others run the original. In a training step the n-th call of a
-    graphed module under autograd has the n-th of its sites. Calls without autograd need no backward
-    and share graphs by signature: they are a region. The observer of a step sees every call. One
-    dispatcher serves all observations and captures of a fit: compiled code that calls the module
-    knows it again.
+    graphed module under autograd is the n-th of its graphed calls. Calls without autograd need no
+    backward pass and share graphs by signature: they are a region. The observer of a step sees
+    every call. One dispatcher serves all observations and captures of a fit: compiled code that
+    calls the module finds it again.
     """
 
     def __init__(self, name: str, module: nn.Module, state: DispatchState) -> None:
@@ -397,7 +397,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         self.install()
 
     def install(self) -> None:
-        """Take the place of the module's own; with another one there, no graph is right."""
+        """Take the place of the module's forward; if that was exchanged, graphs are invalid."""
         before = self._place, self._own
         self._look()  # its class may be another one by now
         if not self.is_graphed or before == (self._place, self._own):
@@ -415,7 +415,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
             self._attributes[self._place] = self._own
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """The original, bound to the copied module: a step may copy what it trains."""
+        """Copy the original, bound to the copied module: a step may copy what it trains."""
         copied: Callable[..., Any] = copy.deepcopy(self._original, memo)
         return copied
 
@@ -433,7 +433,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         return answer
 
     def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a replay returns; nothing for a call that has none."""
+        """Replay the call and return its output; ``_NONE`` for a call without a graph."""
         state = self._state
         if not self.is_graphed or not (state.stepping or state.evaluating):
             return _NONE
@@ -499,7 +499,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
 
     def capture(self, call: Arguments, key: Any) -> GraphedCall:
         state = self._state
-        # Modules inside of this one answer by themselves.
+        # Modules inside of this one run eagerly in its capture.
         before = state.stepping, state.evaluating
         state.stepping = state.evaluating = False
         try:
@@ -525,7 +525,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         self._alone.cache.clear()
 
     def remove(self) -> None:
-        """Have no graphs any longer, and give the module its own back; may be called again."""
+        """Release the graphs, and restore the module's own forward; may be called again."""
         self.forget()
         self.is_graphed = False
         self.uninstall()

@@ -49,7 +49,7 @@ from lightning_graphs.values.memory import (
     uses_of,
 )
 
-# ------------------ Reduces the gradients of a captured step as DDP does, with a few kernels for e
+# ------------------ Reduction over ranks
 
 
 class BucketReduction:
@@ -68,7 +68,7 @@ class BucketReduction:
         self._begun: list[tuple[Any, list[Tensor]]] = []  # with the views of their buckets
 
     def unprepared(self) -> contextlib.AbstractContextManager[None]:
-        """While the body runs a forward pass, DDP's reducer expects no backward pass."""
+        """Let DDP's reducer expect no backward pass, while the body runs a forward pass."""
         return replaced(self._ddp, "require_backward_grad_sync", False)
 
     def leave_to_ddp(self) -> None:
@@ -78,7 +78,7 @@ class BucketReduction:
 
     @contextlib.contextmanager
     def reducing(self, loss: Tensor) -> Iterator[None]:
-        """While the body runs the backward pass; after it ``.grad`` is what DDP would make it."""
+        """Reduce gradients while the body runs the backward pass; ``.grad`` is then as with DDP."""
         parameters = [*self._bucket_of]
         hooks = (p.register_post_accumulate_grad_hook(self._accumulated) for p in parameters)
         casts = fused_grad_casts([loss], parameters, self._ahead_of_cast)
@@ -150,7 +150,7 @@ class BucketReduction:
 
 
 def _views_of(flat: Tensor, bucket: Sequence[Parameter]) -> Iterator[Tensor]:
-    """The parts of a bucket, in the layout of its parameters where their elements fill memory."""
+    """Yield the parts of a bucket, each in the layout of its parameter if that is dense."""
     start = 0
     for parameter in bucket:
         if is_dense(parameter):
@@ -161,10 +161,10 @@ def _views_of(flat: Tensor, bucket: Sequence[Parameter]) -> Iterator[Tensor]:
 
 
 def reduction_of(ddp: DistributedDataParallel | None, *, adds: bool) -> BucketReduction | None:
-    """What reduces the gradients of one step; None where the wrapper does more than sum them.
+    """Make what reduces the gradients of one step; None if the wrapper does more than sum them.
 
-    With ``adds`` they are added to those of earlier steps, which DDP divides otherwise where they
-    are views of its buckets.
+    With ``adds`` they are added to those of earlier steps, which DDP divides in another way if
+    they are views of its buckets.
     """
     if ddp is None or ddp._comm_hooks or ddp.static_graph or ddp.mixed_precision is not None:
         return None
@@ -175,9 +175,7 @@ def reduction_of(ddp: DistributedDataParallel | None, *, adds: bool) -> BucketRe
     return BucketReduction(ddp, buckets) if is_known else None
 
 
-# ------------------ Gradients of captured steps: where they lie, and what ``.grad`` is between ste
-
-# ------------------------------------------------------------------ gradients of the batch
+# ------------------ Gradients of the batch
 
 
 class BatchGradients:
@@ -203,7 +201,7 @@ class BatchGradients:
         return bool(self._required or self._added or self._new)
 
     def finish_capture(self) -> None:
-        """Look at what the step has asked; static inputs are as before."""
+        """Note what the step has asked, and restore the static inputs."""
         for i, gradient in gradients_of(self._static):
             kept = gradient is self._before[i]
             (self._added if kept else self._new).append((i, gradient))
@@ -228,7 +226,7 @@ class BatchGradients:
         return True
 
     def hand_out(self, batch: Sequence[Tensor], owing: Owing) -> None:
-        """After a replay of the forward pass."""
+        """Give a batch its gradients, after a replay of the forward pass."""
         for i in self._required:
             batch[i].requires_grad_()
         for i, _ in self._new:
@@ -236,7 +234,7 @@ class BatchGradients:
         owing += [(batch[i], gradient) for i, gradient in self._new + self._added]
 
 
-# ------------------------------------------------------------------ gradients of parameters
+# ------------------ Gradients of parameters
 
 KEPT_LATE = (
     "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
@@ -291,7 +289,7 @@ class GradientBuffers:
         self.copied = copied
         self.in_pool = in_pool
         self._is_released = False
-        # Between bring_in and take_out: whether it was copied, and buffers with what they held
+        # Between bring_in and take_out: whether it was copied, and buffers with their values before
         self._brought: tuple[bool, list[Tensor], list[Tensor]] | None = None
         # Parameter, gradient that user code keeps, and buffer
         self._kept_elsewhere: list[tuple[Parameter, Tensor, Tensor]] = []
@@ -342,7 +340,7 @@ class GradientBuffers:
             drop_gradients(self.parameters)
 
     def taking_over(self) -> AbstractContextManager[None]:
-        """While an eager step runs, move its gradients into the buffers, to save their memory.
+        """Move gradients of the body, an eager step, into the buffers, to save their memory.
 
         Buffers whose memory was given up stay as they are: that memory is free for the step.
         """
@@ -478,7 +476,7 @@ class GradientBuffers:
         return all(map(is_, map(_gradient, self.parameters), self.buffers))
 
     def complete(self) -> bool:
-        """Whether hooks have left a gradient to just the parameters that had one at the capture."""
+        """Whether, after hooks, just the parameters with a gradient at the capture have one."""
         missing = any(p.grad is None for p in self.parameters)
         return not missing and all(p.grad is None for p in self.others)
 
@@ -549,7 +547,7 @@ class PersistentGradients(KeptGradients, GradientMemory):
         self._buffers: dict[Parameter, Tensor] = {}
 
     def of(self, parameters: Sequence[Parameter]) -> list[Tensor]:
-        """The buffers of these parameters, made (outside of a capture) where they are missing."""
+        """Return buffers for these parameters; missing ones are made, outside of a capture."""
         for parameter in parameters:
             known = self._buffers.get(parameter)
             if known is None or (known.dtype, known.shape) != (parameter.dtype, parameter.shape):
@@ -562,7 +560,7 @@ class PersistentGradients(KeptGradients, GradientMemory):
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """While the body captures graphs, which hold references, and make buffers."""
+        """Leave references out of account that captures in the body hold, and buffers they make."""
         self.has_external_references()
         before = self._now()
         try:
@@ -648,7 +646,7 @@ class GradientTargets:
                 torch._foreach_add_(*added)
 
     def buffers_of(self, *, inside: bool, copied: bool = False) -> GradientBuffers:
-        """The gradients as they are now, of the optimizer's parameters or of the others.
+        """Take the gradients as they are now, of the optimizer's parameters or of the others.
 
         Args:
             inside: Those of the optimizer.

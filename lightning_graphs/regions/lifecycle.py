@@ -15,15 +15,15 @@ from lightning_graphs.policy.worth import CapturePolicy
 from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import Ranks, Verifier
 
-# ------------------ Keeps captured plans by key, and counts how often each key is seen
+# ------------------ Cache of plans
 
 Key = TypeVar("Key", bound=Hashable)
 AnyPlan = TypeVar("AnyPlan", bound="Used")
 
 _KEYS = 512
-"""How many keys are remembered: shapes without end must not make a book grow without end."""
+"""How many keys are remembered, however many shapes there are."""
 _VALUES = 8
-"""How many plans there are for one shape, at most: values that move on may never come back."""
+"""How many plans there are for one shape, at most: values that change may never come back."""
 _RECENT = 1024
 """Sightings after which older ones count half."""
 
@@ -42,7 +42,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         policy: CapturePolicy,
         release: Callable[[AnyPlan], None],  # called with a plan that leaves the cache
         capacity: int | None = None,  # number of plans at most; None: as many as are worth it
-        # What of a key comes back, where the rest are values that may move on
+        # The part of a key that comes back; the rest are values that may change for good
         shape: Callable[[Key], Hashable] = lambda key: key,
     ) -> None:
         self._policy = policy
@@ -67,7 +67,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         return list(reversed(self.by_key.values()))
 
     def get(self, key: Key) -> AnyPlan | None:
-        """The plan of ``key``, which becomes the most recently used one; None if there is none."""
+        """Return the plan of ``key``, now the most recently used one; None if there is none."""
         if key in self.by_key:
             self.by_key[key] = self.by_key.pop(key)
         return self.by_key.get(key)
@@ -75,7 +75,7 @@ class PlanCache(Generic[Key, AnyPlan]):
     # ------------------------------------------------------------------ what is worth a plan
 
     def see(self, key: Key) -> int:
-        """Count a sighting of ``key``, for which there is no plan; how many there were."""
+        """Count a sighting of ``key``, for which there is no plan; return how many there were."""
         _count(self._shapes, self._shape(key))
         _count(self._seen, key)
         return self._seen[key]
@@ -85,7 +85,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         return self._shapes.get(self._shape(key), 0.0) <= 1.0
 
     def is_due(self, key: Key) -> bool:
-        """Count a sighting of ``key``; whether it is worth a capture now."""
+        """Count a sighting of ``key``; return whether it is worth a capture now."""
         self.why_not = ""
         if key in self._refused:
             return False
@@ -104,10 +104,10 @@ class PlanCache(Generic[Key, AnyPlan]):
         return not self.why_not
 
     def _share(self, shape: Hashable) -> float:
-        """What part of the coming steps is expected to have this shape.
+        """Estimate the share of this shape in the coming steps.
 
         The part of sightings that were single ones estimates how many steps will bring something
-        new. Of a shape that came once, those that came twice tell how often such ones come back
+        new. For a shape that came once, those that came twice show how often such ones come back
         (Good, "The population frequencies of species", Biometrika 1953).
         """
         self._count_uses()
@@ -138,7 +138,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         return self._shapes[shape] >= 2.0 * least + self._policy.break_even
 
     def _in_the_way(self, shape: Hashable) -> Key | None:
-        """Whose plan gives way to one of this shape: the oldest of its own, or the least used."""
+        """Find the key whose plan gives way to this shape: its own oldest, or the least used."""
         is_full = len(self.by_key) >= self._capacity
         same = [key for key in self.by_key if self._shape(key) == shape]
         if same:
@@ -165,7 +165,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         self._release(plan)
 
     def refuse(self, key: Key) -> None:
-        """Never find ``key`` due again: its capture failed, or its plan, which goes, is wrong."""
+        """Never find ``key`` due again: its capture failed, or its plan is wrong and dropped."""
         _count(self._refused, key)
         if key in self.by_key:
             self.drop(key)
@@ -173,7 +173,7 @@ class PlanCache(Generic[Key, AnyPlan]):
             self._captures += 1
 
     def drop_all(self) -> None:
-        """Release every plan; how often each key was seen stays known."""
+        """Release every plan; sightings stay counted."""
         for key in reversed([*self.by_key]):
             self.drop(key)
 
@@ -190,7 +190,7 @@ def _count(book: OrderedDict[Any, Any], key: Any) -> None:
         book.popitem(last=False)
 
 
-# ------------------ The life of captured regions: due, captured, verified, replayed, refused, rele
+# ------------------ Life cycle
 
 GIVE_UP, EAGER, CAPTURE = -1, 0, 1
 """What becomes of a call; larger numbers are those of plans, which replay it."""
@@ -204,7 +204,7 @@ class Region(ABC, Generic[Call, P]):
     """Code that a life cycle captures; a call is one run of it, with what it is given."""
 
     def key(self, call: Call) -> Any:
-        """What tells the call from others; None: it runs eagerly, and is not counted.
+        """Return what tells the call from others; None: it runs eagerly, and is not counted.
 
         Raises:
             CaptureError: No graph could be for this call.
@@ -275,7 +275,7 @@ class Lifecycle(Generic[Call, P]):
         region: Region[Call, P],
         context: Context,
         verifier: Verifier | None,  # None: a capture has verified what it made
-        # What of a key comes back, where the rest are values that may move on
+        # The part of a key that comes back; the rest are values that may change for good
         shape: Callable[[Any], Hashable] = lambda key: key,
     ) -> None:
         self._region = region
@@ -287,7 +287,7 @@ class Lifecycle(Generic[Call, P]):
         self.has_failed = False  # all ranks gave up
 
     def plan_for(self, call: Call) -> P | None:
-        """The plan for a replay of this call, captured and verified on the way if it is due.
+        """Find the plan for a replay of this call; capture and verify one if it is due.
 
         None: the call runs eagerly.
         """
@@ -315,7 +315,7 @@ class Lifecycle(Generic[Call, P]):
         return self._verified(plan, call) if wish or again else plan
 
     def _find(self, call: Call) -> P | None:
-        """The first plan that fits, from the one that was used last on."""
+        """Find the first plan that fits, from the one that was used last on."""
         plans = self.cache.by_key
         for place, (key, plan) in enumerate(reversed(plans.items())):
             if plan.fits(call):
@@ -325,7 +325,7 @@ class Lifecycle(Generic[Call, P]):
         return None
 
     def _due_key(self, call: Call) -> Hashable | None:
-        """The key of a call that is to be captured now; None for any other."""
+        """Return the key of a call that is to be captured now; None for any other."""
         try:
             key = self._region.key(call)
         except CaptureError as error:
@@ -340,7 +340,7 @@ class Lifecycle(Generic[Call, P]):
         return key if self._region.is_ready(call, key) else None
 
     def capture(self, call: Call, key: Hashable) -> P | None:
-        """Capture and verify a call whose key was due; None where that fails."""
+        """Capture and verify a call whose key was due; return None if that fails."""
         region = self._region
         try:
             plan = self._ranks.all_or_none(partial(region.capture, call, key), self._undo)
@@ -362,7 +362,7 @@ class Lifecycle(Generic[Call, P]):
             self._region.discard(plan)
 
     def _verified(self, plan: P, call: Call) -> P | None:
-        """The plan if it computes what the eager call does; else it is dropped."""
+        """Return the plan if it computes what the eager call does; else drop it."""
         if self._verifier is None or not self._verifier.is_on:
             return plan
         plan.unverified = False

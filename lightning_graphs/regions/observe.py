@@ -50,7 +50,7 @@ class ObservedCall:
     module: nn.Module
     original: Callable[..., Any]  # what a call of the module runs by itself
     args: tuple[Any, ...]  # its positional arguments, detached from the autograd graph
-    kwargs: Mapping[str, Any]  # its keyword arguments, likewise
+    kwargs: Mapping[str, Any]  # its keyword arguments, detached
     device_type: str  # of what the fit runs on
     parent: ObservedCall | None = None  # the call of another observed module that made this one
     ordinal: int = 0  # which call of the module in the step it is, counted from 0
@@ -64,9 +64,9 @@ class ObservedCall:
     # The call was made by a backward pass, as activation checkpointing does.
     recomputed: bool = field(default_factory=lambda: current_autograd_node() is not None)
     backwards: int = 0  # how often a backward pass went through its outputs
-    partial: bool = False  # a backward pass left the module's parameters out
+    partial: bool = False  # a backward pass was not for all of the module's parameters
     # For each argument, by its index among the tensors of the arguments, earlier calls that have
-    # returned it; or, where there are none and it has no gradient, those that were given it, too.
+    # returned it; or, if there are none and it has no gradient, those that were given it, too.
     sources: dict[int, list[Seen]] = field(default_factory=dict)
     # Why it cannot be a graph, in words that follow its name; empty if it can, as far as is known
     # without a look at its code.
@@ -88,17 +88,17 @@ class ObservedCall:
 
     @property
     def work(self) -> float:
-        """How many nodes autograd has recorded for it; without end where it recorded none."""
+        """The number of nodes that autograd has recorded for it; infinite if it recorded none."""
         return self.nodes[1] - self.nodes[0] if self.nodes is not None else float("inf")
 
     def made(self, nodes: Sequence[Node]) -> int:
-        """How many of these nodes autograd has recorded for it."""
+        """Count those of these nodes that autograd has recorded for it."""
         start, end = self.nodes or (0, 0)
         return sum(recorded_before(n, end) and not recorded_before(n, start) for n in nodes)
 
     def key(self) -> Hashable:
-        """What tells this call from another one of its module."""
-        # The switches of torch count where the call noted them; those of now are the same for all.
+        """Return what tells this call from another one of its module."""
+        # Torch's switches are in `kernels`, as they were; those of now are equal for all calls.
         modes = Modes.current("cpu")
         try:
             signature: Hashable = Signature.of(self.args, self.kwargs, modes=modes)[0]
@@ -157,7 +157,7 @@ class BegunCall:
 
 
 class StepObserver:
-    """Is told of the calls of modules; with :meth:`remove` nothing of it is left."""
+    """Records the calls of modules in a step; :meth:`remove` takes its hooks away."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class StepObserver:
         self._looks_at_shapes = looks_at_shapes
 
     def looking_at_shapes(self) -> AbstractContextManager[Any]:
-        """Look for such operators in the body, where somebody asked for them."""
+        """Find operators of data-dependent shape in the body, if ``looks_at_shapes`` was set."""
         looks = self._looks_at_shapes and self._is_stepping()
         return OperatorsSeen(self._see, real=True) if looks else contextlib.nullcontext()
 
@@ -207,7 +207,7 @@ class StepObserver:
     def begin(
         self, name: str, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any
     ) -> BegunCall | None:
-        """Tell of a call of a module, ahead of it; None if it does not count."""
+        """Record the begin of a module's call; return None if it does not count."""
         if self.is_over or is_current_stream_capturing():  # of a call without autograd
             return None
         if not self._is_stepping() and current_autograd_node() is None:
@@ -280,10 +280,10 @@ class StepObserver:
 
     @out_of_sight()
     def end(self, begun: BegunCall | None, output: Any) -> None:
-        """The other half of :meth:`begin`, with what it returned."""
+        """Record the end of a call, given what :meth:`begin` returned for it."""
         if begun is None or self.is_over:
             return
-        while self._open.pop() is not begun:  # an exception of the user's left it
+        while self._open.pop() is not begun:  # an exception of user code has ended it
             pass
         call = begun.call
         call.known.draws = random_place(self._device_type) != begun.place
@@ -304,20 +304,20 @@ class StepObserver:
             self._await_backward(call, outputs)
 
     def _remember(self, begun: BegunCall, tensors: Sequence[Tensor]) -> None:
-        """Know these outputs again where they are arguments of other calls."""
+        """Remember these outputs, to find them among the arguments of other calls."""
         users = Counter(map(memory_of, filter(is_strided, (*begun.given, *tensors))))
         for i, tensor in enumerate(tensors):
             if not is_strided(tensor) or tensor.is_inference():
                 continue
             made = Seen(begun.call, i, tensor.detach(), version_of(tensor), returned=True)
             self._seen.setdefault(tensor.data_ptr(), []).append(made)
-            if users[memory_of(tensor)] > 1:  # another output or an argument is in the same memory
+            if users[memory_of(tensor)] > 1:  # another output or an argument shares its memory
                 self._shared.append(made)
 
     def _await_backward(self, call: ObservedCall, outputs: Mapping[int, Tensor]) -> None:
         """Note when a backward pass goes through these outputs, and what it brings."""
         for output in outputs.values():
-            if output.grad_fn is not None:  # tells whether the autograd graph outlives the step
+            if output.grad_fn is not None:  # shows whether the autograd graph outlives the step
                 token = _Token()
                 metadata: Any = output.grad_fn.metadata  # a dict, whatever its annotation says
                 metadata[id(token)] = token
@@ -336,7 +336,7 @@ class StepObserver:
                 node = get_gradient_edge(trainable[0]).node
                 try:  # whether the pass that is running adds to its `.grad`
                     call.partial |= not will_execute(node)
-                except RuntimeError:  # so torch answers where autograd.grad returns its gradient
+                except RuntimeError:  # so torch answers if autograd.grad returns its gradient
                     call.partial = True
 
         def came(i: int, gradient: Tensor | None) -> None:
@@ -379,7 +379,7 @@ class StepObserver:
 
 
 def _detached(tree: Any) -> Any:
-    """The tree with leaves of their own for autograd; the same tensor stays the same tensor."""
+    """Copy a tree with leaves of its own for autograd; a tensor that occurs twice stays one."""
     tensors = leaves_of(tree, Tensor)
     leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
     return substitute(tree, [leaves[id(t)] for t in tensors])

@@ -29,7 +29,7 @@ CUDA and on the CPU."""
 
 
 def scaler_of(plugin: object) -> torch.amp.GradScaler | None:
-    """The gradient scaler that a precision plugin has in its attribute ``scaler``."""
+    """Return the gradient scaler that a precision plugin has in its attribute ``scaler``."""
     scaler: Any = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
@@ -80,10 +80,10 @@ def _fusable(optimizer: Optimizer) -> bool:
 
 
 def _why_not_fused(optimizer: Optimizer) -> str:
-    """Why an optimizer does not run a fused kernel, in words that follow its name; empty if it may.
+    """Why an optimizer runs no fused kernel, in words that follow its name; empty if it may.
 
-    That kernel takes the elements of a parameter to fill their memory. Of whole numbers, which have
-    no gradient, it is given none.
+    That kernel takes the elements of a parameter to fill their memory. It is given no parameters
+    of whole numbers, since these have no gradient.
     """
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     if not isinstance(optimizer, _FUSED) or (is_sgd and _is_sharded(optimizer)):
@@ -109,7 +109,7 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def _are_alike(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether a fused kernel finds the same elements in the same places of each pair."""
+    """Whether a fused kernel finds corresponding elements of each pair in equal places."""
     same = list(map(_kind, parameters)) == list(map(_kind, others))
     if not same or any(map(Tensor.is_neg, others)):
         return False
@@ -220,7 +220,7 @@ class CapturableOptimizer:
         self.guard = OptimizerGuard(optimizer)
         self._groups = self.guard.groups
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
-        self._settle()
+        self._convert_state()
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
@@ -240,7 +240,7 @@ class CapturableOptimizer:
             with self._flags_exchanged() as is_as_captured:
                 step()
             if not is_as_captured:  # what it has made may be laid out as a gradient was
-                self._settle()
+                self._convert_state()
             self.has_stepped = True
             return returned
 
@@ -256,7 +256,7 @@ class CapturableOptimizer:
         groups = self.optimizer.param_groups
         given = [{key: group[key] for key in _FLAGS if key in group} for group in groups]
         if self.optimizer.state is not self.guard.state:  # loaded: its counters may be on the host
-            self._settle()
+            self._convert_state()
         taken = self._taken() if self._fused else [True] * len(groups)
         for group, is_taken in zip(groups, taken, strict=True):
             if "capturable" in group and self._device.type == "cuda":
@@ -270,7 +270,7 @@ class CapturableOptimizer:
                 group.update(flags)
 
     def defragment_state(self) -> None:
-        """Move the state together in memory; to be called before the first capture."""
+        """Defragment the optimizer's state; to be called before the first capture."""
         if self._device.type == "cuda":
             values = chain.from_iterable(state.values() for state in self.guard.state.values())
             defragment(local(value) for value in values if isinstance(value, Tensor))
@@ -294,7 +294,7 @@ class CapturableOptimizer:
 
     @property
     def refreshing(self) -> Instruction:
-        """What brings the learning rates up to date before a replay."""
+        """The instruction that updates the learning rates before a replay."""
         if any(isinstance(group["lr"], Tensor) for group in self._groups):
             return self.refresh
         return where_moved((each(itemgetter("lr"), self._groups), self._filled), self.refresh)
@@ -305,7 +305,7 @@ class CapturableOptimizer:
         return self._rates
 
     def _taken(self) -> list[bool]:
-        """For each group, whether the fused kernel takes its present gradients and state.
+        """Find for each group whether the fused kernel takes its present gradients and state.
 
         The kernel runs over memory, not over elements: on a CPU it does not check that gradients
         and state have the layout of their parameter. That of SGD takes the momentum of all
@@ -332,7 +332,7 @@ class CapturableOptimizer:
         begun = [state.get(p, {}).get("momentum_buffer") is not None for p in parameters]
         return all(begun) or not any(begun)
 
-    def _settle(self) -> None:
+    def _convert_state(self) -> None:
         """Bring state to the device and layout that the captured kernel takes, as after a load."""
         self._move_steps(to_host=False)
         self._unlike.clear()

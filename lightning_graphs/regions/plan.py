@@ -91,8 +91,8 @@ class Plan:
 class Present:
     """What a plan knows of the coming or the present replay."""
 
-    tensors: Sequence[Tensor] = ()  # of its batch, where it writes any
-    batch: Any = None  # its batch, where it changes containers
+    tensors: Sequence[Tensor] = ()  # of its batch, if it writes any
+    batch: Any = None  # its batch, if it changes containers
     copies: bool = True  # the graph replays again: what is handed out must not be its memory
     # Tensors that were handed out, and what is their gradient after the backward pass
     owing: Owing = field(default_factory=list)
@@ -194,7 +194,7 @@ class StepPlan(Plan):
                 yield partial(self.effects.store, self.present)
 
     def adopts(self) -> Iterator[Instruction]:
-        """Bring in the gradients of earlier steps to which this one adds its own."""
+        """Yield what loads the gradients of earlier steps, to which this one adds its own."""
         if self.adds:
             yield self.gradients.load
         if self.outside.parameters:
@@ -207,28 +207,28 @@ class StepPlan(Plan):
 
     @property
     def conditions(self) -> CaptureKey:
-        """What it was captured under."""
+        """The conditions of its capture."""
         return conditions_of(self.key)
 
     def fits(self, call: tuple[Any, ...]) -> bool:
-        """Whether batch and fit are what it was captured from; if so it is ready for a replay."""
+        """Whether the call and its conditions are those of the capture; it is then ready."""
         if not self.holds():
             return False
         tensors = self.call.match(call[:1], {})
         return tensors is not None and self.take(tensors)
 
     def cancel(self) -> None:
-        """Put the generators of the host back to where they were before: there is no replay."""
+        """Put the generators of the host back to where they were: there is no replay."""
         if self.host is not None:
             self.host.restore()
 
     @property
     def loose(self) -> dict[str, Tensor]:
-        """What it writes next to parameters and buffers now, by name."""
+        """Tensors that it now writes next to parameters and buffers, by name."""
         return {**self.written, **self.effects.written}
 
     def hand_out(self, *, copies: bool = True) -> Any:
-        """After the launch of "forward": set attributes, log, and return what the step returns."""
+        """Set attributes, log, and return what the step returns; "forward" was launched before."""
         present = self.present
         present.copies = copies
         self.emit("forward")
@@ -248,7 +248,7 @@ class StepPlan(Plan):
             self.asked.hand_out(batch, self.present.owing)
 
     def attach(self, *, bound: bool = False) -> None:
-        """Make ``.grad`` of everything what it is after the backward pass."""
+        """Let every ``.grad`` be what it is after the backward pass."""
         gradients = self.gradients
         if not bound or gradients.copied:
             gradients.bind(zeroed=not self.adds)
@@ -258,10 +258,10 @@ class StepPlan(Plan):
         if self.outside.parameters:
             self.outside.bind()
         if self.present.owing:
-            self._settle()
+            self._give_gradients()
 
     @torch.no_grad()
-    def _settle(self) -> None:
+    def _give_gradients(self) -> None:
         """Let tensors that were handed out have their gradients."""
         owing = self.present.owing
         copies = clone_all([gradient for _, gradient in owing])

@@ -76,7 +76,7 @@ from lightning_graphs.watch.tracers import (
     refuse_tracers,
 )
 
-# ------------------ Runs what a training step computes, as a capture records and a verification re
+# ------------------ The body of a step
 
 _UNSCALES_ITSELF = "_step_supports_amp_scaling"
 """The attribute by which torch's GradScaler and Lightning know an optimizer that was made fused: it
@@ -102,9 +102,9 @@ class StepBody:
         recorder: Recorder,
         places: StepState,
         generators: Generators,
-        listed: Callable[[Sequence[str]], str] = ", ".join,  # tells the author's line of names, too
+        listed: Callable[[Sequence[str]], str] = ", ".join,  # adds the user's line to names
     ) -> Iterator[None]:
-        """What is around a step that is captured, or compared with its graphs."""
+        """Set up what surrounds a step that is captured, or compared with its graphs."""
         with (
             places.changes_undone(generators, listed),
             self.context.watch.around_step(),
@@ -120,11 +120,11 @@ class StepBody:
         phase: Phase,
         recorder: Recorder,
         *,
-        # Called with the name of the next part, where somebody looks in between
+        # Called with the name of the next part, if hooks run in between
         cut: Callable[[str], None] = lambda _: None,
         keep: Callable[[], None] = lambda: None,  # called after the backward pass
     ) -> OutputPlan:
-        """Forward, loss, backward, clipping, update; the gradients are set up by the caller."""
+        """Run forward, loss, backward, clipping, update; the caller sets up the gradients."""
         output, loss = self.forward(arguments, recorder)
         loss = loss / phase.window
         if phase.zeroing and not self.observers.own_zero_grad:
@@ -138,7 +138,7 @@ class StepBody:
         return output
 
     def forward(self, arguments: tuple[Any, ...], recorder: Recorder) -> tuple[OutputPlan, Tensor]:
-        """What the step returns, and the loss in it."""
+        """Run the step's own code; return what it returns, and the loss in it."""
         returned = self.client.run(*arguments)
         try:
             refuse_tracers(returned)
@@ -168,7 +168,7 @@ class StepBody:
 
     @calls_observed
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
-        """Unscaling and clipping of the gradients, and the optimizer step; see :meth:`run`."""
+        """Unscale and clip the gradients, and take the optimizer step; see :meth:`run`."""
         if self._scaler is not None and not getattr(self.optimizer, _UNSCALES_ITSELF, False):
             if self.observers.before_step:
                 cut("unscale")
@@ -190,27 +190,25 @@ class StepBody:
         scaler.update()
 
     def scaling(self) -> dict[str, Any]:
-        """What the scaler knows of a step that is under way; nothing where there is none.
+        """Return the scaler's state in a step that is under way; nothing without a scaler.
 
-        A capture asks first, and fails where torch does not tell.
+        A capture calls it first, and fails if torch does not show that state.
         """
         scaler = self._scaler
         return {} if scaler is None else dict(scaling_states(scaler)[id(self.optimizer)])
 
     def step_eagerly(self, scaling: dict[str, Any]) -> None:
-        """Take the optimizer step from where :meth:`scaling` was asked, on what hooks left."""
+        """Take the optimizer step, after hooks, from the state that :meth:`scaling` returned."""
         if self._scaler is not None:
             scaling_states(self._scaler)[id(self.optimizer)] = dict(scaling)
         self._step()
 
 
-# ------------------ Captures a whole training step: forward, loss, backward, clipping, optimizer s
-
-# ------------------ The graphs that the capture of one step makes
+# ------------------ Graphs of one step
 
 
 class Segments:
-    """The graphs of one step: one, or more where the capture was cut."""
+    """The graphs of one step: one, or more if the capture was cut."""
 
     def __init__(self, pool: GraphPool, reads: AttributeGuards) -> None:
         self._pool = pool
@@ -246,7 +244,7 @@ class Segments:
             self._pool.release(self.graphs.popitem()[1])
 
 
-# ------------------ Captures a whole training step: forward, loss, backward, clipping, optimizer s
+# ------------------ Capture of a step
 
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 
@@ -287,7 +285,7 @@ class StepCapture(StepBody):
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._old_gradients: AbstractContextManager[None] = nullcontext()
-        self._in_optimizer: NumberPlaces = ()  # stand-ins for its numbers, and where they belong
+        self._in_optimizer: NumberPlaces = ()  # tracers of its numbers, and where they belong
 
     @calls_observed
     def capture(
@@ -295,15 +293,15 @@ class StepCapture(StepBody):
         arguments: Sequence[Any],  # of the step, the batch first
         tensors: Sequence[Tensor],  # the tensor leaves of the batch, in the order of the signature
         signature: Signature,  # of ``(batch,)``, under the conditions of the step
-        watch: ReplayGuards,  # tells what it depends on next to its batch
+        watch: ReplayGuards,  # reads what it depends on next to its batch
     ) -> StepPlan | None:
         """Capture the step of this batch; nothing executes.
 
-        Libraries are not told that it is captured: they take the way of eager steps. Where that is
-        refused, it is captured once more with what it computes on the host recorded, and after that
-        both ways with libraries that are told. The way that succeeds is the first one of the next
-        capture. Where none does, all is as before, but for a gradient reducer that waits for
-        the rest of a backward pass. None: it could be captured, but costs more than it saves.
+        The capture is hidden from libraries, which do what they do in eager steps. If that is
+        refused, it is repeated with a record of what the step computes on the host, and after that
+        both ways without hiding it. The way that succeeds is the first one of the next capture. If
+        none does, all is as before, but for a gradient reducer that waits for the rest of a
+        backward pass. None: it could be captured, but costs more than it saves.
         """
         unread = UnreadValues(signature, definition_of(self.client.function))
         if self._units is not None and self.observers.before_backward:
@@ -339,7 +337,7 @@ class StepCapture(StepBody):
             return outcome
 
     def _outcome_of(self, error: CaptureError, unread: UnreadValues, *, compiled: bool) -> Outcome:
-        """What a failed attempt comes to; whatever it shows of the step is learned."""
+        """Judge a failed attempt, and learn what it shows of the step."""
         learned, raised = self._learned, isinstance(error, RaisedInCapture)
         waits = self.client.waits_for_gradients()
         # C code says of a tracer that it is no list
@@ -387,8 +385,8 @@ class StepCapture(StepBody):
     def _learns(self) -> bool:
         """Whether there are new places to store in, or calls to follow.
 
-        Conversions to bare numbers are followed where the author's code, or a package's, has asked
-        for them, functions that draw where something that they drew was refused.
+        Conversions to bare numbers are followed if user code, or a package's, has asked for them;
+        functions that draw are followed if a use of what they drew was refused.
         """
         places = self._learned.places
         if places.learn(places.found):
@@ -403,7 +401,7 @@ class StepCapture(StepBody):
 
     @contextlib.contextmanager
     def _passes_counted(self, *, adds: bool) -> Iterator[None]:
-        """Capture anew where each of several backward passes adds to gradients by itself."""
+        """Capture again if each of several backward passes adds to gradients by itself."""
         passes = itertools.count(1)
 
         def begun(*_: object) -> None:
@@ -424,7 +422,7 @@ class StepCapture(StepBody):
         return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
 
     def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> HostTracer | None:
-        """Be ready to follow what the coming capture computes on the host."""
+        """Prepare to trace what the coming capture computes on the host."""
         self._recording, self._clocks = None, Readings()
         device = self.module.device
         if self._learned.has_host_half and not self.context.compiled.runs:
@@ -444,7 +442,7 @@ class StepCapture(StepBody):
             )
 
     def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
-        """Where the gradients of the coming capture go, and who sums them over ranks."""
+        """Choose where gradients of the coming capture go, and what sums them over ranks."""
         ddp = self.client.ddp
         trained = [p for p in self.module.parameters() if p.requires_grad]
         targets = GradientTargets(
@@ -554,7 +552,7 @@ class StepCapture(StepBody):
         )
 
     def was_in_a_branch(self) -> bool:
-        """Whether the first refusal may hold only where numbers of the trainer are these."""
+        """Whether the first refusal may hold only for the present numbers of the trainer."""
         first = not self._has_branched
         self._numbers.note_guards()
         self._has_branched |= self._numbers.has_guards

@@ -51,23 +51,23 @@ class StepFacts:
 
     device: torch.device  # of the module
     environment: Callable[[Sequence[nn.Module]], Environment]  # made for captures of these modules
-    # Graphs write the gradients of parameters themselves. Autograd is asked for those of some
-    # parameters only, or is told of each, where this is False.
+    # Graphs write the gradients of parameters themselves. False: a backward pass may be for some
+    # parameters only, or a reducer has hooks on each.
     direct: bool
     adds: bool  # gradients of earlier steps may be added to
-    again: CallSite  # where a step may go through a graph twice, and what for; empty if nowhere
+    again: CallSite  # a line at which a step may go through a graph twice; empty if there is none
     repeats: bool  # such a step can be run once more
     may_be_whole: bool  # whole steps can be captured, and were not tried
 
 
 @dataclass(slots=True)
 class Observed:
-    """A step that is observed, or was, and is captured once its values are those of then."""
+    """An observed step, which is captured when the values that it had come back."""
 
     kind: StepKind
     values: Hashable  # of attributes that earlier captures of such steps have read
     observer: StepObserver  # sees its calls, and keeps their arguments
-    dispatchers: list[ForwardDispatcher]  # stand in place of what it sees calls of
+    dispatchers: list[ForwardDispatcher]  # of the modules whose calls it sees
     waits: int = FEW  # how many steps with other values may come before
 
 
@@ -105,14 +105,14 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._life = Lifecycle[StepCall, CapturedStep](self, context, verifier, itemgetter(0))
         self._plans = self._life.cache
         self._last: CapturedStep | None = None
-        self._forgotten = 0  # how often all graphs were
+        self._forgotten = 0  # how often all graphs were dropped
         self._observed: Observed | None = None
         self._missed = 0  # steps with a call that found no graph
         self._idle = 0  # steps in a row that called no graphed module
         context.messages.scope_changed()
         self._may_be_whole = facts.may_be_whole
         self._looks_at_shapes = looks_at_shapes and not context.compiled.runs
-        # What may leave too little memory for a step that was not replayed yet; or empty.
+        # What takes memory that a step may need which was not replayed yet; or empty.
         self.memory_risk = ""
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         if state.astray:
             self._stop_aliasing("a graphed module is given other tensors, which are copied now")
         elif self._last is not None and self._last.is_kept:
-            # Any replay over the same memory may overwrite it.
+            # Any replay over this memory may overwrite it.
             self._stop_aliasing("an output of a graphed module is kept, and is copied now")
         if self._observed is not None:
             self._look_back(self._observed)
@@ -170,7 +170,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             self._forget("steps run that call no graphed module")
 
     def begin_again(self, error: ReplayError) -> None:
-        """Begin a step anew that graphs could not serve: eagerly, and observed."""
+        """Begin a step again that graphs could not serve: eagerly, and observed."""
         assert self._last is not None
         kind, self.insured = self._last.kind, PATIENCE
         add_line(error, "see", self._again)  # where a backward pass of Lightning's was refused
@@ -191,7 +191,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             dispatcher.uninstall()
 
     def watching(self, loss: Any = None) -> AbstractContextManager[None]:
-        """See what the body does, a part of a step or its backward pass, where that counts."""
+        """Watch the body, a part of a step or its backward pass, as far as that is needed."""
         direct, observed = self._watches_requests, self._observed
         requests = _requests_watched(self._asked) if direct else nullcontext()
         if observed is None or observed.observer.is_over:
@@ -203,7 +203,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self, observed: Observed, loss: Any, requests: AbstractContextManager[None]
     ) -> Iterator[None]:
         observed.observer.look_behind(loss)
-        # Where a backward pass is inside of the step's own code, they are there already.
+        # If a backward pass is inside of the step's own code, they are there already.
         dispatchers = [d for d in observed.dispatchers if not d.is_installed]
         for dispatcher in dispatchers:
             dispatcher.install()
@@ -223,7 +223,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._forget(reason)
 
     def _step_for(self, call: StepCall) -> CapturedStep | None:
-        """The graphs for this step; None to run it eagerly, observed where it is worth graphs."""
+        """Find the graphs of this step; None: it runs eagerly, observed if it is worth graphs."""
         before = self._forgotten
         step = self._life.plan_for(call)
         if step is not None and any(step.hook_tables):
@@ -243,14 +243,14 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         return before.change(kind) or list(dict.fromkeys(moved))
 
     def _read(self, kind: StepKind) -> Hashable:
-        """Attributes that steps of this kind have read: one that moves on is not worth a graph."""
+        """Read what captures of this kind have read: a value that keeps changing is no key."""
         return frozenset(item for step in self._plans_of(kind) for item in step.guards.reads.now())
 
     def _plans_of(self, kind: StepKind) -> list[CapturedStep]:
         return [step for step in self._plans.plans() if step.kind == kind]
 
     def _asked(self, inputs: Sequence[Any]) -> None:
-        """A backward pass is started for these tensors only: autograd knows of all from now on."""
+        """Let autograd hand out all gradients: a backward pass is for these tensors only."""
         self._config = replace(self._config, direct=False)
         if self.state.replays and self._last is not None:
             self._last.refuse_requests(inputs)
@@ -328,7 +328,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         return False
 
     def capture(self, call: StepCall, key: Any) -> CapturedStep | None:
-        """Capture the calls that were observed, or what those call that are refused."""
+        """Capture the observed calls; a refused one is replaced by the calls that it makes."""
         kind, calls, observation = key[0], call.calls, call.observation
         assert observation is not None
         options, messages = self._context.options, self._context.messages
@@ -388,7 +388,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._last = plan
 
     def compare(self, plan: CapturedStep, call: StepCall) -> bool:
-        """Verify graphs that were right: where they compute something else, they are dropped."""
+        """Verify graphs that were right before; drop those that compute something else."""
         if plan.uses == 0:
             return True  # each of its calls was verified within the capture
         self._gradients.has_external_references()

@@ -1,4 +1,4 @@
-"""Captures and replays the optimizer step by itself, where submodules are graphs."""
+"""Captures and replays the optimizer step by itself, when submodules are graphs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self, context: TrainingContext, gradients: PersistentGradients, verifier: Verifier
     ) -> None:
         self.optimizer: Optimizer = context.watch.optimizers[0]
-        # The last step had no graph before it: no other step has run beside its memory.
+        # The last step had no graph before it: no other step has run next to its memory.
         self.is_new = False
         self.capturable: CapturableOptimizer | None = None
         self._context = context
@@ -79,7 +79,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
             self._rebind("the optimizer was replaced")
 
     def step(self) -> bool:
-        """Take the step on the gradients that there are, with the hooks before it."""
+        """Take the step on the present gradients, with the hooks before it."""
         if self.capturable is None or self._churn.obstacle:
             return False
         hooked = bool(self._observers.before_step)
@@ -139,7 +139,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         return Plan(
             key=key,
             parts={
-                # It unscales and clips them where no hook looks in between, and takes the step.
+                # It unscales and clips them if no hook runs in between, and takes the step.
                 "step": Part(
                     (capturable.refreshing, partial(self._gradients.bring_in, gradients)),
                     captured,
@@ -166,7 +166,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self._pool.release(plan.parts["step"].graph)
 
     def enter(self, plan: Plan, call: Hashable) -> None:
-        """Note that no eager step has run beside its memory."""
+        """Note that no eager step has run next to its memory."""
         self.is_new = True
 
     # ------------------------------------------------------------------ rebinding

@@ -59,7 +59,7 @@ class Verification(StepBody):
         return RegionState.of_step(*parts, written=written, unseen=unseen, others=others)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
-        """With rates on the device: kernels round others otherwise."""
+        """Run with rates on the device: kernels round those of the host in another way."""
         rates = None if self.capturable is None else self.capturable.live_rates()
         with rates_exchanged(self.context.watch.schedulers, self.optimizer, rates):
             super().update(cut)
@@ -108,7 +108,7 @@ class Verification(StepBody):
         if plan.clocks is not None:
             clocks = plan.clocks.repeated(self.context.watch.own)
         with (
-            # But for the stand-ins of a capture: here every value is real
+            # But for the tracers of a capture: here every value is real
             self.surrounded(recorder, self._places, generators),
             memory,
             gradients,
@@ -123,7 +123,7 @@ class Verification(StepBody):
     def _replayed(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
     ) -> list[Result]:
-        """Replay the step; the results of :meth:`_eager`, under their names."""
+        """Replay the step; return results under the names that :meth:`_eager` gives them."""
         plan.take(batch)
         for refresh in plan.refreshes:
             refresh()
@@ -137,7 +137,7 @@ class Verification(StepBody):
         return _returned(plan.outputs.hand_out()) + stored
 
     def check_update(self, replay: Callable[[], None]) -> None:
-        """Verify a captured optimizer step on the gradients that there are."""
+        """Verify a captured optimizer step on the present gradients."""
         held = list(iter_objects(self.module))
         parts = PythonSnapshot(held), Generators(held, self.module.device), self._random()
         written = self._verifier.written["update"]
@@ -149,7 +149,7 @@ _LOSSES = ("output", "output['loss']", 'output["loss"]')
 
 
 def _returned(value: Any) -> list[Result]:
-    """What a step has returned."""
+    """List what a step has returned."""
     return [
         replace(output, name="the loss") if output.name in _LOSSES else output
         for output in results_in(value, "output")
@@ -166,8 +166,8 @@ class CallDiffers(CallRefused, VerificationError):
 class CallChecks:
     """Runs captured calls both ways from one state.
 
-    For each call the module's own forward and its backward run on arguments that the call has had,
-    and then its graphs, with the same random gradients of the outputs. Outputs, buffers and all
+    For each call the module's own forward and backward run on arguments of the observed call, and
+    then its graphs, both with one set of random gradients of the outputs. Outputs, buffers and all
     gradients are compared. Hooks on parameters do not run.
     """
 
@@ -224,7 +224,7 @@ class _CallRun:
         )
 
     def _differentiable(self, root: nn.Module) -> dict[Tensor, str]:
-        """The parameters that the call gives a gradient, those outside of the module among them."""
+        """Name the parameters that the call gives a gradient, also those outside of the module."""
         call, backward = self._graphed_call.call, self._backward
         found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
         if backward is not None:

@@ -28,7 +28,7 @@ from lightning_graphs.values.snapshot import (
     fingerprints_of,
 )
 
-# ------------------ Decides by how much a replay may differ from an eager step
+# ------------------ Tolerances
 
 _OF_NOISE = 4.0
 """How many times the difference of two eager runs a replay may differ. Both are draws from one
@@ -42,7 +42,7 @@ _OF_GRADIENTS = 2.0**-4
 """How large the terms of one gradient may be that cancel, relative to all gradients together."""
 
 _OF_UPDATE = 0.5
-"""Which part of an update may differ where the gradient before it already differed by rounding.
+"""Which part of an update may differ if the gradient before it already differed by rounding.
 A step that was left out, or taken twice, is off by a whole one."""
 
 _MOSTLY_ROUNDING = 2.0**-4
@@ -59,14 +59,14 @@ many terms may be ordered otherwise, and one unit of the short formats, whose pr
 up in float32."""
 
 _TF32 = 2.0**-10
-"""Relative rounding of float32 on a GPU, where kernels may round factors to TF32's 10 bits."""
+"""Relative rounding of float32 on a GPU, whose kernels may round factors to TF32's 10 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How far two tensors are apart."""
 
-    # The Euclidean norm of the difference; infinite where one of them alone is not finite
+    # The Euclidean norm of the difference; infinite if one of them alone is not finite
     norm: float
     largest: float  # the largest difference of two elements
 
@@ -75,7 +75,7 @@ NONE = Difference(0.0, 0.0)
 
 
 def difference(a: Tensor, b: Tensor) -> Difference:
-    """How far two tensors are apart; pairs of equal elements, NaN included, are not."""
+    """Measure how far two tensors are apart; equal elements, NaN included, are not."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return Difference(math.inf, math.inf)
     if a.numel() == 0:
@@ -87,14 +87,14 @@ def difference(a: Tensor, b: Tensor) -> Difference:
 
 
 def size(tensor: Tensor) -> float:
-    """The Euclidean norm of the finite elements."""
+    """Return the Euclidean norm of the finite elements."""
     if tensor.numel() == 0:
         return 0.0
     return float(torch.linalg.vector_norm(_wide(tensor).nan_to_num(0.0, 0.0, 0.0)))
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Values in which differences neither overflow nor vanish."""
+    """Convert to values in which differences neither overflow nor vanish."""
     dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
     if dense.is_complex():
         dense = torch.view_as_real(dense.resolve_conj())
@@ -129,12 +129,12 @@ class Tolerance:
         self._least = _ROUNDING[arithmetic] if arithmetic is not None else 0.0
 
     def allowed(self, eager: Tensor, noise: float, gradients: float = 0.0) -> float:
-        """The norm by which a replay may differ."""
+        """Return the norm by which a replay may differ."""
         rounding = self._rounding(eager.dtype) * (size(eager) + _OF_GRADIENTS * gradients)
         return _OF_NOISE * min(noise, _NOISE_IN_ROUNDINGS * rounding) + rounding
 
     def allowed_of_update(self, eager: Tensor, noise: float, update: float) -> float:
-        """The norm by which a result of a gradient may differ that was not bit-equal."""
+        """Return the norm by which a result may differ whose gradient was not bit-equal."""
         return _OF_NOISE * noise + self._rounding(eager.dtype) * size(eager) + _OF_UPDATE * update
 
     def is_rounding(self, gradient: Tensor, apart: Difference) -> bool:
@@ -152,7 +152,7 @@ class Tolerance:
         return max(own, self._least)
 
 
-# ------------------ Runs a region both ways from one state, and compares
+# ------------------ Comparisons
 
 _Result = TypeVar("_Result")
 _RULE = "A replay must compute what the eager step computes, to the bit or within its rounding."
@@ -163,7 +163,7 @@ _REMEDY = (
 
 
 class Ranks(Protocol):
-    """Lets all ranks do the same with a call."""
+    """Makes all ranks treat a call alike."""
 
     are_one: bool
     whole_steps_only: bool  # parameters are sharded, and filled again in each step
@@ -244,17 +244,17 @@ class Comparison:
     parts: Sequence[Part] = ()  # what else is put back, as it is now
     written: WrittenMemory | None = None  # what both write outside of that state
     spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
-    beside: int = 0  # bytes that copies of the state leave to the eager run
+    beside: int = 0  # bytes that the eager run takes next to copies of the state
 
 
 class Listener(Protocol):
-    """Counts comparisons, and tells the user of those that found no memory."""
+    """Counts comparisons, and reports those that found no memory."""
 
     def compared(self) -> None:
         """Count a comparison."""
 
     def unverified(self, what: str, reason: str) -> None:
-        """Tell the user what was not verified, and why."""
+        """Warn that something was not verified, and why."""
 
 
 class Verifier:
@@ -262,7 +262,7 @@ class Verifier:
 
     The first time, an eager run before all others shows what memory is written, and is undone. The
     eager run that is compared leaves a fingerprint of every result. Where the bits of a replay
-    from the same state differ, the region runs eagerly twice more and replays once more, now with
+    from that state differ, the region runs eagerly twice more and replays once more, now with
     copies of what differs, and the :class:`~differences.Tolerance` is asked.
     Afterwards everything is as before. Hooks do not run, logs and metrics are not updated. What the
     region does to the world outside of module, optimizer and generators (a file that it writes) it
@@ -329,7 +329,7 @@ class Verifier:
         return ways.state.take(lambda n: self.budget.room_for(n, ways.beside), *ways.parts)
 
     def _run(self, ways: Comparison, way: Callable[[], list[Result] | None]) -> list[Result]:
-        """Run it one way on all ranks; what it computed, and its state after it."""
+        """Run it one way on all ranks; return what it computed, and its state after it."""
         return self.ranks.all_or_none(lambda: (way() or []) + ways.state.results(), exchanges=True)
 
     def _require(self, ways: Comparison, state: Snapshot, tolerance: Tolerance) -> None:

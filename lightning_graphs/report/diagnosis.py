@@ -30,8 +30,8 @@ class Finding:
     Attributes:
         kind: What it is, in a word that programs can rely on, such as ``"host-read"``.
         operator: The operator, function, attribute, hook or option.
-        file: The user's file; empty where no line is to blame.
-        line: Line number, from 1; 0 likewise.
+        file: The user's file; empty if no line is to blame.
+        line: Line number, from 1; 0 if no line is to blame.
         function: The function the line is in.
         source: The line.
         count: How often it was met in the observed steps.
@@ -60,7 +60,7 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """``file.py:12 in forward: the line``; empty where no line is to blame."""
+        """``file.py:12 in forward: the line``; empty if no line is to blame."""
         if not self.file:
             return ""
         inside = self.file.startswith(os.path.join(os.getcwd(), ""))
@@ -108,7 +108,7 @@ class Diagnosis:
         observed: str = "",
         effect: Effect = "eager step",
     ) -> None:
-        """Note an obstacle, or count it once more where line and effect are known already."""
+        """Note an obstacle, or count it once more if line and effect are known already."""
         site = site if site is not None and site.line else CallSite("", 0, "")
         for known in self.at(site):
             if (known.kind, known.operator, known.effect) == (obstacle.kind, operator, effect):
@@ -121,7 +121,7 @@ class Diagnosis:
         self.findings.append(Finding(*row))
 
     def at(self, site: CallSite) -> list[Finding]:
-        """What is known of a line."""
+        """List what was found at a line."""
         return [f for f in self.findings if (f.file, f.line) == (site.file, site.line)]
 
     def to_dict(self) -> dict[str, Any]:

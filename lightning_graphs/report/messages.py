@@ -21,7 +21,7 @@ from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.private.torch import PoolHandle
 from lightning_graphs.report import GraphRecord, Report, StepTime
 
-# ------------------ Counts what happens to the steps of a fit
+# ------------------ Statistics of a fit
 
 
 @dataclass(slots=True)
@@ -57,15 +57,14 @@ class Statistics(Report):
     comparisons: int = 0  # of graphs with eager runs
     # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
-    waiting: str = ""  # why the last eager step was not captured, where none was refused
+    waiting: str = ""  # why the last eager step was not captured, if none was refused
     step_times: StepTimes = field(default_factory=StepTimes)  # how long steps take
     _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
     _uncounted: dict[CUDAGraph, Sequence[CUDAGraph]] = field(default_factory=dict)
 
     def captured(
         self,
-        # The signature in words: what is captured again under the same words continues their
-        # record
+        # The signature in words, by which another capture of it finds this record
         signature: str,
         graphs: Sequence[CUDAGraph],
         cost: CaptureCost,
@@ -89,7 +88,7 @@ class Statistics(Report):
         return record
 
     def _count_nodes(self, first: CUDAGraph) -> None:
-        """Count them when somebody asks: that takes as long as a tenth of a capture."""
+        """Count nodes when a report is made: that takes as long as a tenth of a capture."""
         counts = [graph.node_counts() for graph in self._uncounted.pop(first, ())]
         if counts and all(counts):
             record = self._alive[first]
@@ -111,7 +110,7 @@ class Statistics(Report):
         if not self.times_mean_something:
             values["times"] = []
         lists = {name: v for name, v in values.items() if isinstance(v, list)}
-        return Report(**values | {name: tuple(map(copy, held)) for name, held in lists.items()})
+        return Report(**values | {name: tuple(map(copy, rows)) for name, rows in lists.items()})
 
 
 @contextmanager
@@ -127,9 +126,9 @@ def capture_cost(backend: Backend) -> Iterator[CaptureCost]:
 
 
 def _pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
-    """Bytes that torch's allocator holds for each memory pool; empty without a GPU.
+    """Count the bytes that torch's allocator holds for each pool; empty without a GPU.
 
-    All are listed: a pool is asked for by its handle only at one's peril (see ``liveness``).
+    All are listed: to ask for a pool by its handle is not safe (see ``liveness``).
     """
     sizes: dict[PoolHandle, int] = {}
     if backend.name == "cuda":
@@ -139,12 +138,12 @@ def _pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
     return sizes
 
 
-# ------------------ Tells the user of captures, and of steps that run eagerly: once for each reaso
+# ------------------ Messages to the user
 
 FEW = 8
-"""What came so often is no chance: captures in vain, batches that are all new."""
+"""So many are no coincidence: captures in vain, batches that are all new."""
 PATIENCE = 32
-"""So many eager steps in a row are waited for something before it is said, or given up."""
+"""After so many eager steps in a row, a wait is given up, or its reason is said."""
 TOO_RARE = "no batch signature came back often enough"
 NOT_TIMED = "no eager step was timed yet"
 _LOG = logging.getLogger("lightning_graphs")
@@ -163,7 +162,7 @@ _LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in col
 
 
 class Messages:
-    """What the user is told in one fit.
+    """What is said to the user in one fit.
 
     Args:
         statistics: The report as it grows, which has all that is said.
@@ -193,7 +192,7 @@ class Messages:
     def note(self, reason: str, error: GraphError | None = None, *, after: str = "") -> None:
         """Warn, once for each reason, that something runs eagerly.
 
-        It takes the place of what was said of the same error in the words of ``after``.
+        It replaces what was said of this error in the words of ``after``.
         """
         full = reason if error is None else f"{reason}: {error.full}"
         if full in self._statistics.fallbacks:
@@ -267,7 +266,7 @@ class Messages:
         self._statistics.waiting = ""
 
     def scope_changed(self) -> None:
-        """Begin anew with eager steps in a row: they wait for graphs of submodules now."""
+        """Count eager steps in a row from 0: they wait for graphs of submodules now."""
         self._before, self._is_said = None, False
         self._in_a_row = self._new_in_a_row = 0
 
@@ -281,7 +280,7 @@ class Messages:
         at_once: bool = False,  # do not wait for more of them
         say: bool = True,  # False: the caller says it
     ) -> bool:
-        """Count an eager step; when they go on and on, say once in a fit why they are."""
+        """Count an eager step; after many in a row, say once in a fit why they are eager."""
         self._in_a_row += 1
         self._new_in_a_row = self._new_in_a_row + 1 if is_new else 0
         before, self._before = self._before, step
@@ -302,14 +301,14 @@ class Messages:
 
 
 def listed(lines: Sequence[str]) -> str:
-    """The lines as one text, and no more of them than anybody reads."""
+    """Join the first few lines to one text, and count the others."""
     shown = [shorten(line, _LONGEST, placeholder=" ...") for line in lines[:_LINES]]
     further = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
     return "; ".join(shown + further)
 
 
 def _patterns(names: Sequence[str]) -> Iterator[str]:
-    """Names that differ by numbers only as one, with their number."""
+    """Yield names; those that differ by numbers only are one pattern, with their count."""
     alike: dict[str, list[list[str]]] = {}
     for name in names:
         alike.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name.split("."))

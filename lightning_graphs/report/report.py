@@ -24,15 +24,15 @@ class GraphRecord:
         scope: ``"step"``, or ``"module encoder.layers.0"``.
         parts: Its graphs: more than one where hooks look in between, for the backward pass of a
             module, and for several calls of it in a step.
-        nodes: Nodes of all parts; None where they cannot be counted.
-        kernels: Kernel launches among them; likewise.
+        nodes: Nodes of all parts; None if they cannot be counted.
+        kernels: Kernel launches among them; None if they cannot be counted.
         captures: How often it was captured; more than once after a release or a recapture.
         capture_ms: Time of the last capture, in milliseconds.
         pool_mib: Memory that the last capture added to the pool of graphs, in MiB; None without a
             GPU.
         replays: Replays of it: steps, or calls of a module.
         eager_ms: Median time of an eager step of this signature; None if none was timed.
-        replay_ms: Median time of a replayed step; likewise.
+        replay_ms: Median time of a replayed step; None if none was timed.
     """
 
     signature: str
@@ -115,7 +115,7 @@ class Report:
 
     @property
     def speed_up(self) -> float | None:
-        """That of the busiest record; None where it is unknown, and for a rehearsal."""
+        """The speed-up of the busiest record; None if it is unknown, and for a rehearsal."""
         busiest = self.busiest
         return busiest.speed_up if busiest and self.times_mean_something else None
 
@@ -145,7 +145,7 @@ class Report:
         return {f"graphs/{name}": float(v) for name, v in found.items() if v is not None}
 
     def to_json(self) -> str:
-        """The report as JSON text, for other programs: an object with the fields as its keys."""
+        """Return the report as JSON text, for other programs: an object keyed by its fields."""
         found = self.diagnosis and self.diagnosis.to_dict()
         return json.dumps({"version": 1, **asdict(self), "diagnosis": found}, indent=1)
 
@@ -203,7 +203,7 @@ _SUMMARY = {
 
 
 def _notes(report: Report) -> list[str]:
-    """What is said below the table, a sentence each, reasons indented below theirs."""
+    """Write what is said below the table, a sentence each, reasons indented below theirs."""
     steps = "step" if report.replayed == 1 else "steps"
     said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
     if not report.times_mean_something:
@@ -223,7 +223,7 @@ def _notes(report: Report) -> list[str]:
 
 
 def summary_line(report: Report) -> str:
-    """The report in one line: number, size and cost of the graphs, and what they gain."""
+    """Give the report in one line: number, size and cost of the graphs, and what they gain."""
     figures = report.metrics()
     parts = [f"{len(report.graphs)} graph{'s' * (len(report.graphs) != 1)}"]
     parts += [text.format(figures[name]) for name, text in _SUMMARY.items() if figures.get(name)]
@@ -236,7 +236,7 @@ def summary_line(report: Report) -> str:
 
 
 def render(report: Report) -> str:
-    """The table, with a dash for the unknown, and what is to be said below it."""
+    """Write the table, with a dash for the unknown, and what is to be said below it."""
     numbers = (*_SIZES, *_TIMES) if report.times_mean_something else _SIZES
     table = [["signature", "scope", *(title for title, *_ in numbers)]]
     for record in report.graphs[:_ROWS]:
