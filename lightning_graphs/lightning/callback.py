@@ -183,7 +183,7 @@ class GraphCapture(Callback):
             the end of the fit.
         diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
             and a list names everything that stands in the way of a capture, with the line and
-            the remedy. It is kept as ``report.diagnosis``.
+            the remedy. It is ``report.diagnosis``.
 
     Raises:
         OptionError: an option has an impossible value.

@@ -140,32 +140,32 @@ _Result = TypeVar("_Result")
 
 
 class PartedError(Exception):
-    """Some ranks have failed where others wait for them: no refusal, after which steps go on."""
+    """Some ranks have failed that others wait for: it ends the fit, as a refusal does not."""
 
     def __init__(self, rule: str, observed: str, remedy: str) -> None:
         super().__init__(str(GraphError(rule, observed, remedy)))
 
 
 class Ranks:
-    """Agreements between the ranks of one fit; with one rank they cost nothing.
+    """Decisions that the ranks of one fit make together; with one rank they cost nothing.
 
     Every rank calls the same methods in the same order.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.are_one = trainer.world_size == 1  # there is one rank only
-        # Called with the reason where one of the ranks :meth:`leave`
+        self.are_one = trainer.world_size == 1  # there is one rank, or each decides alone
+        # Called with the reason when a rank calls :meth:`leave`
         self.on_leave: Callable[[str], None] = lambda _: None
         self._trainer = trainer
         self.numbers = itertools.count(CAPTURE + 1)  # of plans that all ranks capture together
-        # What reduces gradients over ranks; None if nothing does
+        # DDP's wrapper, which reduces gradients; None without DDP
         self.ddp = wrapper_of(trainer)
         # Submodules cannot be captured
         self.whole_steps_only = sharded = is_model_parallel(trainer)
-        # What FSDP2 gathers and reduces; None if it does nothing
+        # The modules whose parameters FSDP2 gathers; None without FSDP2
         self.units = (sharded and FsdpModules(trainer.lightning_module)) or None
         self.ready = False  # steps may be captured; see :meth:`are_ready`
-        self._reason = self.lost = ""  # why no graph is right any longer; empty as long as they are
+        self._reason = self.lost = ""  # why graphs are wrong from now on; empty if they are right
         self._sigterm = Sigterm()
         self._open = contextlib.ExitStack()
         self._group: Any = None
@@ -175,13 +175,13 @@ class Ranks:
             self._open.enter_context(sigterm_agreed(trainer, self._sigterm))
 
     def close(self) -> None:
-        """Agree on nothing any more, as if there were one rank; may be called again."""
+        """Decide alone from now on, as with one rank; may be called again."""
         self._group = self.ddp = None
         self.are_one = True
         self._open.close()
 
     def are_ready(self) -> bool:
-        """Whether steps may be captured: the gradient reducer, if any, takes no times any more."""
+        """Tell whether steps may be captured: DDP's reducer, if any, must have ended its timing."""
         if not self.ready:
             self.ready = self.ddp is None or reducer_is_warm(self.ddp)
             if self.ready and self.ddp is not None:
@@ -189,10 +189,10 @@ class Ranks:
         return self.ready
 
     def agree(self, choice: int, wish: bool) -> tuple[int, bool]:
-        """What all ranks do with the coming step.
+        """Decide with all ranks what to do with the coming step, and whether all wish it.
 
-        It is what all chose. Where some have lost a graph that others have, all capture; where
-        ranks would replay different graphs, because their batches differ, the step is eager.
+        It is what all have chosen. If some lack a graph that others have, all capture. If ranks
+        would replay different graphs, because their batches differ, the step is eager.
         """
         if self._group is None:
             return choice, wish
@@ -209,25 +209,25 @@ class Ranks:
         return choice, not against
 
     def leave(self, reason: str) -> None:
-        """Let all ranks run eagerly: from the next step on, or at once where there is one."""
+        """Switch all ranks to eager steps: from the next step on, at once if there is one rank."""
         if self._group is None:
             self.on_leave(reason)
         self._reason = reason
 
     def any(self, value: bool) -> bool:
+        """Tell whether it is true on any rank."""
         return bool(self._largest(value)[0])
 
     def all_or_none(
         self,
         run: Callable[[], _Result],
-        # Called with the result where another rank has none
+        # Called with the result if another rank has raised
         undo: Callable[[_Result], None] = lambda _: None,
         *,
-        # It exchanges data with other ranks before it raises. Nobody can go on then, unless all
-        # of them raise.
+        # It exchanges data with other ranks before it raises: no rank can go on if only some raise
         exchanges: bool = False,
     ) -> _Result:
-        """Run something on all ranks, and raise on all where it raises on one."""
+        """Run something on all ranks, and raise a CaptureError on all if it raises on one."""
         if self.are_one and self.ddp is None:
             return run()
         error, result, outcome = None, None, _WELL
@@ -247,20 +247,20 @@ class Ranks:
             self.ready, self.lost = False, "DDP makes its buckets anew"
         if worst != _WELL:
             rank, said = self._first_said(error)
-            told, _, fix = str(said).partition(FIX)
+            error_text, _, fix = str(said).partition(FIX)
             if exchanges and least == _WELL:
                 raise PartedError(
                     "No rank can go on, because one has failed that the others wait for.",
-                    f"rank {rank}: {told}",
+                    f"rank {rank}: {error_text}",
                     fix or "correct the error of that rank; the others only waited for it",
                 ) from error
             try:
                 if error is not None:
                     raise error
             finally:
-                del error, said  # their traceback holds this frame, and what callers hold
+                del error, said  # their traceback refers to this frame and those of callers
             undo(result)  # type: ignore[arg-type]
-            observed = f"on rank {rank}: {told}"
+            observed = f"on rank {rank}: {error_text}"
             if worst == _NO_ROOM:
                 raise no_room("A captured step", observed)
             raise CaptureError(
@@ -271,7 +271,7 @@ class Ranks:
         return result  # type: ignore[return-value]
 
     def _first_said(self, said: Any) -> tuple[int, Any]:
-        """The first rank that says something, and what it says."""
+        """Return the first rank whose text is not empty, and the text."""
         found = [said] * self._trainer.world_size
         if self._group is not None:
             mine = str(said) if isinstance(said, Exception) else said
@@ -279,7 +279,7 @@ class Ranks:
         return next((rank, other) for rank, other in enumerate(found) if other)
 
     def _largest(self, *values: int) -> list[Any]:
-        """The largest of each value over all ranks."""
+        """Return the largest of each value over all ranks."""
         if self._group is None:
             return list(values)
         numbers = torch.tensor([*map(int, values)], device="cpu")
