@@ -114,7 +114,7 @@ class GraphedCallable:
     guards: Sequence[AddressGuard]  # of the tensors in these
     # Optimizers change all parameters together: one tells, at no cost that grows with them.
     witness: Tensor | None
-    # Puts the error of a refused backward pass in the words of the maker of the graphs; as it is,
+    # Rewords the error of a refused backward pass for the maker of the graphs; as it is,
     # it speaks to callers of make_graphed_callables.
     explain: Callable[[ReplayError], object]
 
@@ -385,11 +385,11 @@ class FreeVariables:
         plain = [value for value in attributes if isinstance(value, Tensor)]
         return list(filter(is_strided, (*(tensor for _, tensor in named), *plain)))
 
-    def guards(self, beside: Sequence[Tensor]) -> list[AddressGuard]:
+    def guards(self, parameters: Sequence[Tensor]) -> list[AddressGuard]:
         guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]
         known = set(map(id, self.state()))
         loose = [(f"tensor `{name}`", tensor) for name, tensor in self.tensors.items()]
-        loose += [(f"parameter {i}", p) for i, p in enumerate(beside) if id(p) not in known]
+        loose += [(f"parameter {i}", p) for i, p in enumerate(parameters) if id(p) not in known]
         return [*guards, AddressGuard([("", dict(loose))])] if loose else guards
 
     def refuse_what_is_unfit(self) -> None:

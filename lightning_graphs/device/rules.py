@@ -530,4 +530,4 @@ REHEARSED: Mapping[Any, Callable[..., Any]] = {
     functional.one_hot: _one_hot,
     functional.ctc_loss: _ctc_loss,
 }
-"""Functions that look at values on a CPU only, as they run where it stands for a GPU."""
+"""Functions that read values on a CPU only, and what a rehearsal runs in their place."""

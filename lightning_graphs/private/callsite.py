@@ -170,7 +170,7 @@ class CallSiteFinder:
     """Finds the innermost frame that is the user's."""
 
     def here(self) -> CallSite:
-        """The user's line that is being executed by the calling thread."""
+        """Return the user's line that the calling thread executes."""
         # On a GPU a backward pass has a thread of its own.
         in_backward = threading.current_thread() is not threading.main_thread()
         for frame in frames_from(sys._getframe(1)):
@@ -183,7 +183,7 @@ class CallSiteFinder:
         return CallSite(in_backward=in_backward)
 
     def of_exception(self, error: BaseException) -> CallSite:
-        """The user's line nearest to where ``error`` was raised."""
+        """Return the user's line nearest to where ``error`` was raised."""
         site = CallSite()
         for frame, line in walk_tb(error.__traceback__):
             code = frame.f_code
@@ -218,7 +218,7 @@ def returned_by(function: Any) -> CallSite:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Whether a ``raise`` or ``assert`` outside of torch and this package is where it began.
+    """Return whether an error began with ``raise`` or ``assert`` outside of torch and this package.
 
     What an operator or torch's own code raises may be due to a mode around them.
     """
@@ -266,7 +266,7 @@ def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
 
 
 def with_keyword(names: Collection[str], codes: Iterable[types.CodeType]) -> CallSite:
-    """The first line of some functions that passes a keyword of these names."""
+    """Return the first line of some functions that passes a keyword of these names."""
     for code in codes:
         for line, instruction in _instructions(code):
             given = instruction.argval

@@ -155,7 +155,7 @@ def after_backward(call: Callable[[], None]) -> None:
 def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
     """Renew AccumulateGrad nodes of leaves if they belong to the default stream of a GPU.
 
-    CUDA refuses to capture a backward pass to such a node, and up to 2.12 torch cannot be told to
+    CUDA refuses to capture a backward pass to such a node, and up to 2.12 torch has no option to
     run it on the capture stream. torch lets go of a leaf's node where its ``data`` changes its
     dtype (``VariableHooks::set_data``); an autograd graph that holds the old one goes on adding to
     ``.grad``. Leaves with hooks keep theirs, and under DDP all do: nothing tells of its hooks.

@@ -192,7 +192,7 @@ nodes_recorded: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_n
 
 
 def recorded_before(node: Any, number: int) -> bool:
-    """Whether a node is older than a call of :func:`nodes_recorded` in the same thread.
+    """Return whether a node is older than a call of :func:`nodes_recorded` in this thread.
 
     Autograd numbers its nodes, and does not say so in public. Those of leaves have the highest
     number of all. Without numbers the answer is no.
@@ -215,7 +215,7 @@ def step_hook_tables(optimizer: Optimizer) -> list[Any]:
 
 
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
-    """Let schedulers take what stands for ``optimizer.step`` for a step that they watch already.
+    """Mark the replacement of ``optimizer.step`` as one that schedulers watch already.
 
     One that is made in the middle of a fit would wrap it for good.
     """

@@ -56,11 +56,11 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class StaticInputs:
-    """Buffers of our own that stand for the tensor leaves of a call, and the copy into them.
+    """Static buffers for the tensor leaves of a call, and the copy into them.
 
     Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
-    overlapping layouts are kept, so that kernels see what they saw. Leaves that are the same tensor
-    share one. Construct it outside of a capture, on the stream that will copy.
+    overlapping layouts are kept, so that kernels see what they saw. Aliased leaves share one.
+    Construct it outside of a capture, on the stream that will copy.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StaticInputs:
         self.tensors = [own[first] for first in firsts]
 
     def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:
-        """Copies the leaves of a call into the buffers, one foreach call for each kind of leaf.
+        """Copy the leaves of a call into the buffers, one foreach call for each kind of leaf.
 
         The leaves must have the specs and aliases of those at construction: nothing is checked
         here. A leaf that already is its buffer costs no copy; one that lies in another buffer is

@@ -132,7 +132,7 @@ class Signature:
         # their types do not count either
         unread: Container[str] = (),
     ) -> tuple[Signature, list[Tensor]]:
-        """The signature of a call and its tensor leaves, in order."""
+        """Return the signature of a call and its tensor leaves, in order."""
         arg_names = tuple(names or ())
         paths = (*arg_names, *(f"args[{i}]" for i in range(len(arg_names), len(args))))[: len(args)]
         found: list[tuple[str, Any]] = []
@@ -166,7 +166,7 @@ class Signature:
         return tuple(name for name, leaf in pairs if isinstance(leaf, TensorSpec))
 
     def diff(self, other: Signature) -> list[str]:
-        """What changed from this signature to another, a line each."""
+        """List the changes from this signature to another, a line each."""
         lines = []
         if self.tree != other.tree:
             lines.append(f"structure: {first_change('', self.tree, other.tree)}")
@@ -253,12 +253,12 @@ class CallPlan:
                 yield from self._places(inside, node.children)
 
     def tensors(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """The tensor leaves of a call, in order; a call that differs is refused."""
+        """Return the tensor leaves of a call, in order; refuse a call that differs."""
         found = self.match(args, kwargs)
         return self._explain(args, kwargs) if found is None else found
 
     def match(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor] | None:
-        """The tensor leaves of a call; None for one that differs."""
+        """Return the tensor leaves of a call; None for one that differs."""
         modes = self._modes
         if modes is not None and (
             torch.is_autocast_enabled(modes.device_type) is not modes.autocast_enabled

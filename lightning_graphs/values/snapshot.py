@@ -38,7 +38,7 @@ from lightning_graphs.values.tree import flatten
 
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
 """Elements at a time: what a CPU keeps in its cache, and what keeps a GPU busy. A fingerprint needs
-32 MiB beside the tensors at most."""
+32 MiB next to the tensors at most."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -202,11 +202,11 @@ class PythonSnapshot:
                 yield Change(f"{name}{self.label(owner, key)}", owner, table, key, held, held)
 
     def is_table(self, value: Any) -> bool:
-        """Whether this is where a module has its parameters, buffers or submodules."""
+        """Return whether this is a module's table of parameters, buffers or submodules."""
         return id(value) in self._tables
 
     def label(self, owner: Any, key: Any) -> str:
-        """What follows the name of what holds something under a key."""
+        """Return the suffix of a holder's name for a key."""
         if not isinstance(owner, (dict, list, deque)) or self.is_table(owner):
             return f".{key}"
         ids = [*map(id, owner), id(key)] if isinstance(owner, dict) else [id(key)]
@@ -387,7 +387,7 @@ class Snapshot:
         }
 
     def saved(self, tensor: Tensor) -> Tensor:
-        """The saved value of a tensor whose storage is in the snapshot: a view to read only."""
+        """Return a tensor's saved value, a view to read only; its storage is in the snapshot."""
         address = tensor.untyped_storage().data_ptr()
         if not address:
             return torch.empty_like(tensor)

@@ -128,7 +128,7 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
-    """What changed from one leaf to another that differs, a line each."""
+    """List the changes from one leaf to another that differs, a line each."""
     if isinstance(before, TensorSpec) and isinstance(after, TensorSpec):
         return [f"{name}: {before.against(after)} -> {after.against(before)}"]
     keys = [leaf.key for leaf in (before, after) if isinstance(leaf, Constant)]
@@ -192,7 +192,7 @@ class Opened(NamedTuple):
 
 
 def is_registered(kind: type) -> bool:
-    """Whether only torch's pytree registry knows how to open a container of this kind."""
+    """Return whether only torch's pytree registry can open containers of this kind."""
     return kind in pytree.SUPPORTED_NODES and kind not in (tuple, list, *MAPPINGS)
 
 
@@ -234,7 +234,7 @@ def substitute(
     """Copy a tree with its tensor leaves replaced, in order; constants stay identical.
 
     The containers are new ones of the same kinds, so that a change of them changes no original.
-    Other leaves, and containers without a tensor, are replaced by the stand-in of their name.
+    Other leaves, and containers without a tensor, are replaced by the proxy of their name.
     """
     return _Substitution(iter(tensors), proxies).of(value, name)
 
@@ -309,8 +309,8 @@ def open_container(value: Any) -> Opened | None:
         return Opened(kind._fields, value)
     if isinstance(value, MutableMapping):
         keys = tuple(value)
-        beside = [_attributes_beside(value)] if has_more(kind) else []
-        return Opened(keys, [*map(value.__getitem__, keys), *beside])
+        attributes = [_attributes_beside(value)] if has_more(kind) else []
+        return Opened(keys, [*map(value.__getitem__, keys), *attributes])
     if is_dataclass(kind) or _moves_itself(value):
         table = members_of(value)
         return Opened(tuple(table), list(table.values()))

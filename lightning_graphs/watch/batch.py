@@ -230,8 +230,8 @@ class _UnreadValue(Disguised):
 class BatchValues:
     """Decides which Python values of batches are guarded: constant ones, and those that steps read.
 
-    The signature omits all others. During a capture a proxy stands for each of these; if user code
-    reads it, the value is guarded from then on.
+    The signature omits all others. During a capture each of these is a proxy; if user code reads
+    it, the value is guarded from then on.
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace"}
     | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
 )
-"""Functions that make a tensor on the host where they are told no device."""
+"""Functions that make a host tensor unless a device is given."""
 _UNKNOWN = object()
 _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 """Operators that copy tables to the device, made of the numbers that they are given."""
@@ -397,7 +397,7 @@ class HostTracer(OperatorMode):
         For targets of 32 bits it may choose cuDNN, which takes the lengths as tensors.
         """
 
-        def told(lengths: Any) -> Any:
+        def traced(lengths: Any) -> Any:
             shadow = self._shadow(lengths) if isinstance(lengths, Tensor) else None
             if shadow is None or targets.dtype is torch.int32:
                 return lengths
@@ -406,7 +406,7 @@ class HostTracer(OperatorMode):
                 self.tape.compare(numbers, shadow)
                 return shadow.tolist()
 
-        return (log_probs, targets, *map(told, given[:2]), *given[2:])
+        return (log_probs, targets, *map(traced, given[:2]), *given[2:])
 
     def _index(self, tensor: Tensor, index: Any) -> Any:
         """An index without lists and tensors of the host: autograd would keep them as they are."""

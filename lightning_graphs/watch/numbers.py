@@ -194,7 +194,7 @@ class StepNumbers(Numbers):
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """Return a reader for a logged float that a guard fixes; None for other values.
 
-        To be called by what stands for a logging function.
+        To be called by the replacement of a logging function.
         """
         # A float literal reached by a guarded branch is constant for this graph.
         is_ours = type(value) is float and self.has_guards
@@ -365,7 +365,7 @@ class ScalarTracer(TracedNumber, Tracer):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """What Python code finds that asks for its kind, as ``F.interpolate`` does of sizes."""
+        """The number's class, for Python code that asks, as ``F.interpolate`` does of sizes."""
         return type(self.value)
 
     def __len__(self) -> int:  # type: ignore[override]

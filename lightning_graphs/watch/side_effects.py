@@ -76,7 +76,7 @@ class CopiedOut:
         self._tracers: list[Tracer] = []
 
     def of(self, value: Any, known: dict[int, Any], refused: Callable[[Any], CaptureError]) -> Any:
-        """What :meth:`memo` belongs to: the value without history of autograd's.
+        """Copy a value without autograd history; :meth:`memo` belongs to the copy.
 
         Args:
             value: What the captured step leaves.
@@ -112,7 +112,7 @@ class CopiedOut:
         self._gradients, self._copied = gradients_of(self._copied), []
 
     def memo(self, owing: Owing, *, copies: bool) -> dict[int, Any]:
-        """What ``copy.deepcopy`` is to make of the values after a replay."""
+        """Return the memo by which ``copy.deepcopy`` makes the values of a replay."""
         found = self._sources
         if copies and found:
             pairs = zip(clone_all(found), self._parameters, strict=True)
@@ -136,7 +136,7 @@ class _Effect:
 
     @classmethod
     def inside(cls, place: Place, given: Any, content: Any, then: Any) -> _Effect:
-        """What a step has done to what is in a place, of its contents before and after."""
+        """Find the side effect on a place's value, given its contents before and after."""
         if isinstance(given, ListAppend):
             return cls(place, "fill", given.operations)
         return cls(place, "refill", content, then if isinstance(then, dict) else {})
@@ -257,7 +257,7 @@ class SideEffects:
         """While the body, a capture, runs, places hold what the graph is to read.
 
         Args:
-            number: Makes what stands for a number, of its name and what gives it.
+            number: Makes the tracer for a number, given its name and reader.
         """
         inside = [*self._inside, *map(ListAppend, self._filled)]
         shared = [inside[i if first < 0 else first] for i, first in enumerate(self._same)]
@@ -653,7 +653,7 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
     if isinstance(table, dict) and key is Absence.ABSENT:
         kind = Order
     elif isinstance(table, dict) or table is owner:
-        # To code that asks for its class, what stands for a number is one.
+        # To code that asks for its class, a tracer for a number is one.
         if type(before) in (int, float) and isinstance(now, (int, float)) and type(now) is not bool:
             kind = Number
         elif _is_tree(now) and _is_tree(before) and id(before) not in trained:

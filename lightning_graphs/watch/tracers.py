@@ -220,7 +220,7 @@ def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
 @contextlib.contextmanager
 def old_gradients_watched(
     on_use: OnUse = refuse,
-    others: Iterable[Tensor] = (),  # those in attributes, and what stands for some of them
+    others: Iterable[Tensor] = (),  # tensors in attributes, and copies of some of them
     *,
     accumulates: bool = False,  # gradients of earlier steps are added to
 ) -> Iterator[None]:
@@ -552,7 +552,7 @@ def _filled(function: Any, input: Any, value: Any) -> Form | None:
 
 
 def _masked(function: Any, input: Any, mask: Any, value: Any) -> Form | None:
-    """``masked_fill`` itself reads on the host what it is to fill in."""
+    """Form of ``masked_fill``, which itself reads its number on the host."""
     if _filled(function, input, value) is None or not _is_tensor(mask, {torch.bool}):
         return None
 
@@ -564,7 +564,7 @@ def _masked(function: Any, input: Any, mask: Any, value: Any) -> Form | None:
 
 
 def _chosen(function: Any, first: Any, second: Any, other: Any) -> Form | None:
-    """``torch.where(condition, x, y)``, or ``x.where(condition, y)``."""
+    """Form of ``torch.where(condition, x, y)``, or ``x.where(condition, y)``."""
     is_method = not _is_tensor(first, {torch.bool})
     condition, x, y = (second, first, other) if is_method else (first, second, other)
     tensor, number = (y, x) if _is_number(x) else (x, y)
@@ -598,7 +598,7 @@ def _full(here: torch.device, size: Any, fill_value: Any, **options: Any) -> For
 
 
 def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
-    """A new tensor that is full of a number."""
+    """Form of a factory: a new tensor that is full of a number."""
     if not _is_number(number):
         return None
 
@@ -616,7 +616,7 @@ def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
 
 
 def _indexed(function: Any, input: Any, index: Any) -> Form | None:
-    """An entry of a table that is not written to: it is a copy."""
+    """Form of indexing a table: a copy of an entry, unless the table is written."""
     if not (_is_tensor(input) and input.dim() and _is_number(index)):
         return None
     size, is_whole = len(input), type(index.value) is int
