@@ -268,7 +268,7 @@ class Doctor:
             self._calls_any = next(module.parameters(), None) is not None
 
     @property
-    def _has_host_half(self) -> bool:
+    def _traces_host(self) -> bool:
         return not (self._only_submodules or self._compiled.runs)
 
     @property
@@ -302,7 +302,7 @@ class Doctor:
             return  # a part of whole steps
         made = obstacle in (HOST_COPY, HOST_DATA) and current_autograd_node() is None
         effect, where = self._effect, ""
-        if (made or self._observer.answered) and self._has_host_half:
+        if (made or self._observer.answered) and self._traces_host:
             if obstacle is DRAWN:
                 return  # replays draw, too
             effect = "runs ahead of the graph"
@@ -316,7 +316,7 @@ class Doctor:
             value.read()
         numbers = parts_of((args, kwargs), Noted)
         call, device = (function, args, kwargs), self._module.device
-        live = numbers and are_live(call, device, ahead=self._has_host_half)
+        live = numbers and are_live(call, device, ahead=self._traces_host)
         if live and not self._only_submodules:
             return [number.value for number in numbers]
         for number in numbers:
@@ -331,7 +331,7 @@ class Doctor:
         return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
 
     def _used(self, obstacle: Obstacle, name: str, site: CallSite | None = None) -> None:
-        if obstacle is DRAWN and self._has_host_half and self._drawing_functions - self._functions:
+        if obstacle is DRAWN and self._traces_host and self._drawing_functions - self._functions:
             self._functions |= self._drawing_functions  # replays call them: so does the next step
         elif self._active and not self._observer.silent:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
@@ -355,7 +355,7 @@ class Doctor:
             if self._active and not self._observer.silent and not name.endswith(SETTERS):
                 self._drawing_functions.update(drawing_functions(generator))
                 self._drawn.add(generator.name)
-                if not self._has_host_half or value is None:  # which is drawn in place
+                if not self._traces_host or value is None:  # which is drawn in place
                     self._used(DRAWN, name)
                 else:
                     return self._numbers.drawn(name, generator, once, value)
@@ -439,7 +439,7 @@ class Doctor:
         """Report numbers that differ from those of an earlier step on the same path."""
         if len(self._signatures) < self.diagnosis.steps:
             return
-        answers = self._observer.answers if self._has_host_half else ()
+        answers = self._observer.answers if self._traces_host else ()
         signature = replace(self._signatures[-1], extra=tuple(answers))
         self._signatures[-1], calls = signature, [*self._observer.calls]
         dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)

@@ -82,8 +82,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
-        self._learned = CaptureFacts(fit, self._forget_plans)
-        self._kept = self._learned.kept
+        self._facts = CaptureFacts(fit, self._forget_plans)
+        self._kept = self._facts.kept
         self._values = BatchValues()
         self._seeds = NewSeeds.of(fit.module, fit.module.device)
         self._active: StepPlan | None = None
@@ -121,12 +121,12 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
         self._in_graph = None if obstacle else self.capturable
         self._capture = StepCapture(
-            self._fit, self._learned, self._optimizer, self._in_graph, self._observers
+            self._fit, self._facts, self._optimizer, self._in_graph, self._observers
         )
-        self._verification = Verification(self._verifier, self._capture, self._learned.places)
+        self._verification = Verification(self._verifier, self._capture, self._facts.places)
         guard = None if self._in_graph is None else self._in_graph.guard
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        parts = guard, parameters, self._learned, self._client_guards()
+        parts = guard, parameters, self._facts, self._client_guards()
         self._watch = ReplayGuards(self._module, *parts)
 
     def _client_guards(self) -> ClientGuards:
@@ -307,7 +307,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     def wait(self, call: tuple[Any, ...], key: Signature) -> None:
         self._waits = True
         why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
-        step = key, why, self._values.why, self._learned.reads.codes
+        step = key, why, self._values.why, self._facts.reads.codes
         if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
             self._fail()
 
@@ -323,7 +323,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     ) -> tuple[Signature, list[Tensor]]:
         refuse_iterator(args[0])
         modes = Modes.current(self._fit.pool.backend.device_type)
-        extra = (conditions, *self._learned.places.signature())
+        extra = (conditions, *self._facts.places.signature())
         return self._values.signature(args[0], modes, extra)
 
     def _is_unseen(self, signature: Signature) -> bool:

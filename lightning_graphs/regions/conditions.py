@@ -297,7 +297,7 @@ class ReplayGuards:
         facts: Facts,
         client: ClientGuards,
     ) -> None:
-        self._learned = facts
+        self._facts = facts
         self._module = module
         self._client = client
         self._known: Values = ()  # what attributes were last
@@ -318,7 +318,7 @@ class ReplayGuards:
         )
 
     def look_again(self) -> None:
-        self._guard = AddressGuard.of_module(self._module, exempt=self._learned.places.exempt)
+        self._guard = AddressGuard.of_module(self._module, exempt=self._facts.places.exempt)
 
     def reason_to_rebind(self, *, has_graphs: bool = True) -> str:
         """Why all graphs of the fit are invalid; empty as long as they are valid.
@@ -335,7 +335,7 @@ class ReplayGuards:
         return guard.holds() or (guard.bring_back() and guard.holds())
 
     def _moved(self) -> str:
-        learned = self._learned.places.learn_moved(self._guard.moved())
+        learned = self._facts.places.learn_moved(self._guard.moved())
         return "" if learned else self._guard.difference()
 
     def _optimizer_changed(self) -> str:
@@ -343,7 +343,7 @@ class ReplayGuards:
         return "" if guard is None else guard.changed(self._client.epoch())
 
     def _gradient_kept(self) -> str:
-        kept = self._learned.kept
+        kept = self._facts.kept
         kept.are_copied, kept.is_noticed = True, False
         return "a gradient of an earlier step is kept, and is copied now"
 
@@ -362,7 +362,7 @@ class ReplayGuards:
             (self._numbers, key.hyper_parameters),
             (self._are_training, key.training),
             *([(self._with_gradients, key.gradients)] if key.gradients else ()),
-            (_same_values(self._learned.reads.now, values), True),
+            (_same_values(self._facts.reads.now, values), True),
             (self._of_libraries, tuple(value for _, value in own)),
             *(check for check, _ in reversed(self._of_all)),
         )
@@ -382,12 +382,12 @@ class ReplayGuards:
 
     def attributes(self) -> Values:
         """Return names and present values of the attributes in the key."""
-        values = self._learned.reads.now()
+        values = self._facts.reads.now()
         if values is not self._known:
             before, self._known = self._known, values
             bound = tensors_moved(before, values)
-            if bound and self._learned.places.learn_bound(bound):
-                self._known = values = self._learned.reads.now()
+            if bound and self._facts.places.learn_bound(bound):
+                self._known = values = self._facts.reads.now()
         return (*zip(OF_LIBRARIES, self._of_libraries(), strict=True), *values)
 
 

@@ -240,7 +240,7 @@ class CaptureFacts:
         self.places = StepState(  # where steps store something
             context.module, self.reads, on_change, lambda: context.watch.optimizers
         )
-        self.has_host_half = False  # captures record what steps compute on the host
+        self.has_host_program = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own
         self.is_unseen = True  # captures are hidden from libraries
         self.kept = KeptGradients()  # whether user code keeps gradients past their step

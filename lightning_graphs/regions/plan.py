@@ -174,7 +174,7 @@ class StepPlan(Plan):
         elif name == "forward":
             yield from self.refreshes
         if name == self.first_backward:
-            yield from self.adopts()
+            yield from self.loads()
         if name == "forward" and self.clocks is not None:
             yield self.clocks.begin
 
@@ -193,7 +193,7 @@ class StepPlan(Plan):
             if self.effects.is_needed:
                 yield partial(self.effects.store, self.present)
 
-    def adopts(self) -> Iterator[Instruction]:
+    def loads(self) -> Iterator[Instruction]:
         """Yield what loads the gradients of earlier steps, to which this one adds its own."""
         if self.adds:
             yield self.gradients.load

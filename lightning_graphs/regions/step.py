@@ -263,21 +263,21 @@ class StepCapture(StepBody):
     def __init__(
         self,
         context: TrainingContext,
-        learned: CaptureFacts,
+        facts: CaptureFacts,
         optimizer: Optimizer,
         capturable: CapturableOptimizer | None,
         observers: Observers,
     ) -> None:
         super().__init__(context, optimizer, capturable, observers)
-        self._learned = learned
+        self._facts = facts
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._copies = self.client.copies_on_host
         self._units = context.ranks.units
         self._registers_hooks = False
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
-        self._recording: HostTracer | None = None
-        self._numbers = StepNumbers(learned.reads, self.module.device)
+        self._host_tracer: HostTracer | None = None
+        self._numbers = StepNumbers(facts.reads, self.module.device)
         self._has_branched = self._finds_draws = False
         self._clocks = Readings()
         self._conversions: frozenset[Conversion] = frozenset()
@@ -338,10 +338,10 @@ class StepCapture(StepBody):
 
     def _outcome_of(self, error: CaptureError, unread: UnreadValues, *, compiled: bool) -> Outcome:
         """Judge a failed attempt, and learn what it shows of the step."""
-        learned, raised = self._learned, isinstance(error, RaisedInCapture)
+        facts, raised = self._facts, isinstance(error, RaisedInCapture)
         waits = self.client.waits_for_gradients()
         # C code says of a tracer that it is no list
-        if raised and learned.places.are_used() and not waits:
+        if raised and facts.places.are_used() and not waits:
             return Outcome.LEARNED
         unread.refuse_read(error.observed if raised else "")
         if NO_LINE in error.observed:
@@ -353,18 +353,18 @@ class StepCapture(StepBody):
         if compiled != self.context.compiled.runs:
             return Outcome.LEARNED  # it was followed as if none of it was compiled
         if isinstance(error, PlaceUsedError):
-            learned.places.are_used(error.place)
+            facts.places.are_used(error.place)
             return Outcome.LEARNED
         if isinstance(error, ArenaFull) or self._learns():
             return Outcome.LEARNED
         if isinstance(error, LeftBehindError):
             return Outcome.REFUSED
-        if not (learned.has_host_half or compiled):
-            learned.has_host_half = True
+        if not (facts.has_host_program or compiled):
+            facts.has_host_program = True
             goes_on = not self.context.ranks.are_one or self.context.policy.goes_on_with_host()
             return Outcome.LEARNED if goes_on else Outcome.TOO_DEAR
-        if learned.is_unseen and self._asked:
-            learned.is_unseen = learned.has_host_half = False
+        if facts.is_unseen and self._asked:
+            facts.is_unseen = facts.has_host_program = False
             return Outcome.LEARNED
         return Outcome.REFUSED
 
@@ -388,11 +388,11 @@ class StepCapture(StepBody):
         Conversions to bare numbers are followed if user code, or a package's, has asked for them;
         functions that draw are followed if a use of what they drew was refused.
         """
-        places = self._learned.places
+        places = self._facts.places
         if places.learn(places.found):
             return True
-        if self._has_several_passes and not self._learned.has_several_passes:
-            self._learned.has_several_passes = True
+        if self._has_several_passes and not self._facts.has_several_passes:
+            self._facts.has_several_passes = True
             return True
         known = self._conversions, self._functions
         self._conversions |= set(filter(self._could_follow, self._numbers.asked))
@@ -405,7 +405,7 @@ class StepCapture(StepBody):
         passes = itertools.count(1)
 
         def begun(*_: object) -> None:
-            if next(passes) > 1 and adds and not self._learned.has_several_passes:
+            if next(passes) > 1 and adds and not self._facts.has_several_passes:
                 self._has_several_passes = True
                 raise CaptureError(
                     "A captured step must add the gradients of each backward pass by itself.",
@@ -423,18 +423,18 @@ class StepCapture(StepBody):
 
     def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> HostTracer | None:
         """Prepare to trace what the coming capture computes on the host."""
-        self._recording, self._clocks = None, Readings()
+        self._host_tracer, self._clocks = None, Readings()
         device = self.module.device
-        if self._learned.has_host_half and not self.context.compiled.runs:
+        if self._facts.has_host_program and not self.context.compiled.runs:
             copies, room = self._copies(tensors), self._room_on_device
-            self._recording = HostTracer(device, inputs.tensors, copies, room)
-        tape = None if self._recording is None else self._recording.tape
-        parts = self._learned.reads, device, tape, self._could_follow
+            self._host_tracer = HostTracer(device, inputs.tensors, copies, room)
+        tape = None if self._host_tracer is None else self._host_tracer.tape
+        parts = self._facts.reads, device, tape, self._could_follow
         self._numbers = StepNumbers(*parts)
-        return self._recording
+        return self._host_tracer
 
     def _refuse_recorded_beside_compiled(self) -> None:
-        if self._recording is not None and self.context.compiled.runs:
+        if self._host_tracer is not None and self.context.compiled.runs:
             raise CaptureError(  # and once more without: it runs eagerly while that is done
                 "A capture cannot record what the host computes beside compiled code.",
                 "the step calls code that torch.compile has made",
@@ -451,7 +451,7 @@ class StepCapture(StepBody):
             self.persistent,
             phase,
             self.observers,
-            in_place=self._learned.has_several_passes or (ddp is not None and phase.stepping),
+            in_place=self._facts.has_several_passes or (ddp is not None and phase.stepping),
         )
         self._reduction = (
             reduction_of(ddp, adds=targets.adds) if ddp is not None and phase.stepping else None
@@ -468,7 +468,7 @@ class StepCapture(StepBody):
         unread: UnreadValues,
     ) -> StepPlan:
         (batch, *rest), phase = given, conditions_of(signature).phase
-        segments = Segments(self.context.pool, self._learned.reads)
+        segments = Segments(self.context.pool, self._facts.reads)
         scaling: dict[str, Any] = {}
 
         def cut(name: str) -> None:
@@ -482,7 +482,7 @@ class StepCapture(StepBody):
             versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
             recording = self._follow_host(tensors, inputs)
             own = unread.left_out(batch, inputs.tensors)
-            effects = self._learned.places.capturing(own)
+            effects = self._facts.places.capturing(own)
             arguments = (own, *self.context.watch.arguments(rest, self._numbers.number))
             environment = self.context.watch.environment()
             targets = self._targets(phase, environment)
@@ -499,7 +499,7 @@ class StepCapture(StepBody):
                 with segments.capturing("forward"), self._passes_counted(adds=targets.adds):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     effects.look()
-                copied = self._learned.kept.are_copied
+                copied = self._facts.kept.are_copied
                 gradients = targets.buffers_of(inside=True, copied=copied)
                 others = targets.buffers_of(inside=False)
             unread.refuse_read()
@@ -519,7 +519,7 @@ class StepCapture(StepBody):
         if self.capturable is not None:
             self.capturable.guard.remember()
         stores = {n: effects.without_numbers(found) for n, found in segments.stores.items()}
-        environment.outside.read_into(self._learned.reads)
+        environment.outside.read_into(self._facts.reads)
         output.finish_capture()
         effects.finish_capture()
         refreshes = [] if self.capturable is None else [self.capturable.refreshing]
@@ -529,7 +529,7 @@ class StepCapture(StepBody):
         return StepPlan(
             key=replace(signature, extra=(conditions, *read)),
             guards=watch.checks(conditions),
-            are_kept=self._learned.kept.has_external_references,
+            are_kept=self._facts.kept.has_external_references,
             inputs=inputs,
             writes_batch=written,
             asked=asked,
@@ -570,8 +570,8 @@ class StepCapture(StepBody):
         with (
             effects.exchanged(number),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
-            self.surrounded(recorder, self._learned.places, environment.generators, listed),
-            environment.reading(self._learned.reads, number),
+            self.surrounded(recorder, self._facts.places, environment.generators, listed),
+            environment.reading(self._facts.reads, number),
             rates_exchanged(*parts),
             environment.refusing(LIBRARIES.step),
         ):
@@ -589,8 +589,8 @@ class StepCapture(StepBody):
             )
         if self._finds_draws:
             host = draws_refused(self.module.device)
-        elif self._recording is not None:
-            host = draws_recorded(self._numbers, self._recording, self._functions)
+        elif self._host_tracer is not None:
+            host = draws_recorded(self._numbers, self._host_tracer, self._functions)
         reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
         with self._old_gradients, numbers, self._unseen(), followed, clocks, host, reduced:
             result = super().forward(arguments, recorder)
@@ -606,13 +606,13 @@ class StepCapture(StepBody):
             reduction.leave_to_ddp()
         elif not self._registers_hooks:
             casts = watch.cast_unseen(loss)
-        recording = self._recording
-        host = recording if recording is not None and recording.in_backward else nullcontext()
+        tracer = self._host_tracer
+        host = tracer if tracer is not None and tracer.in_backward else nullcontext()
         with casts, self._unseen(), host:
             super()._backward(loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
-        return capture_unseen(self._asked) if self._learned.is_unseen else nullcontext()
+        return capture_unseen(self._asked) if self._facts.is_unseen else nullcontext()
 
 
 def refuse_iterator(batch: Any) -> None:

@@ -129,8 +129,8 @@ class Verification(StepBody):
             refresh()
         for name, graph in plan.graphs.items():
             if name == plan.first_backward:
-                for adopt in plan.adopts():
-                    adopt()
+                for load in plan.loads():
+                    load()
             graph.replay()
         plan.attach()
         stored = plan.effects.results(args[0], batch)

@@ -274,7 +274,7 @@ def decays(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 
 def drawn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    """Has a host half, too."""
+    """Has a host program, too."""
     share = torch.rand((), device="cpu").to(self.device)
     loss = nn.functional.cross_entropy(self.net[4](self.net[0](batch["x"])), batch["y"])
     return loss * share * (1 - batch_idx / 20)

@@ -81,7 +81,7 @@ class TestHigherOrderOperators:
 
     # torch 2.11 imports its compiler here, and with it a class that it calls deprecated
     @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
-    def test_recording_the_host_half_spoils_no_later_call(self, device: torch.device) -> None:
+    def test_recording_the_host_program_spoils_no_later_call(self, device: torch.device) -> None:
         """torch compiles these operators by itself, also in eager code, but not in a mode."""
         torch._dynamo.reset()
         x = torch.randn(1, 2, 8, 18, device=device)
