@@ -186,9 +186,14 @@ class CapturedStep(Plan):
         return any(graphed.callable.outputs.is_kept for graphed in self.captured)
 
     def change(self, to: CapturedStep) -> str:
+        """Why these graphs serve no step like the one that ``to`` was captured for."""
+        known = self.guards.values
         lines = self.kind.change(to.kind)
-        lines += moved_values(self.guards.values, to.guards.values)
-        return listed(lines)
+        # Calls that were captured for other values may read other attributes
+        lines += moved_values(known, to.guards.values) or moved_values(
+            known, self.guards.reads.now()
+        )
+        return listed(lines) or "a step calls its modules differently"
 
     def fits(self, call: StepCall) -> bool:
         if call.flags != self.kind.flags or not self.holds():

@@ -297,6 +297,22 @@ def test_a_part_that_goes_to_eval_mode(backend: str, tmp_path: Path) -> None:
     assert captured.statistics.fallbacks == []
 
 
+@pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
+def test_a_value_for_which_the_whole_module_cannot_be_captured(
+    backend: str, tmp_path: Path
+) -> None:
+    """The new graphs are of other modules, which do not read the value that has moved."""
+    _, captured = trained(
+        backend,
+        tmp_path,
+        Net,
+        capture={"scope": "modules"},
+        callbacks=lambda: [At(1, lambda m: setattr(m.net[1], "momentum", None))],
+        max_epochs=3,
+    )
+    assert captured.statistics.recaptures == ["self.net.1.momentum: 0.1 -> None"]
+
+
 class Flipping(Blocks):
     """Every other step, and within one step, a block is in eval mode."""
 
