@@ -60,6 +60,10 @@ class StepFacts:
     may_be_whole: bool  # whole steps can be captured, and were not tried
 
 
+_USEFUL = 3
+"""So many steps with a replay show that graphs were right before no call fits them any more."""
+
+
 @dataclass(slots=True)
 class Observed:
     """An observed step, which is captured when the values that it had come back."""
@@ -108,7 +112,8 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._forgotten = 0  # how often all graphs were dropped
         self._observed: Observed | None = None
         self._missed = 0  # steps with a call that found no graph
-        self._idle = 0  # steps in a row that called no graphed module
+        self._idle = 0  # steps in a row in which no graph was replayed
+        self._useful = 0  # steps in which one was, since the last capture
         context.messages.scope_changed()
         self._may_be_whole = facts.may_be_whole
         self._looks_at_shapes = looks_at_shapes and not context.compiled.runs
@@ -163,11 +168,14 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         if state.missed and self._missed == PATIENCE:
             note(state.missed)
         has_graphs = bool(self._graphed and self._last is not None and self._last.captured)
-        is_idle = has_graphs and not (state.missed or state.has_replayed or state.seeded)
+        self._useful += state.has_replayed
+        is_idle = has_graphs and not (state.has_replayed or state.seeded)
         self._idle = self._idle + 1 if is_idle else 0
-        if self._idle == FEW:
+        if self._idle == FEW and not state.missed:
             note("steps run eagerly that call no graphed module")
             self._forget("steps run that call no graphed module")
+        elif self._idle == FEW and self._useful > _USEFUL:  # arguments may always differ
+            self._forget("no graph fits what steps call by now")
 
     def begin_again(self, error: ReplayError) -> None:
         """Begin a step again that graphs could not serve: eagerly, and observed."""
@@ -410,6 +418,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
 
     def _forget(self, reason: str) -> None:
         self.state.stale = ""
+        self._useful = 0
         self._forgotten += 1
         self._context.messages.recaptured(f"recapturing, because {reason}", reason)
         self._stop_observing()

@@ -194,9 +194,9 @@ def test_change(backend: str, tmp_path: Path, cell: str) -> None:
         backend,
         tmp_path,
         module=module,
-        capture=capture,
+        capture={**capture, "only_if_faster": False},
         callbacks=lambda: [Changing(change)],
-        max_epochs=3,
+        max_epochs=4,
     )
     compare(eager, captured, said=said_of_rates(captured))
     assert captured.statistics.replayed > 12  # before the change seven at most

@@ -166,7 +166,7 @@ ROWS = (
     )
     | table(HookOnNode, MainGradients, also="unverified", below="", **BF16)
     | {f"{kind.__name__}, plain": row(kind, below="") for kind in (HookOnNode, MainGradients)}
-    | table(NotFused, said="the optimizer step runs eagerly", replayed=1, placed=False, **BF16)
+    | table(NotFused, said=None, replayed=1, placed=False, **BF16)
     | table(Deep, also="by threes; gradients", **BF16)
     | {
         f"shapes, window of {window}": row(

@@ -53,6 +53,7 @@ def read(value: Any) -> Any:
     return {key: read(entry) for key, entry in inside}
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("captured", [True, False], ids=["with graphs", "without"])
 def test_a_checkpoint_resumes(backend: str, tmp_path: Path, captured: bool) -> None:
     written = {name: read(part) for name, part in json.loads(WRITTEN.read_text("utf-8")).items()}

@@ -195,7 +195,10 @@ class TestStepsOfSubmodules:
     def test_figures_are_those_of_calls(
         self, backend: str, tmp_path: Path, module: Any, window: int
     ) -> None:
-        capture = {"scope": "modules", "on_failure": "eager", "validation": window == 2}
+        capture = {
+            "scope": "modules", "on_failure": "eager", "validation": window == 2,
+            "only_if_faster": False,
+        }  # fmt: skip
         options: dict[str, Any] = {
             "module": module, "capture": capture, "accumulate_grad_batches": window,
             "data": lambda: batches(20),
@@ -204,7 +207,8 @@ class TestStepsOfSubmodules:
         compare(eager, captured, replayed=False)
         report = captured.capture.report
         trained = [r for r in report.graphs if not r.signature.endswith("without autograd")]
-        assert (len(trained) < len(report.graphs)) == (window == 2)
+        if module not in (Bypassed, Exchanged, FellBack):  # graphs are dropped on the way
+            assert (len(trained) < len(report.graphs)) == (window == 2)
         replays = sum(record.replays for record in trained)
         assert report.replayed == replays > 0
         assert report.replayed + report.eager == 40
@@ -216,7 +220,7 @@ class TestStepsOfSubmodules:
         assert f"{replays} steps replayed, {40 - replays} eager." in render(report)
         found = json.loads(report.to_json())
         assert (found["replayed"], found["eager"]) == (replays, 40 - replays)
-        if module in (Bypassed, EverySecond):
+        if module is Bypassed:
             assert "steps run eagerly that call no graphed module" in report.fallbacks
         if module is Exchanged:  # another part takes its place
             assert list(report.modules) == ["a", "b"]
