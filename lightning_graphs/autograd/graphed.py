@@ -287,6 +287,10 @@ class GraphedCallable:
             )
 
     def _refuse_partial_backward(self) -> None:
+        if will_execute(self._anchor_node):
+            return
+        # A capture may renew the gradient nodes of all leaves, that of the anchor among them.
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self._anchor).node
         if not will_execute(self._anchor_node):
             raise ReplayError(
                 'A graph with param_grads="direct" cannot compute some gradients only.',

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.core import make_graphed_callables
+from lightning_graphs.core import CUDAGraph, graph, make_graphed_callables
 from lightning_graphs.device.graph import BackendName
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.private.engine import leaves_alive
 from tests.core.callables_support import both_ways, two_three_one
 
 
@@ -324,3 +325,25 @@ def test_the_signature_is_that_of_the_original(backend: BackendName, device: tor
     x = torch.ones(1, 2, device=device)
     graphed = make_graphed_callables(two_three_one(device), (x,), backend=backend)
     assert list(inspect.signature(graphed.forward).parameters) == ["input"]
+
+
+def test_direct_gradients_after_another_capture(backend: BackendName, device: torch.device) -> None:
+    """A capture may renew the gradient nodes of leaves, as torch does where a dtype changes."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4).to(device), torch.randn(3, 4, device=device)
+    graphed = make_graphed_callables(layer, (x,), backend=backend, param_grads="direct")
+    graphed(x).sum().backward()
+    gradient = layer.weight.grad
+    assert gradient is not None
+    expected, total, captured = gradient.clone(), gradient.clone(), CUDAGraph(backend=backend)
+    with graph(captured):
+        total.add_(gradient)
+    for leaf in leaves_alive():
+        if leaf.is_leaf and leaf.requires_grad and not leaf.numel():  # the anchors of graphs
+            data = leaf.data
+            leaf.data = data.double()
+            leaf.data = data
+    layer.zero_grad(set_to_none=True)
+    graphed(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert torch.equal(layer.weight.grad, expected)
