@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.autograd.graphed import GraphedCallable
-from lightning_graphs.regions.dispatch import select
+from lightning_graphs.regions.dispatch import DispatchState, select
 from lightning_graphs.values.tree import leaves_of, substitute
 
 BLOCKS = {
@@ -166,15 +166,16 @@ class LaunchesAlone(Callback):
             assert self.graphs._handler is not None
             for forward in self.graphs._handler.runner._graphs._graphed.values():
                 (graphed_call,) = forward.graphed_calls  # one call in a step
-                forward._answer = self._launch(graphed_call.callable)
+                forward._answer = self._launch(graphed_call.callable, forward._state)
 
     @staticmethod
-    def _launch(graphed: GraphedCallable) -> Callable[..., Any]:
+    def _launch(graphed: GraphedCallable, state: DispatchState) -> Callable[..., Any]:
         assert len(graphed.outputs.tensors) == 1
         anchor = torch.empty(0, device="cuda", requires_grad=True)
         target = None if graphed.aliased_inputs else graphed.inputs.tensors[0].detach()
 
         def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            state.has_replayed = True  # else the graphs would be dropped as useless
             x = args[0]
             if target is not None:
                 with torch.no_grad():
