@@ -535,9 +535,7 @@ class StrategyHandler:
         if again is not None:  # the error's traceback, and what it refers to, is released
             result = again(*args, **kwargs)
         if timing is not None and timing.manual:
-            timing.end()
-            if timing.is_complete():
-                self._end_timing()
+            self._end_step(timing)
         elif self.runner.has_failed:
             self._bind()
         return result
@@ -568,12 +566,13 @@ class StrategyHandler:
         finally:
             timing.stepping = False
         if not timing.manual:
-            timing.end()
-            if timing.is_complete():
-                self._end_timing()
+            self._end_step(timing)
         return result
 
-    def _end_timing(self) -> None:
-        self._timing = None
-        self._bind()
-        self._conclude()
+    def _end_step(self, timing: StepTiming) -> None:
+        """End a timed step, and the timing itself once it has seen enough of them."""
+        timing.end()
+        if timing.is_complete():
+            self._timing = None
+            self._bind()
+            self._conclude()

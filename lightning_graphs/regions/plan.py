@@ -253,7 +253,7 @@ class StepPlan(Plan):
         if not bound or gradients.copied:
             gradients.bind(zeroed=not self.adds)
         elif not self.adds:
-            for parameter in gradients.others:
+            for parameter in gradients.others:  # as drop_gradients, without a call in a replay
                 parameter.grad = None
         if self.outside.parameters:
             self.outside.bind()

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_graphs.report.diagnosis import Diagnosis, Finding
+from tests.programs.test_refusals import Layer, Layered
 from tests.programs.test_trainer import Storing
 from tests.training.fits import (
     Fit,
@@ -619,29 +620,6 @@ def _changed(module: Any, batch: Any) -> Tensor:
     return labels.max()
 
 
-class Layer(nn.Module):
-    """Leaves something behind in its ``leave``."""
-
-    def __init__(self, leave: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.calls = 0
-        self.sizes: list[int] = []
-        self.leave = leave
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).relu() * self.leave(self)
-
-
-class Layered(Net):
-    def __init__(self, leave: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.layer = Layer(leave)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss({**batch, "x": self.layer(batch["x"])})
-
-
 class Averaging(Net):
     """torch reads a number on the host, with no line of the author's in between."""
 
@@ -750,7 +728,8 @@ class TestAgreement:
         capture = {"scope": "modules", "on_failure": "eager"}
         fit = prepare("emulated", tmp_path, True, capture=capture, **options).run()
         (said,) = fit.statistics.fallbacks
-        where = f"in the code of {__file__}:{Layer.forward.__code__.co_firstlineno} in forward"
+        code = Layer.forward.__code__
+        where = f"in the code of {code.co_filename}:{code.co_firstlineno} in forward"
         assert f"`scale` is set to another tensor in every call, {where}" in said
 
     def test_a_submodule_of_torch_is_not_said_to_fail_at_the_fit(self, tmp_path: Path) -> None:
