@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 from typing import Any
 
@@ -347,3 +348,27 @@ def test_direct_gradients_after_another_capture(backend: BackendName, device: to
     graphed(x).sum().backward()
     assert layer.weight.grad is not None
     assert torch.equal(layer.weight.grad, expected)
+
+
+def test_leaves_in_graphs_of_the_default_stream(backend: BackendName, device: torch.device) -> None:
+    """Captures in a row, and one after a garbage collection, find old and new leaves."""
+    made = []
+    for collect in (False, False, True, False):
+        leaf = torch.ones(4, device=device, requires_grad=True)
+        made.append((leaf, leaf * 2))  # which holds a node of the default stream
+        if collect:
+            gc.collect()
+        captured = CUDAGraph(backend=backend)
+        with graph(captured):
+            for leaf, _ in made:
+                (leaf * 3).sum().backward()
+        assert {id(leaf) for leaf, _ in made} <= {id(leaf) for leaf in leaves_alive()}
+        for leaf, _ in made:
+            assert leaf.grad is not None
+            leaf.grad.zero_()
+        captured.replay()
+        for leaf, kept in made:
+            kept.sum().backward(retain_graph=True)
+            assert leaf.grad is not None
+            assert leaf.grad.tolist() == [5.0] * 4
+            leaf.grad = None
