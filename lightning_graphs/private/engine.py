@@ -217,8 +217,8 @@ class _Known:
     collections: ClassVar[tuple[int, ...]] = ()
 
 
-def leaves_alive() -> list[Tensor]:
-    """List the tensors known to Python that may be leaves of autograd.
+def leaves_alive() -> Iterator[Tensor]:
+    """Yield the tensors known to Python that may be leaves of autograd, found where asked for.
 
     A look at all objects takes 40 to 90 ms. Objects made since the last look are among the young
     ones, unless Python has collected these meanwhile (up to 3.13, where collections are counted
@@ -236,4 +236,4 @@ def leaves_alive() -> list[Tensor]:
     )
     _Known.tensors = [weakref.ref(tensor) for tensor in found]
     _Known.collections = collections
-    return found
+    yield from found
