@@ -225,15 +225,16 @@ def leaves_alive() -> Iterator[Tensor]:
     for each generation), so captures in a row look at the young ones alone.
     """
     collections = tuple(each["collections"] for each in gc.get_stats()[1:])
+    looks: tuple[list[Any], ...]
     if sys.version_info < (3, 14) and _Known.collections == collections:
-        young = [*gc.get_objects(generation=0), *gc.get_objects(generation=1)]
-        known = [tensor for known in _Known.tensors if (tensor := known()) is not None]
+        known = [tensor for ref in _Known.tensors if (tensor := ref()) is not None]
+        # Not in one display: such a list is young, and would hold itself.
+        looks = (known, gc.get_objects(generation=0), gc.get_objects(generation=1))
     else:
         # What refers to these classes is found in half the time of a look at all objects.
-        young, known = gc.get_referrers(*_PLAIN), []
-    found = list(
-        {id(tensor): tensor for tensor in [*known, *young] if type(tensor) in _PLAIN}.values()
-    )
-    _Known.tensors = [weakref.ref(tensor) for tensor in found]
+        looks = (gc.get_referrers(*_PLAIN),)
+    found = {id(each): each for look in looks for each in look if type(each) in _PLAIN}
+    del looks
+    _Known.tensors = [weakref.ref(tensor) for tensor in found.values()]
     _Known.collections = collections
-    yield from found
+    yield from found.values()
