@@ -19,8 +19,6 @@ from lightning_graphs.device.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.private.cudnn import CapturedDropout
 from lightning_graphs.private.engine import (
-    leaves_alive,
-    renew_gradient_nodes,
     stale_gradient_nodes_tolerated,
 )
 from lightning_graphs.private.torch import PoolHandle
@@ -315,7 +313,6 @@ class graph:
         self._capture: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        renew_gradient_nodes(leaves_alive())
         capture = self._captured()
         capture.__enter__()
         self._capture = capture

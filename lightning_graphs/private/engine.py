@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -195,14 +193,14 @@ def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
         return (None,)  # nothing to add to its `.grad`
 
     with contextlib.ExitStack() as stack, torch.inference_mode(False), _unwarned_of_streams():
-        for leaf in leaves:
-            node = torch.autograd.graph.get_gradient_edge(leaf).node
-            stack.enter_context(node.register_prehook(partial(note, leaf)))
+        edges = [torch.autograd.graph.get_gradient_edge(leaf) for leaf in leaves]
+        for leaf, edge in zip(leaves, edges, strict=True):
+            stack.enter_context(edge.node.register_prehook(partial(note, leaf)))
         zeros = {
-            kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in map(_kind, leaves)
+            kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in {*map(_kind, leaves)}
         }
         if leaves:
-            _backward(leaves, [zeros[_kind(leaf)].expand(leaf.shape) for leaf in leaves])
+            _backward(edges, [zeros[_kind(leaf)].expand(leaf.shape) for leaf in leaves])
     return found
 
 
@@ -210,31 +208,8 @@ def _kind(leaf: Tensor) -> tuple[torch.dtype, torch.device]:
     return leaf.dtype, leaf.device
 
 
-class _Known:
-    """The plain tensors that the last look at all objects found, and when it was."""
-
-    tensors: ClassVar[list[weakref.ref[Tensor]]] = []
-    collections: ClassVar[tuple[int, ...]] = ()
-
-
 def leaves_alive() -> Iterator[Tensor]:
-    """Yield the tensors known to Python that may be leaves of autograd, found where asked for.
-
-    A look at all objects takes 40 to 90 ms. Objects made since the last look are among the young
-    ones, unless Python has collected these meanwhile (up to 3.13, where collections are counted
-    for each generation), so captures in a row look at the young ones alone.
-    """
-    collections = tuple(each["collections"] for each in gc.get_stats()[1:])
-    looks: tuple[list[Any], ...]
-    if sys.version_info < (3, 14) and _Known.collections == collections:
-        known = [tensor for ref in _Known.tensors if (tensor := ref()) is not None]
-        # Not in one display: such a list is young, and would hold itself.
-        looks = (known, gc.get_objects(generation=0), gc.get_objects(generation=1))
-    else:
-        # What refers to these classes is found in half the time of a look at all objects.
-        looks = (gc.get_referrers(*_PLAIN),)
-    found = {id(each): each for look in looks for each in look if type(each) in _PLAIN}
-    del looks
-    _Known.tensors = [weakref.ref(tensor) for tensor in found.values()]
-    _Known.collections = collections
-    yield from found.values()
+    """Yield every tensor known to Python that may be a leaf of autograd; the look takes 40 ms."""
+    # What refers to these classes is found in half the time of a look at all objects.
+    found = gc.get_referrers(*_PLAIN)
+    yield from [tensor for tensor in found if type(tensor) in _PLAIN]

@@ -29,7 +29,11 @@ from lightning_graphs.private.callsite import (
     returned_by,
 )
 from lightning_graphs.private.cudnn import CapturedDropout
-from lightning_graphs.private.engine import backward_passes_observed, renew_gradient_nodes
+from lightning_graphs.private.engine import (
+    backward_passes_observed,
+    leaves_alive,
+    renew_gradient_nodes,
+)
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
     capture_unseen,
@@ -495,7 +499,7 @@ class StepCapture(StepBody):
                 objects_undone(own, environment.outside.listed),
             ):
                 targets.begin()
-                renew_gradient_nodes(targets.parameters)
+                renew_gradient_nodes(leaves_alive())
                 with segments.capturing("forward"), self._passes_counted(adds=targets.adds):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     effects.look()
