@@ -44,9 +44,9 @@ from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of
 from lightning_graphs.watch.batch import objects_of
 from lightning_graphs.watch.host import OF_SHAPES, READS, SHAPES, SMALL, HostTape, is_exact, name_of
 from lightning_graphs.watch.host_trace import FACTORIES, FROM_PYTHON, is_made_ahead
-from lightning_graphs.watch.numbers import WAYS, Numbers, TracedNumber
+from lightning_graphs.watch.numbers import WAYS, Numbers, form_of
 from lightning_graphs.watch.side_effects import SideEffects
-from lightning_graphs.watch.tracers import form_of
+from lightning_graphs.watch.tracers import TracedNumber
 
 # ------------------ Operators
 

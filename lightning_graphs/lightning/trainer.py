@@ -41,9 +41,8 @@ from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.verify import Tolerance, Verifier
 from lightning_graphs.values.guards import is_object, is_plain
-from lightning_graphs.watch.environment import AsRead, Effect, Environment
+from lightning_graphs.watch.environment import AsRead, Effect, Environment, rates_exchanged
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.tracers import rates_exchanged
 from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
 
 # ------------------ The trainer under watch

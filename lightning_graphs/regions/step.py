@@ -64,7 +64,15 @@ from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.draws import Readings, clocks_exchanged, draws_recorded, draws_refused
-from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
+from lightning_graphs.watch.environment import (
+    Environment,
+    NumberPlaces,
+    RaisedInCapture,
+    code_captured,
+    number_places,
+    numbers_exchanged,
+    rates_exchanged,
+)
 from lightning_graphs.watch.host_trace import ArenaFull, HostTracer
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
@@ -72,11 +80,7 @@ from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects, St
 from lightning_graphs.watch.tracers import (
     Conversion,
     DrawingFunction,
-    NumberPlaces,
     calls_followed,
-    number_places,
-    numbers_exchanged,
-    rates_exchanged,
     refuse_tracers,
 )
 

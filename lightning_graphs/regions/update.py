@@ -30,8 +30,7 @@ from lightning_graphs.regions.step import StepBody
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.memory import AddressGuard
-from lightning_graphs.watch.environment import code_captured
-from lightning_graphs.watch.tracers import rates_exchanged
+from lightning_graphs.watch.environment import code_captured, rates_exchanged
 
 
 class CapturedUpdate(Region[Hashable, Plan]):

@@ -40,8 +40,8 @@ from lightning_graphs.values.snapshot import (
     results_in,
 )
 from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.environment import rates_exchanged
 from lightning_graphs.watch.side_effects import StepState
-from lightning_graphs.watch.tracers import rates_exchanged
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 

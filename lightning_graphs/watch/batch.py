@@ -6,6 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -39,7 +40,7 @@ from lightning_graphs.values.tree import (
     substitute,
 )
 from lightning_graphs.watch.containers import Place
-from lightning_graphs.watch.tracers import Disguised, Tracer
+from lightning_graphs.watch.tracers import Tracer
 
 # ------------------ Containers of the batch
 
@@ -197,34 +198,21 @@ def _read(names: Collection[str], observed: str) -> BatchValueRead:
     return error
 
 
-class _UnreadValue(Disguised):
-    """Proxy for a Python value of the batch while a step is captured; it reports a read.
-
-    It is empty, so that C code cannot read a value unnoticed. ``__class__`` gives the real type,
-    which is part of the signature.
-    """
-
-    def __init__(self, name: str, kind: type, refuse: Callable[[str], NoReturn]) -> None:
-        self._name, self._kind, self._refuse_read = name, kind, refuse
+class _UnreadValue(Tracer):
+    """Tracer for a Python value of the batch, of any class; the signature has that."""
 
     def __setattr__(self, key: str, value: Any) -> None:
-        if key not in ("_name", "_kind", "_refuse_read"):
+        if "_kind" in vars(self):  # it is made
             self.refuse()
-        object.__setattr__(self, key, value)
-
-    def refuse(self) -> NoReturn:
-        self._refuse_read(self._name)
-
-    now = refuse
+        super().__setattr__(key, value)
 
     def __deepcopy__(self, memo: object) -> _UnreadValue:
         return self
 
     __copy__ = __deepcopy__
     __call__ = __contains__ = __fspath__ = __next__ = __reduce_ex__ = Tracer._refuse
-    __setitem__ = __delitem__ = __delattr__ = __enter__ = __bytes__ = __buffer__ = __array__ = (
-        Tracer._refuse
-    )
+    __setitem__ = __delitem__ = __delattr__ = __enter__ = Tracer._refuse
+    __bytes__ = __buffer__ = Tracer._refuse
 
 
 class BatchValues:
@@ -293,7 +281,7 @@ class UnreadValues:
         self._step = step  # the code that is captured
         self._sites = CallSiteFinder()
         self._proxies = {
-            name: _UnreadValue(name, leaf.kind, self._refuse)
+            name: _UnreadValue(name, partial(self._refuse, name), self._refuse, leaf.kind)
             for name, leaf in zip(signature.names, signature.leaves, strict=True)
             if isinstance(leaf, Unread)
         }

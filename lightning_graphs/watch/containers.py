@@ -21,7 +21,7 @@ from lightning_graphs.values.guards import attributes_of, is_still, slots_of
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import refill
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.tracers import Disguised, Tracer
+from lightning_graphs.watch.tracers import Tracer
 
 _FILLED = (list, deque, set)
 _ABSENT = Absence.ABSENT
@@ -174,24 +174,22 @@ Operations = Sequence[tuple[str, tuple[Any, ...]]]
 """Names of methods, and their arguments."""
 
 
-class ListAppend(Disguised):
+class ListAppend(Tracer):
     """Tracer for a list, deque or set that a captured step fills and does not read.
 
     It records operations, and each replay applies them to the real one, whatever that holds.
     """
 
     def __init__(self, place: Entry) -> None:
-        self._place, self._kind = place, type(place.now())
+        super().__init__(place.name, place.now, self._used, type(place.now()))
+        self._place = place
         self.operations: list[tuple[str, tuple[Any, ...]]] = []
 
-    def refuse(self) -> NoReturn:
-        observed = f"{self._place.name} is used at {CallSiteFinder().here().describe()}"
+    def _used(self, name: str) -> NoReturn:
+        observed = f"{name} is used at {CallSiteFinder().here().describe()}"
         error = PlaceUsedError(FILLED.rule, observed, FILLED.remedy)
         error.place = self._place
         raise error
-
-    def now(self) -> Any:
-        return self._place.now()
 
     def _note(self, method: str, *args: Any) -> None:
         if not hasattr(self._kind, method):

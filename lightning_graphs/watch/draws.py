@@ -31,14 +31,9 @@ from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import Draw
 from lightning_graphs.watch.host_trace import HostTracer
-from lightning_graphs.watch.numbers import (
-    ArrayTracer,
-    StepNumbers,
-    TracedNumber,
-    numbers_ahead,
-)
+from lightning_graphs.watch.numbers import ArrayTracer, StepNumbers, numbers_ahead
 from lightning_graphs.watch.reads import NUMBERS
-from lightning_graphs.watch.tracers import FOR_A_WHILE, DrawingFunction, present
+from lightning_graphs.watch.tracers import FOR_A_WHILE, DrawingFunction, TracedNumber, present
 from lightning_graphs.watch.user_code import UserCode
 
 SETTERS = ("setstate", "set_state", "seed")

@@ -12,9 +12,19 @@ from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_graphs.device.generators import Generators
-from lightning_graphs.device.rules import DRAWN, SIDE_EFFECT, STORED, STORED_OUTSIDE, OnUse, refuse
+from lightning_graphs.device.rules import (
+    DRAWN,
+    OLD_GRADIENTS,
+    SIDE_EFFECT,
+    STORED,
+    STORED_OUTSIDE,
+    OnUse,
+    refuse,
+)
 from lightning_graphs.errors import (
     CaptureError,
     GraphError,
@@ -24,12 +34,12 @@ from lightning_graphs.errors import (
     no_room,
     refusals,
 )
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from
-from lightning_graphs.private.exchange import exchanged
-from lightning_graphs.private.torch import values_checked_on_device
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
+from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.torch import values_checked_on_device, version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
-from lightning_graphs.watch.tracers import old_gradients_watched
+from lightning_graphs.watch.tracers import OURS, OpaqueTracer
 from lightning_graphs.watch.user_code import UnregisteredTensors, UserCode, iter_objects
 
 _CALLS = (
@@ -268,3 +278,145 @@ def code_captured(what: str) -> Iterator[None]:
                 "correct the line, if it raises in an eager step, too; else only pass on or log "
                 "the value: some, such as those of metrics, are not there during a capture",
             ) from error
+
+
+# ------------------ Numbers and gradients of the optimizer
+
+_HYPER_PARAMETERS = ("betas", "momentum", "dampening", "weight_decay", "eps")
+_COMPILER = "torch._"  # its private packages, which ask whether there is a gradient
+
+Schedulers = Sequence[object]
+"""Learning rate schedulers of torch, or others like them."""
+
+NumberPlaces = Sequence[tuple[dict[str, Any], str, Any]]
+"""Tables, a key of each, and its temporary value."""
+
+
+def rates_exchanged(
+    schedulers: Schedulers, optimizer: Optimizer, rates: Sequence[Tensor] | None = None
+) -> AbstractContextManager[None]:
+    """While capturing, give these learning rates, one a group, to schedulers and groups.
+
+    User code may not use the counters of schedulers, nor rates if none are given.
+    """
+    return numbers_exchanged(optimizer, number_places(schedulers, optimizer, rates))
+
+
+def number_places(
+    schedulers: Schedulers,
+    optimizer: Optimizer,
+    rates: Sequence[Tensor] | None = None,  # stand for learning rates, a group each
+    # Makes the tracer for a number, given its name and reader; ``rates`` then stand for
+    # tensors only, and without them further numbers of each group move without another capture
+    number: Callable[[str, Callable[[], Any]], Any] | None = None,
+) -> NumberPlaces:
+    """List the tables of learning rates and of scheduler counters, with a tracer for each."""
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    make, groups = number or OpaqueTracer, optimizer.param_groups
+    further = _HYPER_PARAMETERS if number is not None and rates is None else ()
+
+    def rate(name: str, group: int, table: dict[str, Any], key: str, *index: int) -> Any:
+        read = _reading(table, key, *index)
+        if rates is not None and (number is None or isinstance(read(), Tensor)):
+            return rates[group].detach()
+        return make(_of_group(name, group), read)
+
+    for n, scheduler in enumerate(schedulers):
+        table = vars(scheduler)
+        owner = f"scheduler {n}" if n else "a scheduler"
+        for key in ("last_epoch", "_step_count"):
+            if key in table:
+                places.append((table, key, make(f"{key} of {owner}", _reading(table, key))))
+        if table.get("optimizer") is optimizer and "_last_lr" in table:
+            name = f"the learning rate of {owner}"
+            known = range(len(table["_last_lr"]))  # a group may have been added since its last step
+            last = [rate(name, i, table, "_last_lr", i) for i in known]
+            places.append((table, "_last_lr", last))
+    for i, group in enumerate(groups):
+        places.append((group, "lr", rate("the learning rate", i, group, "lr")))
+        for key in further:
+            name, value = _of_group(f"{key} of the optimizer", i), group.get(key)
+            if type(value) in (int, float):
+                places.append((group, key, make(name, _reading(group, key))))
+            elif isinstance(value, (tuple, list)) and {*map(type, value)} <= {int, float}:
+                names = [f"{name}[{k}]" if k else name for k in range(len(value))]
+                numbers = tuple(make(n, _reading(group, key, k)) for k, n in enumerate(names))
+                places.append((group, key, numbers))
+    return places
+
+
+def _of_group(name: str, index: int) -> str:
+    return f"{name} (group {index})" if index else name
+
+
+@contextlib.contextmanager
+def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[None]:
+    """While capturing, refuse to set these numbers and entries of parameter groups."""
+    tables = [("", table) for table in (*optimizer.param_groups, *(table for table, *_ in places))]
+    before = PythonSnapshot(tables)
+    tensors = [(key, v, version_of(v)) for _, key, v in places if isinstance(v, Tensor)]
+    try:
+        for table, key, value in places:
+            table[key] = value
+        given = PythonSnapshot(tables)
+        yield
+        moved = {change.key for change in given.changes()}
+        moved |= {key for key, tensor, version in tensors if version_of(tensor) != version}
+    finally:
+        before.restore()
+    if moved:
+        raise CaptureError(
+            "A replay runs no Python code, and cannot set values in the optimizer.",
+            f"the step sets {', '.join(sorted(moved))} in param_groups",
+            "set the value in on_train_batch_start or another hook, or with a scheduler",
+        )
+
+
+def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
+    """Return a reader of a table's entry, or of an item in that."""
+    return lambda: table[key][index[0]] if index else table[key]
+
+
+@contextlib.contextmanager
+def old_gradients_watched(
+    on_use: OnUse = refuse,
+    others: Iterable[Tensor] = (),  # tensors in attributes, and copies of some of them
+    *,
+    accumulates: bool = False,  # gradients of earlier steps are added to
+) -> Iterator[None]:
+    """While capturing a forward pass, refuse to use ``.grad`` of parameters and attributes.
+
+    It is set aside there. An eager step finds the gradients of the step before. No library reads
+    one by itself in a forward pass: where clipping or a norm does, the author's code calls it.
+    """
+    gradient: Any = Tensor.grad
+    # A loss may move its network at each call: it is there already. Every step zeroes after its
+    # forward pass, which takes nothing away unless gradients are accumulated.
+    harmless = {"_apply"} if accumulates else {"_apply", "zero_grad"}
+
+    def used(name: str) -> None:
+        frame = sys._getframe(2)
+        module, code = frame.f_globals.get("__name__", ""), frame.f_code
+        computes_nothing = module.startswith((_COMPILER, OURS)) or code.co_name in harmless
+        if not (computes_nothing and is_library(code.co_filename)):
+            on_use(OLD_GRADIENTS, name, name, CallSiteFinder().here())
+
+    watched = set(map(id, others))
+
+    def read(tensor: Tensor) -> Any:
+        if (name := name_of(tensor)) is not None:
+            used(f".grad of {name} is read")
+        return gradient.__get__(tensor)
+
+    def write(tensor: Tensor, value: Tensor | None) -> None:
+        if (name := name_of(tensor)) is not None:
+            used(f".grad of {name} is set")
+        gradient.__set__(tensor, value)
+
+    def name_of(tensor: Tensor) -> str | None:
+        if isinstance(tensor, Parameter):
+            return "a parameter"
+        return "a tensor in an attribute" if id(tensor) in watched else None
+
+    with replaced(Tensor if watched else Parameter, "grad", property(read, write)):
+        yield

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_graphs.watch.environment import old_gradients_watched
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.tracers import old_gradients_watched
 from tests.training.fits import prepare
 
 
