@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 BEFORE = {
+    "cli": "__main__",
     "training": "lightning",
     "training.callback": "lightning.callback",
     "training.options": "policy.options",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lightning_graphs
-from lightning_graphs import cli
+from lightning_graphs import __main__ as cli
 from tests.processes import ROOT, environment
 
 
@@ -92,7 +92,7 @@ class TestCommandLine:
 
     def test_help_needs_no_torch(self, tmp_path: Path) -> None:
         code = (
-            "import sys\nfrom lightning_graphs import cli\n"
+            "import sys\nfrom lightning_graphs import __main__ as cli\n"
             "try:\n    cli.main(['--help'])\n"
             "except SystemExit as done:\n    print(done.code, 'torch' in sys.modules)"
         )

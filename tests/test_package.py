@@ -46,7 +46,6 @@ LAYERS = (
     "lightning",
     "moved",
     "pytorch_lightning",
-    "cli",
     "__main__",
 )
 # Imported inside the functions that need them, never while a module of ours is being imported.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,16 @@ from lightning_graphs.autograd.nodes import (
     nodes_behind,
     saved_for_graphs,
 )
-from lightning_graphs.device.generators import random_place, random_states, rewinding_refused
 from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
-from lightning_graphs.device.rules import REBOUND
+from lightning_graphs.device.rules import REBOUND, SET_GENERATOR
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
 from lightning_graphs.private.engine import (
     renew_gradient_nodes,
     stale_gradient_nodes_tolerated,
 )
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.generators import random_place, random_states
 from lightning_graphs.private.torch import (
     PoolHandle,
     has_gradient_hooks,
@@ -622,3 +623,18 @@ def _install(original: Callable[..., Any], graphed: GraphedCallable) -> Callable
         return graphed
     original.forward = graphed
     return original
+
+
+def rewinding_refused(draws: bool) -> AbstractContextManager[None]:
+    """Refuse to set CUDA's generators in the body, the capture of a backward pass that draws.
+
+    Activation checkpointing sets them to where the forward pass began, for equal dropout. A graph
+    of its own begins where the forward graph has ended.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise SET_GENERATOR.refused(
+            "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
+        )
+
+    return replaced(torch.cuda, "set_rng_state", refuse) if draws else nullcontext()

@@ -27,7 +27,7 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import CallSiteFinder
-from lightning_graphs.private.cudnn import CapturedDropout, DropoutCapture
+from lightning_graphs.private.generators import CapturedDropout, DropoutCapture
 from lightning_graphs.private.torch import PoolHandle, abandon_capture_pool, empty_host_cache
 
 _REFUSALS = (

@@ -17,10 +17,10 @@ from lightning_graphs.device.cuda import CudaBackend, CudaGraph
 from lightning_graphs.device.emulated import EmulatedBackend, EmulatedGraph
 from lightning_graphs.device.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
-from lightning_graphs.private.cudnn import CapturedDropout
 from lightning_graphs.private.engine import (
     stale_gradient_nodes_tolerated,
 )
+from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.private.torch import PoolHandle
 
 BackendName = Literal["auto", "cuda", "emulated"]

@@ -43,8 +43,7 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, inside_compiled_module
-from lightning_graphs.private.distributed import asks_for_shapes, unwraps_itself
-from lightning_graphs.private.engine import nodes_out_of_sight
+from lightning_graphs.private.engine import asks_for_shapes, nodes_out_of_sight, unwraps_itself
 from lightning_graphs.private.torch import (
     current_autograd_node,
     eager_attention,

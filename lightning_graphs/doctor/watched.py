@@ -14,7 +14,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_graphs.device.generators import PythonGenerator
 from lightning_graphs.device.rules import (
     BATCH_CHANGED,
     BATCH_VALUE,
@@ -38,6 +37,7 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinder
+from lightning_graphs.private.generators import PythonGenerator
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of

@@ -28,9 +28,8 @@ from lightning_graphs.lightning.strategy import BatchTransfer, ProgressValues, c
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, steps_left
 from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
-from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
-from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch, judge
+from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch, judge
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.report import Report, render, summary_line

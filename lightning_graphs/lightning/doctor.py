@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.generators import PythonGenerator
 from lightning_graphs.device.rules import (
     CLOCK,
     COLLECTIVE,
@@ -68,6 +67,7 @@ from lightning_graphs.private.callsite import (
     site_naming,
 )
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.generators import PythonGenerator
 from lightning_graphs.private.torch import (
     announced_as_cuda_capture,
     current_autograd_node,

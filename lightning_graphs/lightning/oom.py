@@ -13,12 +13,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.device.generators import Generators, RandomState
 from lightning_graphs.errors import GraphError, ReplayError, first_line, is_out_of_memory
 from lightning_graphs.lightning.private import logs_snapshot
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.strategy import StrategyCalls, loss_of
-from lightning_graphs.policy.budget import SETTLED, MemoryBudget
+from lightning_graphs.policy.worth import SETTLED, MemoryBudget
 from lightning_graphs.private.callsite import (
     CallSiteFinder,
     add_line,
@@ -26,6 +25,7 @@ from lightning_graphs.private.callsite import (
     stacklevel_of_user,
 )
 from lightning_graphs.private.exchange import nothing, replaced
+from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_graphs.errors import FIX, CaptureError, GraphError, is_out_of_memory, no_room
 from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
 from lightning_graphs.policy.options import Options
-from lightning_graphs.private.distributed import (
+from lightning_graphs.private.engine import (
     FsdpModules,
     forget_backward,
     is_within_backward,

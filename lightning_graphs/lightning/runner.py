@@ -28,8 +28,7 @@ from lightning_graphs.lightning.private import (
 from lightning_graphs.lightning.ranks import NOT_REDUCED, syncs
 from lightning_graphs.lightning.strategy import NAMES, StepHandler
 from lightning_graphs.lightning.trainer import LightningContext
-from lightning_graphs.policy.budget import MemoryKept
-from lightning_graphs.policy.worth import HyperParameterChurn, StepTiming
+from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept, StepTiming
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import (
     CaptureKey,

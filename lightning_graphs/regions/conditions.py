@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.cudnn import CapturedDropout, dropout_state_of
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
 from lightning_graphs.private.torch import (
     accumulation_hooks,
     gradient_hooks,

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.policy.budget import MemoryBudget
 from lightning_graphs.policy.options import Options
-from lightning_graphs.policy.worth import CapturePolicy
+from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
 from lightning_graphs.private.callsite import named_at
 from lightning_graphs.regions.conditions import OF_LIBRARIES, Observers, conditions_of, differences
 from lightning_graphs.regions.gradients import KeptGradients

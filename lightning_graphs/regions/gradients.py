@@ -31,7 +31,7 @@ from lightning_graphs.autograd.backward import (
 )
 from lightning_graphs.autograd.nodes import fused_grad_casts, removed
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.distributed import buckets_of, local
+from lightning_graphs.private.engine import buckets_of, local
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
     address_of,

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.policy.budget import defragment
-from lightning_graphs.private.distributed import local
+from lightning_graphs.policy.worth import defragment
+from lightning_graphs.private.engine import local
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import count_for_schedulers, step_hook_tables
 from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.private.cudnn import CapturedDropout
+from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.regions.conditions import CaptureKey, Check, Instruction, conditions_of
 from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.report import GraphRecord

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.generators import Generators
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.device.rules import DRAWN, OLD_GRADIENTS
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
@@ -28,13 +27,13 @@ from lightning_graphs.private.callsite import (
     definition_of,
     returned_by,
 )
-from lightning_graphs.private.cudnn import CapturedDropout
 from lightning_graphs.private.engine import (
     backward_passes_observed,
     leaves_alive,
     renew_gradient_nodes,
 )
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.generators import CapturedDropout, Generators
 from lightning_graphs.private.torch import (
     capture_unseen,
     hooks_registered,

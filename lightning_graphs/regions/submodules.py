@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
-from lightning_graphs.policy.budget import SETTLED
+from lightning_graphs.policy.worth import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.calls import (

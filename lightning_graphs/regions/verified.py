@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_graphs.autograd.backward import unrepeated, zero_gradient
 from lightning_graphs.autograd.graphed import set_again
 from lightning_graphs.autograd.nodes import gradients_copied
-from lightning_graphs.device.generators import Generators, RandomState
 from lightning_graphs.errors import (
     CaptureError,
     GraphError,
@@ -24,6 +23,7 @@ from lightning_graphs.errors import (
     is_out_of_memory,
 )
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.private.torch import without_hooks
 from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
 from lightning_graphs.regions.gradients import drop_gradients

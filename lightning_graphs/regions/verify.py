@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from lightning_graphs.device.emulated import WriteWatch
 from lightning_graphs.errors import GraphError, VerificationError, first_line, is_out_of_memory
-from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.torch import storage_reference
 from lightning_graphs.values.memory import bytes_of, storage_address

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.distributed import local
+from lightning_graphs.private.engine import local
 from lightning_graphs.private.torch import (
     foreach_clone,
     is_strided,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.distributed import local
+from lightning_graphs.private.engine import local
 from lightning_graphs.private.exchange import Absence, bind, bound
 from lightning_graphs.private.torch import tables_of
 from lightning_graphs.values.guards import (

@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._pytree import tree_map
 
-from lightning_graphs.device.generators import PythonGenerator, shared_generators
 from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.generators import PythonGenerator, shared_generators
 from lightning_graphs.private.torch import out_of_sight
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of

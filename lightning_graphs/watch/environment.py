@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.device.generators import Generators
 from lightning_graphs.device.rules import (
     DRAWN,
     OLD_GRADIENTS,
@@ -36,6 +35,7 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import values_checked_on_device, version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads

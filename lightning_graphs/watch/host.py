@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lightning_graphs.device.generators import HostGenerator
 from lightning_graphs.device.trace import OperatorCall, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.generators import HostGenerator
 from lightning_graphs.private.torch import generator_identity, memory_of, out_of_sight, storage_uses
 
 # ------------------ The host program

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lightning_graphs.device.generators import comparable
 from lightning_graphs.device.rules import has_other_tangents
 from lightning_graphs.device.trace import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.generators import comparable
 from lightning_graphs.private.torch import memory_of, out_of_sight, run_kernel
 from lightning_graphs.values.memory import extent
 from lightning_graphs.watch.host import (

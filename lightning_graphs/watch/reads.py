@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.generators import OF_TORCH
 from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
 from lightning_graphs.private.exchange import Absence, bind, bound, replaced
+from lightning_graphs.private.generators import OF_TORCH
 from lightning_graphs.private.torch import (
     accumulation_hooks,
     current_autograd_node,

@@ -17,11 +17,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.generators import Generators
 from lightning_graphs.device.rules import BATCH_CHANGED, DRAWN, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import Absence
+from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import is_strided, version_of
 from lightning_graphs.values.guards import is_constant, is_plain
 from lightning_graphs.values.memory import (

@@ -23,7 +23,7 @@ from lightning_graphs.lightning import oom as retry
 from lightning_graphs.lightning import runner
 from lightning_graphs.lightning.strategy import NAMES
 from lightning_graphs.policy import worth as timing
-from lightning_graphs.policy.budget import MemoryBudget
+from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.exchange import bind, bound
 from tests.failures.support import forwards_are_their_own
 from tests.training.fits import Fit, Net, adamw, assert_nothing_left, batches, compare, prepare

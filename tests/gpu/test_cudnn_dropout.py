@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from lightning_graphs import core
-from lightning_graphs.device.generators import RandomState
-from lightning_graphs.private.cudnn import DropoutState, dropout_state_of
+from lightning_graphs.private.generators import DropoutState, RandomState, dropout_state_of
 
 pytestmark = [
     pytest.mark.gpu,

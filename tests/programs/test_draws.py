@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_graphs.device.generators import comparable
+from lightning_graphs.private.generators import comparable
 from tests.programs.table import Promises, stepping
 from tests.training.fits import Net, batches
 

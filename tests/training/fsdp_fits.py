@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_graphs.private.distributed import local
+from lightning_graphs.private.engine import local
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import of_rank
 from tests.training.fits import FullTrace, GradientTrace, Net, Trace, adamw, compare, prepare

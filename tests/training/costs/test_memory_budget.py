@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_graphs.errors import NoRoomError
-from lightning_graphs.policy.budget import MemoryBudget, MemoryKept
+from lightning_graphs.policy.worth import MemoryBudget, MemoryKept
 
 MIB = 2**20
 

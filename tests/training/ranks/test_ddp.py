@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 
 from lightning_graphs import CaptureError
 from lightning_graphs.lightning.ranks import why_not_captured
-from lightning_graphs.policy.budget import MemoryBudget, MemoryKept
 from lightning_graphs.policy.options import Options
+from lightning_graphs.policy.worth import MemoryBudget, MemoryKept
 from tests.processes import in_one_process
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import (
