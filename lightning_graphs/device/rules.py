@@ -344,6 +344,11 @@ _CAUSES: dict[tuple[str, str], Remedy] = {
 """End of a file's path, and the function in it that reads."""
 
 
+def know_cause(file: str, function: str, remedy: Remedy) -> None:
+    """Take a remedy where this function, in a file whose path ends so, does what is refused."""
+    _CAUSES[file, function] = remedy
+
+
 def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
     """Replace ``remedy`` and ``code`` of rules and remedies by a client's words."""
     for spoken, own in words.items():

@@ -124,7 +124,7 @@ class Observer(Recorder):
         self.silent = False  # whether nothing is noted at the moment
         self.answered = False  # whether the host has what is asked for by what is noted
         self._makes_on_host = False
-        self._forbidden: dict[int, Obstacle] = {}
+        self._forbidden: dict[int, Callable[[str], object]] = {}
         self.begin(())
 
     def begin(self, on_host: Iterable[Tensor]) -> None:
@@ -143,10 +143,17 @@ class Observer(Recorder):
         finally:
             self.silent = before
 
-    def forbid(self, value: Any, obstacle: Obstacle) -> None:
-        """Note wherever a tensor in ``value``, such as the result of a metric, is used."""
+    def forbid(self, value: Any, used: Callable[[str], object]) -> None:
+        """Tell of each operator that uses a tensor in ``value``, such as the result of a metric."""
         tensors = leaves_of(value, Tensor)
-        self._forbidden.update((self.know(tensor, born=True).id, obstacle) for tensor in tensors)
+        self._forbidden.update((self.know(tensor, born=True).id, used) for tensor in tensors)
+
+    def tell_used(self, tensors: Iterable[Tensor], by: str) -> None:
+        """Tell of those among these tensors whose use is to be told."""
+        for tensor in tensors if self._forbidden and not self.silent else ():
+            known = self.know(tensor).id if tensor.layout is torch.strided else -1
+            if known in self._forbidden:
+                self._forbidden[known](by)
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
@@ -240,11 +247,7 @@ class Observer(Recorder):
     def _check(self, call: OperatorCall) -> None:
         if is_collective(call.func):
             self.refuse(str(call.func), COLLECTIVE)
-        if self._forbidden:
-            for tensor in call.inputs:
-                known = self.know(tensor).id if tensor.layout is torch.strided else -1
-                if known in self._forbidden:
-                    self.refuse(str(call.func), self._forbidden[known])
+        self.tell_used(call.inputs, str(call.func))
         if self._draws_on_host(call):
             self.answered = current_autograd_node() is None
             self.refuse(str(call.func), DRAWN)

@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
+from torchmetrics import Metric
 
 from lightning_graphs.device.rules import (
     CLOCK,
@@ -45,14 +46,8 @@ from lightning_graphs.doctor.watched import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning import words as findings
-from lightning_graphs.lightning.logs import (
-    LOGGED_NUMBER,
-    METRIC_EARLY,
-    METRIC_VALUE,
-    LoggedNumbers,
-    metrics_exchanged,
-    metrics_of,
-)
+from lightning_graphs.lightning.logs import LOGGED_NUMBER, METRIC_LATER, LoggedNumbers
+from lightning_graphs.lightning.metrics import METRIC_VALUE, metrics_exchanged
 from lightning_graphs.lightning.private import takes_no_closure
 from lightning_graphs.lightning.strategy import StrategyCalls, copies_on_host, intercepted, loss_of
 from lightning_graphs.lightning.trainer import TrainerWatch
@@ -73,7 +68,6 @@ from lightning_graphs.private.torch import (
     current_autograd_node,
     is_compiled,
     values_checked_on_device,
-    version_of,
 )
 from lightning_graphs.regions.step import refuse_iterator
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
@@ -138,16 +132,17 @@ class Doctor:
             generators.append(torch.cuda.default_generators[device.index or 0])
         self._sites = sites = CallSiteFinder()
         self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
-        self._metrics = metrics_of(module)
         self._watch = TrainerWatch(trainer, module)
+        self._metrics = self._watch.metrics
         self._step = definition_of(module.training_step)
         self._returned = returned_by(module.training_step)
         self._numbers = NotedNumbers(self._used, follow=not self._only_submodules)
-        self._logs = LoggedNumbers(self._is_live, self._observer.looking_away)
+        self._logs = LoggedNumbers(self._is_live, self._observer.looking_away, self._metric_logged)
+        # Those that the step computes, with the values that they had where they were logged
+        self._computed: list[tuple[Metric, Any, CallSite]] = []
         self._drawn: set[str] = set()
         self._drawing_functions: set[DrawingFunction] = set()  # have drawn
         self._functions: set[DrawingFunction] = set()  # are called by replays
-        self._logged: list[tuple[Tensor, int, CallSite]] = []
         self._values = BatchValues()
         self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
@@ -186,6 +181,7 @@ class Doctor:
             self.finish()
             return self._calls.training_step(*args, **kwargs)
         self.diagnosis.steps += 1
+        self._metrics.learn()
         batch, *rest = args
         self._numbers.begin()
         watched = self._watch.arguments(rest, self._numbers.number)
@@ -249,7 +245,8 @@ class Doctor:
         """Watch a whole ``training_step``, except for its calls of loggers and metrics."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._logs.watching(self._module))
-            stack.enter_context(metrics_exchanged(self._module, self._unobserved))
+            apart = self._metrics.apart()
+            stack.enter_context(metrics_exchanged(apart, self._unobserved, self._needs))
             stack.enter_context(around.reading(number=self._numbers.number))
             stack.enter_context(around.old_gradients())
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
@@ -283,17 +280,28 @@ class Doctor:
     def _effect(self) -> Effect:
         return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
 
-    def _unobserved(self, function: Callable[..., Any], _: str) -> Callable[..., Any]:
+    def _unobserved(
+        self, metric: nn.Module, function: Callable[..., Any], _: str
+    ) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given, site = leaves_of((args, kwargs), Tensor), self._sites.here()
-            self._logged += [(tensor, version_of(tensor), site) for tensor in given]
             with self._observer.looking_away():
                 result = function(*args, **kwargs)
-                self._observer.forbid(result, METRIC_VALUE)
+                self._observer.forbid(result, functools.partial(self._needs, metric))
                 return result
 
         return call
+
+    def _needs(self, metric: nn.Module, what: str) -> None:
+        """Let the next step show what is in the way of a metric that this one computes with."""
+        if not self._observer.silent:
+            self._metrics.needs(metric)
+            if self.diagnosis.steps == self._all:
+                self._observer.refuse(what, METRIC_VALUE)
+
+    def _metric_logged(self, metric: Metric) -> None:
+        if not self._metrics.is_apart(metric):
+            self._computed.append((metric, metric._forward_cache, self._sites.here()))
 
     def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
         if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
@@ -379,6 +387,7 @@ class Doctor:
     def _judge_returned(self, returned: Any) -> None:
         add, effect = self.diagnosis.add, self._effect
         self._reads.kept(returned, self._step)
+        self._observer.tell_used(leaves_of(returned, Tensor), "it is returned")
         for number in leaves_of(returned, Noted):
             add(COUNTER, number.name, self._returned, observed="it is returned", effect=effect)
         if self._module.automatic_optimization:
@@ -399,7 +408,7 @@ class Doctor:
         """Judge the side effects of a step in Python."""
         outside = around.outside
         # Lightning itself sets the second in toggle_optimizer.
-        metrics = (f"self.{name}." for name, _ in self._metrics)
+        metrics = (f"self.{name}." for name, _ in self._metrics.apart())
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer.optimizers), not self._only_submodules
         found = []
@@ -422,11 +431,10 @@ class Doctor:
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
         for name in sorted({*around.generators.drawn()} - self._drawn):  # its line is not known
             self.diagnosis.add(DRAWN, name, self._step)
-        state = {id(t) for t in (*self._module.parameters(), *self._module.buffers())}
-        for tensor, version, site in self._logged:
-            if id(tensor) not in state and version_of(tensor) != version:
-                self.diagnosis.add(METRIC_EARLY, "metric", site)
-        self._logged.clear()
+        for metric, value, site in self._computed:
+            if metric._forward_cache is not value:
+                self.diagnosis.add(METRIC_LATER, "self.log", site)
+        self._computed.clear()
 
     @property
     def _is_followed(self) -> bool:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Number
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.lightning.metrics import (
+    METRIC_VALUE,
+    MetricCall,
+    StepMetrics,
+    metrics_exchanged,
+)
 from lightning_graphs.lightning.private import (
     batch_size_of,
     bound_log_redirected,
@@ -24,77 +30,21 @@ from lightning_graphs.lightning.private import (
 )
 from lightning_graphs.lightning.strategy import ProgressValues, log_exchanged
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
-from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import current_autograd_node, version_of
-from lightning_graphs.values.memory import clone_all, storage_address
-from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, refuse_tracers
-from lightning_graphs.watch.user_code import iter_objects
-
-METRIC_VALUE = Obstacle(
-    "A captured step cannot use the value of a metric, because metrics are updated after the step.",
-    "only pass the value to self.log, or compute what the loss needs with torch functions",
-    kind="metric-value",
-    code='self.log("accuracy", self.accuracy(logits, y))  # and nothing else with its value',
-)
-METRIC_EARLY = Obstacle(
-    "A captured step cannot change a tensor given to a metric, which reads it after the step.",
-    "give the metric a copy: value.clone()",
-    kind="logged-early",
-    code="self.accuracy(logits.clone(), y)",
-)
-
-
-class MetricCall:
-    """A call of a metric that every replay makes again, on copies of its tensors."""
-
-    def __init__(
-        self, function: Callable[..., Any], given: Any, tensors: list[Tensor], name: str
-    ) -> None:
-        self._function = function
-        self._tensors = tensors
-        self._template = substitute(given, tensors)
-        self._values: dict[Any, Any] = {}  # the last result, or the items of a dict of results
-        read = functools.partial(functools.partial, self._values.get)
-        # The result in a capture: a tracer, since there is no value before the replay
-        name = f"the value of {name}"
-        self.result: Any = OpaqueTracer(name, read(None), METRIC_VALUE)
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, MetricCollection):  # a dict
-            keys = owner.keys(keep_base=False)
-            named = [(key, f"{name}[{key!r}]") for key in keys]
-            self.result = {key: OpaqueTracer(n, read(key), METRIC_VALUE) for key, n in named}
-
-    def reissue(self, _: object) -> None:
-        args, kwargs = substitute(self._template, clone_all(self._tensors))
-        value = self._function(*args, **kwargs)
-        self._values.update((value or {}) if isinstance(self.result, dict) else {None: value})
-
-
-def metrics_of(module: LightningModule) -> list[tuple[str, nn.Module]]:
-    """Find the outermost metrics that a module holds."""
-    found: list[tuple[str, nn.Module]] = []
-    inside: set[nn.Module] = set()
-    for name, child in iter_objects(module):
-        if isinstance(child, (Metric, MetricCollection)) and child not in inside:
-            found.append((name.removeprefix("self."), child))
-            inside.update(child.modules())
-    return found
-
-
-def metrics_exchanged(
-    module: LightningModule, instead: Callable[[Callable[..., Any], str], Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Exchange the methods of metrics for what ``instead`` makes of each and its name."""
-    return exchanged(
-        (metric, method, instead(getattr(metric, method), f"metric `{name}`"))
-        for name, metric in metrics_of(module)
-        for method in ("forward", "update", "compute", "reset")
-    )
-
+from lightning_graphs.regions.conditions import Instruction
+from lightning_graphs.values.memory import storage_address
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.containers import ListAppend
+from lightning_graphs.watch.tracers import Tracer, refuse_tracers
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
+METRIC_LATER = Obstacle(
+    "A replay logs a metric that the step computes with as it is at the end of the step.",
+    "log the metric's value in place of the metric, or after its last call in the step",
+    kind="metric-value",
+    code='self.log("loss", loss)  # what self.criterion(...) has returned',
+)
 LOGGED_NUMBER = Obstacle(
     "A graph would freeze a Python number that the step logs.",
     "log the tensor itself, without item() or float(), or log from on_train_batch_end",
@@ -174,11 +124,16 @@ class LogRecorder:
         # Where values for the progress bar are mirrored to; None to read them directly
         progress: ProgressValues | None = None,
         numbers: LoggedNumbers | None = None,  # knows which Python numbers change from step to step
+        # Those that the step computes itself; None: all metrics are updated after it
+        metrics: StepMetrics | None = None,
     ) -> None:
         self._module = module
+        self._metrics = StepMetrics(module) if metrics is None else metrics
         self._progress = progress
         self._numbers = numbers
         self._calls: list[MetricCall | _LogCall] = []
+        # Those that log a metric which the step computes, with its value then and the user's line
+        self._objects: list[tuple[_LogCall, Any, str]] = []
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
@@ -192,9 +147,10 @@ class LogRecorder:
         """Record calls of ``LightningModule.log`` and of methods of metrics."""
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(log_exchanged(self._module, self._record_log))
-            caught = functools.partial(self._record_log, log)
+            caught = partial(self._record_log, log)
             stack.enter_context(bound_log_redirected(self._module.trainer, caught))
-            stack.enter_context(metrics_exchanged(self._module, self._metric_recorder))
+            apart, refuse = self._metrics.apart(), self._metrics.refuse_read
+            stack.enter_context(metrics_exchanged(apart, self._metric_recorder, refuse))
             yield
 
     def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -215,36 +171,48 @@ class LogRecorder:
         elif now is None and isinstance(value, Tensor):
             # The rest of the step may change it in place. No replay copies a tensor of the host.
             value = value.detach().clone() if value.device == device else value.detach()
-        self._calls.append(_LogCall(self._module, log, name, arguments, value, now))
+        call = _LogCall(self._module, log, name, arguments, value, now)
+        if isinstance(value, Metric) and not self._metrics.is_apart(value):
+            line = CallSiteFinder().here().describe()
+            self._objects.append((call, value._forward_cache, line))
+        else:
+            self._calls.append(call)
 
-    def _metric_recorder(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _metric_recorder(
+        self, metric: nn.Module, function: Callable[..., Any], name: str
+    ) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
             self._dtype, given = torch.get_default_dtype(), (args, kwargs)
-            refuse_tracers(given)
-            call = MetricCall(function, given, self._own(name, given), name)
+            refuse_tracers(leaves_of(given, ListAppend))
+            own = self._own(name, given)
+            call = MetricCall(function, given, own, name, partial(self._metrics.needs, metric))
             self._calls.append(call)
             return call.result
 
         return record
 
     def _own(self, name: str, given: Any) -> list[Tensor]:
-        """Return the tensors that a metric is given, with copies of parameters and buffers.
+        """Return the tensors that a metric is given, with copies of what the step changes.
 
-        Metrics read them after the whole step, which has changed parameters and buffers.
+        Metrics read them after the whole step, which has changed parameters and buffers, too.
         """
         own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
-        state = [storage_address(t) in self._state for t in own]
+        copies = name in self._metrics.copied
+        state = [copies or storage_address(t) in self._state for t in own]
         own = [t.clone() if changes else t for t, changes in zip(own, state, strict=True)]
-        place = f"{name} at {CallSiteFinder().here().describe()}"
-        self._versions += [(place, t, version_of(t)) for t in own]
+        self._versions += [(name, t, version_of(t)) for t in own]
         return own
 
     def finish(self) -> None:
-        """Capture copies to the host of what the progress bar shows; refuse changed tensors."""
-        for place, tensor, version in self._versions:
-            if version_of(tensor) != version:
-                raise METRIC_EARLY.refused(f"a tensor given to {place} is changed in place")
+        """Capture copies to the host of what the progress bar shows; find changed tensors."""
+        for name, tensor, version in self._versions:
+            if version_of(tensor) != version:  # the next capture gives it a copy
+                self._metrics.changes(name)
+                raise METRIC_VALUE.refused(f"a tensor given to {name} is changed in place")
         self._versions.clear()
+        for call, logged, line in self._objects:
+            if call.value._forward_cache is not logged:
+                raise METRIC_LATER.refused(f"a metric is logged, and called again, at {line}")
         if self._progress is not None:
             shown = [call for call in self._calls if isinstance(call, _LogCall)]
             values = {c.name: c.value for c in shown if c.options.get("prog_bar")}
@@ -252,12 +220,22 @@ class LogRecorder:
             self._mirrored = self._progress.capture(values)
 
     def reissue(self) -> None:
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
         if self._progress is not None:
             self._progress.mirrored = self._mirrored
+        self._reissue(self._calls)
+
+    @property
+    def last(self) -> Instruction | None:
+        """Logs metrics that the step computes, once the replay has given them their values."""
+        return (
+            partial(self._reissue, [call for call, *_ in self._objects]) if self._objects else None
+        )
+
+    def _reissue(self, calls: Sequence[MetricCall | _LogCall]) -> None:
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
         try:
-            for call in self._calls:
+            for call in calls:
                 call.reissue(self._progress)
         finally:
             torch.set_default_dtype(dtype)
@@ -297,6 +275,7 @@ class LoggedNumbers:
     is_live: Callable[[Any], bool] = lambda _: False
     # Entered around Lightning's own ``log``
     around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    on_metric: Callable[[Metric], object] = lambda _: None  # called with a metric that is logged
     values: dict[str, Any] = field(default_factory=dict)  # name -> number that was logged last
     changing: dict[str, CallSite] = field(default_factory=dict)
 
@@ -310,6 +289,8 @@ class LoggedNumbers:
             if self.values.get(name, value) != value:
                 self.changing[name] = CallSiteFinder().here()
             self.values[name] = value
+        elif isinstance(value, Metric):
+            self.on_metric(value)
         with self.around():
             log(name, value, *args, **kwargs)
 

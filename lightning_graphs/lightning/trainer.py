@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
 from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, refuse_log
+from lightning_graphs.lightning.metrics import StepMetrics
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
     announce_optimizer_step,
@@ -111,6 +112,7 @@ class TrainerWatch:
         self._module = module
         self._progress = progress
         self.own = UserCode(module)
+        self.metrics = StepMetrics(module)
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
         self.run = trainer.strategy.training_step  # also if user code has set it
 
@@ -140,10 +142,16 @@ class TrainerWatch:
         return wrapper_of(self._trainer)
 
     def recorder(self) -> LogRecorder:
-        return LogRecorder(self._module, self._progress, self.logged)
+        return LogRecorder(self._module, self._progress, self.logged, self.metrics)
 
     def mute(self) -> LogRecorder:
-        return LogRecorder(self._module)
+        return LogRecorder(self._module, metrics=self.metrics)
+
+    def learns(self) -> bool:
+        return self.metrics.learn()
+
+    def is_apart(self, module: nn.Module) -> bool:
+        return self.metrics.is_apart(module)
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         self._trainer.precision_plugin.backward(loss, self._module, optimizer)

@@ -18,7 +18,13 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
 from lightning_graphs.private.callsite import named_at
-from lightning_graphs.regions.conditions import OF_LIBRARIES, Observers, conditions_of, differences
+from lightning_graphs.regions.conditions import (
+    OF_LIBRARIES,
+    Instruction,
+    Observers,
+    conditions_of,
+    differences,
+)
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics, listed
 from lightning_graphs.values.signature import Signature
@@ -123,6 +129,10 @@ class Recorder(Protocol):
     def reissue(self) -> None:
         """Log again, after a replay."""
 
+    @property
+    def last(self) -> Instruction | None:
+        """Log what side effects of the step have changed, after they are applied; None: nothing."""
+
 
 class Client(environment.Client, Protocol):
     """The loop around the regions of a fit, and what its parts of a step do."""
@@ -183,6 +193,12 @@ class Client(environment.Client, Protocol):
     def mute(self) -> Recorder:
         """Discard what a step logs that is compared with its replay."""
 
+    def learns(self) -> bool:
+        """Whether a refusal has shown how the next capture of the step may succeed."""
+
+    def is_apart(self, module: torch.nn.Module) -> bool:
+        """Whether a module runs after the replay of a step, not in it."""
+
     def around_step(self) -> AbstractContextManager[None]:
         """Keep nothing of the body, a step that is captured or compared."""
 
@@ -235,7 +251,7 @@ class CaptureFacts:
     """What captures have learned of the steps of a fit; it outlives their graphs."""
 
     def __init__(self, context: TrainingContext, on_change: Callable[[], object]) -> None:
-        self.reads = AttributeGuards()  # attributes that captured steps read
+        self.reads = AttributeGuards(context.watch.is_apart)  # attributes that captured steps read
         self.places = StepState(  # where steps store something
             context.module, self.reads, on_change, lambda: context.watch.optimizers
         )

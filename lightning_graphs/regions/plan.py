@@ -112,6 +112,8 @@ class StepPlan(Plan):
     effects: SideEffects  # what it finds in places, and does there and to containers of its batch
     outputs: OutputPlan  # what its code returned
     logs: Instruction  # makes its calls of loggers and metrics again
+    # Logs what its side effects have changed; None if that is nothing
+    last_logs: Instruction | None = None
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: GradientBuffers
     outside: GradientBuffers  # of parameters that the optimizer does not have
@@ -192,6 +194,8 @@ class StepPlan(Plan):
             yield self.present.owing.clear
             if self.effects.is_needed:
                 yield partial(self.effects.store, self.present)
+            if self.last_logs is not None:
+                yield self.last_logs
 
     def loads(self) -> Iterator[Instruction]:
         """Yield what loads the gradients of earlier steps, to which this one adds its own."""

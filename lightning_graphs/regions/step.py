@@ -362,7 +362,7 @@ class StepCapture(StepBody):
         if isinstance(error, PlaceUsedError):
             facts.places.are_used(error.place)
             return Outcome.LEARNED
-        if isinstance(error, ArenaFull) or self._learns():
+        if isinstance(error, ArenaFull) or self._learns() or self.client.learns():
             return Outcome.LEARNED
         if isinstance(error, LeftBehindError):
             return Outcome.REFUSED
@@ -543,6 +543,7 @@ class StepCapture(StepBody):
             effects=effects,
             outputs=output,
             logs=recorder.reissue,
+            last_logs=recorder.last,
             gradients=gradients,
             outside=others,
             graphs=segments.graphs,

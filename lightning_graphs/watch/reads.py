@@ -101,8 +101,10 @@ class AttributeGuards(ValueGuards):
     before it reads it is no such value: every replay sets it again (:meth:`stored`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_apart: Callable[[nn.Module], bool] | None = None) -> None:
         super().__init__()
+        # Whether a module does not run in captured code
+        self._is_apart = _is_metric if is_apart is None else is_apart
         self.codes: dict[CodeType, None] = {}  # of the author's functions that ran
         self._kept: dict[int, Any] = {}
         self._unseen: list[tuple[str, nn.Module]] = []
@@ -153,7 +155,7 @@ class AttributeGuards(ValueGuards):
         closed, self._unseen = inside_of_compiled(module), []
         exchanged = []
         for name, owner in iter_objects(module):
-            if not isinstance(owner, nn.Module) or _is_metric(type(owner)):
+            if not isinstance(owner, nn.Module) or self._is_apart(owner):
                 continue
             if _author_of(type(owner)).startswith(_LIBRARIES):
                 table = vars(owner)
@@ -181,8 +183,8 @@ class AttributeGuards(ValueGuards):
 
     @contextlib.contextmanager
     def _stores_noted(self, root: nn.Module) -> Iterator[None]:
-        """Note what is set in existing modules, except in metrics."""
-        modules = {id(module) for module in root.modules() if not _is_metric(type(module))}
+        """Note what is set in existing modules, except in those that run later."""
+        modules = {id(module) for module in root.modules() if not self._is_apart(module)}
         original: Any = nn.Module.__setattr__  # the only one that sees all of them
 
         def store(owner: nn.Module, key: str, value: Any) -> None:
@@ -249,8 +251,8 @@ class AttributeGuards(ValueGuards):
             self.add(name, table.get, key, owner)
 
 
-def _is_metric(kind: type) -> bool:
-    return any(base.__module__.startswith("torchmetrics.") for base in kind.__mro__)
+def _is_metric(module: nn.Module) -> bool:
+    return any(base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
 
 
 def _author_of(kind: type) -> str:
