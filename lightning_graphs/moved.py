@@ -29,6 +29,7 @@ class _Moved(ModuleType):
 
     def __init__(self, package: str, before: str) -> None:
         super().__init__(f"{package}.{before}")
+        self.__file__ = __file__  # what asks modules for theirs looks nothing up
         self._present = f"{package}.{BEFORE[before]}"
 
     def __getattr__(self, name: str) -> Any:

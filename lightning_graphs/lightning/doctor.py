@@ -76,14 +76,13 @@ from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.batch import BatchValues
-from lightning_graphs.watch.draws import (
+from lightning_graphs.watch.environment import Environment, clocks_exchanged
+from lightning_graphs.watch.host_trace import (
     SETTERS,
-    clocks_exchanged,
     drawing_functions,
     drawn_by,
     draws_exchanged,
 )
-from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.reads import iterators_in
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
 from lightning_graphs.watch.tracers import DrawingFunction, calls_followed

@@ -18,7 +18,7 @@ from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
-from lightning_graphs.watch.draws import Readings
+from lightning_graphs.watch.environment import Readings
 from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.side_effects import SideEffects
 

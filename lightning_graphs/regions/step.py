@@ -62,17 +62,23 @@ from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError
-from lightning_graphs.watch.draws import Readings, clocks_exchanged, draws_recorded, draws_refused
 from lightning_graphs.watch.environment import (
     Environment,
     NumberPlaces,
     RaisedInCapture,
+    Readings,
+    clocks_exchanged,
     code_captured,
     number_places,
     numbers_exchanged,
     rates_exchanged,
 )
-from lightning_graphs.watch.host_trace import ArenaFull, HostTracer
+from lightning_graphs.watch.host_trace import (
+    ArenaFull,
+    HostTracer,
+    draws_recorded,
+    draws_refused,
+)
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects, StepState

@@ -196,47 +196,12 @@ class ListAppend(Tracer):
             raise AttributeError(f"{self._kind.__name__!r} object has no attribute {method!r}")
         self.operations.append((method, args))
 
-    def append(self, value: Any) -> None:
-        self._note("append", value)
-
-    def appendleft(self, value: Any) -> None:
-        self._note("appendleft", value)
-
-    def extend(self, values: Iterable[Any]) -> None:
-        self._note("extend", list(values))
-
-    def extendleft(self, values: Iterable[Any]) -> None:
-        self._note("extendleft", list(values))
-
-    def insert(self, index: Any, value: Any) -> None:
-        if self._kind is not list:  # a full deque raises an error
-            self.refuse()
-        self._note("insert", index, value)
-
-    def clear(self) -> None:
-        self._note("clear")
-
-    def reverse(self) -> None:
-        self._note("reverse")
-
-    def rotate(self, count: Any = 1) -> None:
-        self._note("rotate", count)
-
-    def add(self, value: Any) -> None:
-        self._note("add", value)
-
-    def discard(self, value: Any) -> None:
-        self._note("discard", value)
-
-    def update(self, *values: Iterable[Any]) -> None:
-        self._note("update", *map(list, values))
-
     def __iadd__(self, values: Iterable[Any]) -> ListAppend:  # type: ignore[override, misc]
-        self.extend(values)
+        self._note("extend", list(values))
         return self
 
     def __ior__(self, values: Iterable[Any]) -> ListAppend:  # type: ignore[override, misc]
-        self.update(values)
+        self._note("update", list(values))
         return self
 
     def __setitem__(self, key: Any, values: Iterable[Any]) -> None:
@@ -255,6 +220,21 @@ class ListAppend(Tracer):
         return key
 
     __contains__ = __copy__ = __deepcopy__ = __reduce_ex__ = Tracer._refuse
+
+
+def _filling(method: str, *, many: bool) -> Callable[..., None]:
+    def fill(tracer: ListAppend, *args: Any) -> None:
+        if method == "insert" and tracer._kind is not list:  # a full deque raises an error
+            tracer.refuse()
+        tracer._note(method, *(map(list, args) if many else args))
+
+    return fill
+
+
+_OF_ONE = ("append", "appendleft", "insert", "clear", "reverse", "rotate", "add", "discard")
+_OF_MANY = ("extend", "extendleft", "update")  # an iterable is gone through once
+for _method in (*_OF_ONE, *_OF_MANY):
+    setattr(ListAppend, _method, _filling(_method, many=_method in _OF_MANY))
 
 
 def perform(operations: Operations, container: Any) -> None:

@@ -1,26 +1,42 @@
-"""Records what captured code does on the host, and answers what it reads of the device."""
+"""Records what captured code does on the host, and answers what it reads of the device.
+
+Functions of ``random`` and ``numpy.random`` return tracers while a step is captured. A replay draws
+before its graph, in the same order, from the same generators.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial, wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_map
 
-from lightning_graphs.device.rules import has_other_tangents
-from lightning_graphs.device.trace import OperatorCall, OperatorMode, mapped, tensors_in
+from lightning_graphs.device.rules import DRAWN, has_other_tangents
+from lightning_graphs.device.trace import (
+    OperatorCall,
+    OperatorMode,
+    OperatorsSeen,
+    mapped,
+    tensors_in,
+)
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
-from lightning_graphs.private.generators import comparable
+from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.generators import PythonGenerator, comparable, shared_generators
 from lightning_graphs.private.torch import memory_of, out_of_sight, run_kernel
+from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import extent
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import (
     OF_SHAPES,
     READS,
@@ -35,6 +51,8 @@ from lightning_graphs.watch.host import (
     numbers,
     shape,
 )
+from lightning_graphs.watch.numbers import ArrayTracer, StepNumbers, numbers_ahead
+from lightning_graphs.watch.tracers import FOR_A_WHILE, DrawingFunction, TracedNumber, present
 
 aten = torch.ops.aten
 
@@ -71,7 +89,7 @@ def is_made_ahead(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return name in FROM_PYTHON or (name in _OF_A_NUMBER and on_host) or of_table
 
 
-@functools.cache
+@cache
 def _is_special(func: OpOverload) -> bool:
     """Return whether an operator matters even if the host has no copy of its tensors."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -476,3 +494,148 @@ def _filled(tensor: Tensor, index: Any, number: float) -> bool:
     else:
         return False
     return True
+
+
+# ------------------ Draws of Python and NumPy
+
+SETTERS = ("setstate", "set_state", "seed")
+_GETTERS = ("getstate", "get_state")
+
+Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
+
+
+_plainly: set[int] = set()
+"""Threads in which drawing functions are not replaced."""
+
+
+def draws_exchanged(
+    exchange: Exchange, further: Collection[DrawingFunction] = ()
+) -> AbstractContextManager[None]:
+    """Replace the functions of shared generators in this thread.
+
+    Args:
+        exchange: Returns the replacement for a function's name, the function and its generator.
+        further: Functions of plain values that are replaced as well.
+    """
+    thread = threading.get_ident()
+
+    def drawing(
+        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
+    ) -> Any:
+        own = exchange(name, function, generator)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_ours = threading.get_ident() == thread and thread not in _plainly
+            # A further function may be called with tensors elsewhere.
+            follows = is_ours and (draws or _are_plain((args, kwargs)))
+            return own(*args, **kwargs) if follows else function(*args, **kwargs)
+
+        vars(call)[FOR_A_WHILE] = True
+        return call
+
+    generators, members = {}, []
+    for module, generator in shared_generators():
+        generators[generator.name] = generator
+        owner = getattr(generator.get_state, "__self__", module)
+        for name, function in vars(module).items():
+            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
+                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
+                members.append((module, name, own))
+    for module_name, name, drawn in further:
+        module = sys.modules[module_name]
+        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
+        members.append((module, name, own))
+    return exchanged(members)
+
+
+def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
+    """List functions of plain values, called by name, through which the step draws now."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
+        code, around = frame.f_code, frame.f_back
+        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
+            count = code.co_argcount + code.co_kwonlyargcount
+            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
+                yield around.f_globals["__name__"], code.co_name, generator.name
+        frame = around
+
+
+def _are_plain(values: Any) -> bool:
+    return all(is_plain(leaf) or isinstance(leaf, TracedNumber) for leaf in leaves_of(values))
+
+
+@contextlib.contextmanager
+def draws_recorded(
+    numbers: StepNumbers, recording: HostTracer, functions: Collection[DrawingFunction]
+) -> Iterator[None]:
+    """Record host computations and host draws of code under capture, the body.
+
+    Replays call these functions of plain values as a whole, whatever they compute from draws.
+    """
+    tape, from_numpy = recording.tape, torch.from_numpy
+
+    def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            numbers.drawing.update(drawing_functions(generator))
+            numbers_ahead((args, kwargs))
+            if name.endswith((*SETTERS, "shuffle")):
+                numbers.refuse(DRAWN, name)
+            call = partial(drawn_by, function, _own(args), _own(kwargs))
+            with out_of_sight():
+                state = torch.get_rng_state()
+                drawn = tape.draw(generator, call)
+                if not torch.equal(state, torch.get_rng_state()):
+                    torch.set_rng_state(state)
+                    numbers.refuse(DRAWN, f"{name}, which draws from torch's generator, too,")
+            return numbers.number(numbers.unique(name), partial(getattr, drawn, "value"), DRAWN)
+
+        return draw
+
+    def converted(array: Any) -> Any:
+        return torch.as_tensor(array) if isinstance(array, ArrayTracer) else from_numpy(array)
+
+    drawn = draws_exchanged(drawing, functions)
+    # What gives the present value of data with live numbers in it; None of other data
+    recording.reader_of = lambda d: partial(present, d) if numbers_ahead(d) else None
+    with recording, drawn, replaced(torch, "from_numpy", converted):
+        yield
+
+
+@contextlib.contextmanager
+def draws_refused(device: torch.device) -> Iterator[None]:
+    """Refuse the first host draw of the body, by Python, NumPy or torch, with its line."""
+
+    def refusing(name: str, *_: Any) -> Callable[..., Any]:
+        return partial(_refuse_draw, name)
+
+    # On a CPU torch's draws are those of the device.
+    mode = contextlib.nullcontext() if device.type == "cpu" else OperatorsSeen(_refuse_on_host)
+    with draws_exchanged(refusing), mode:
+        yield
+
+
+def _refuse_on_host(call: OperatorCall, result: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
+        tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
+    ):
+        _refuse_draw(str(call.func))
+
+
+def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise DRAWN.refused_here(f"{name} draws on the host, beside code that is compiled,")
+
+
+def _own(arguments: Any) -> Any:
+    """Copy the containers and arrays in arguments, so that user code cannot change them."""
+    return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
+
+
+def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a drawing function itself, in an eager step and in a replay."""
+    thread = threading.get_ident()
+    _plainly.add(thread)
+    try:
+        return function(*present(args), **present(kwargs))
+    finally:
+        _plainly.discard(thread)
