@@ -142,7 +142,7 @@ class Doctor:
         self._drawn: set[str] = set()
         self._drawing_functions: set[DrawingFunction] = set()  # have drawn
         self._functions: set[DrawingFunction] = set()  # are called by replays
-        self._values = BatchValues()
+        self._values = BatchValues(module.training_step)
         self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
         # Path that a step took -> the calls of the last step on it, and its index
@@ -401,6 +401,7 @@ class Doctor:
             yield
         except CaptureError as error:
             obstacle = Obstacle(error.rule, error.remedy, kind="contract")
+            site = self._values.taken_at if what == "batch" and self._values.taken_at else site
             self.diagnosis.add(obstacle, what, site, observed=error.observed)
 
     def _judge_state(self, attributes: PythonSnapshot, around: Environment) -> None:

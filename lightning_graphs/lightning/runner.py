@@ -83,7 +83,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._warmup_left = options.warmup_steps
         self._facts = CaptureFacts(fit, self._forget_plans)
         self._kept = self._facts.kept
-        self._values = BatchValues()
+        self._values = BatchValues(fit.module.training_step)
         self._seeds = NewSeeds.of(fit.module, fit.module.device)
         self._active: StepPlan | None = None
         self._stepping = False

@@ -130,8 +130,19 @@ def is_of_library(kind: type) -> bool:
     """Return whether a class is of Python, torch or another known library."""
     package = kind.__module__.partition(".")[0]
     if package in sys.stdlib_module_names:
-        return kind is not Namespace
+        return kind is not Namespace and not _is_made_for_others(kind)
     return package in LIBRARIES.opaque
+
+
+def _is_made_for_others(kind: type) -> bool:
+    """Return whether a class of the standard library's was made at run time for other code.
+
+    ``make_dataclass`` makes such, and so do metaclasses, as that of PyTorch Geometric's batches.
+    """
+    module, outer = sys.modules.get(kind.__module__), kind.__qualname__.partition(".")[0]
+    if not kind.__dictoffset__ or hasattr(module, outer):
+        return False
+    return not any(is_of_library(base) for base in kind.__bases__ if base is not object)
 
 
 NO_LINE = "no line of yours"
@@ -263,6 +274,14 @@ def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
         if found:
             return max(found, key=lambda place: place[0])[1]
     return CallSite()
+
+
+def site_using(name: str, function: Any) -> CallSite:
+    """Return the first line of a function that names a value, else where it is defined."""
+    defined = definition_of(function)
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    found = site_naming(name, [] if code is None else [*codes_in(code)])
+    return found if found.line else defined
 
 
 def with_keyword(names: Collection[str], codes: Iterable[types.CodeType]) -> CallSite:

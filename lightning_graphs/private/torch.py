@@ -128,6 +128,14 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def of_class(kind: type[Tensor], tensor: Tensor) -> Tensor:
+    """Return a tensor of a class in the memory of another one, as ``nn.Parameter`` makes itself.
+
+    The public ``as_subclass`` makes a view, which cannot be detached in place.
+    """
+    return Tensor._make_subclass(kind, tensor)
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has one piece of memory; zeros of forward-mode autograd have none.
 

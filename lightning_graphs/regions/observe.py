@@ -36,7 +36,13 @@ from lightning_graphs.private.torch import (
     will_execute,
 )
 from lightning_graphs.values.signature import BackendFlags, Modes, Signature
-from lightning_graphs.values.tree import alias_groups, leaves_of, substitute
+from lightning_graphs.values.tree import (
+    alias_groups,
+    flatten,
+    leaves_of,
+    own_class,
+    substitute,
+)
 
 Direction = Literal["forward", "backward"]
 Pass = tuple["ObservedCall", Direction]
@@ -214,6 +220,7 @@ class StepObserver:
             return None
         transformed = in_transform()
         given = leaves_of((args, kwargs), Tensor)
+        call_args, call_kwargs = args, kwargs
         args, kwargs = ((), {}) if transformed else _detached((args, dict(kwargs)))
         parent = self._open[-1].call if self._open else None
         this = name, module, original, args, kwargs, self._device_type, parent
@@ -221,7 +228,9 @@ class StepObserver:
         call.follows_values = bool(self.observation.shaped_by)
         # Precision plugins set the default dtype for the step's own code alone.
         here = self._kernels._replace(default_dtype=call.kernels.default_dtype)
-        if transformed:
+        if any(map(own_class, given)):
+            call.obstacle = _special_class(call_args, call_kwargs)
+        elif transformed:
             call.obstacle = "is made inside of a transform (torch.func, forward-mode autograd)"
         elif call.grad_enabled and call.kernels.saved_tensors_hooks:
             call.obstacle = (
@@ -381,5 +390,26 @@ class StepObserver:
 def _detached(tree: Any) -> Any:
     """Copy a tree with leaves of its own for autograd; a tensor that occurs twice stays one."""
     tensors = leaves_of(tree, Tensor)
-    leaves = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
+    leaves = {id(t): t.detach().as_subclass(_class_of(t)) for t in tensors}
+    for tensor in tensors:
+        leaves[id(tensor)].requires_grad_(tensor.requires_grad)
     return substitute(tree, [leaves[id(t)] for t in tensors])
+
+
+def _class_of(tensor: Tensor) -> type[Tensor]:
+    return Tensor if isinstance(tensor, nn.Parameter) else type(tensor)
+
+
+def _special_class(args: Any, kwargs: Any) -> str:
+    """Say that a call is given a tensor of a class with operators of its own, and at which line."""
+    leaves: list[tuple[str, Any]] = []
+    for i, value in enumerate(args):
+        flatten(value, f"args[{i}]", leaves)
+    flatten(dict(kwargs), "kwargs", leaves)
+    for name, leaf in leaves:
+        if isinstance(leaf, Tensor) and (kind := own_class(leaf)):
+            return f"is given {kind} as {name} at {CallSiteFinder().here().describe()}; {_PLAIN}"
+    return ""
+
+
+_PLAIN = "give it a plain tensor: x.as_subclass(torch.Tensor)"

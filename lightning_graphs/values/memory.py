@@ -23,6 +23,7 @@ from lightning_graphs.private.engine import local
 from lightning_graphs.private.torch import (
     foreach_clone,
     is_strided,
+    of_class,
     pointers_equal,
     storage_uses,
     tables_of,
@@ -34,6 +35,7 @@ from lightning_graphs.values.tree import alias_groups, flatten, substitute
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRADIENT = attrgetter("grad")
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -45,8 +47,11 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def clone_all(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of all tensors; a few are copied one by one, at half the price of a foreach call."""
-    if len(tensors) < 3:
+    """Copies of all tensors; a few are copied one by one, at half the price of a foreach call.
+
+    So are tensors of further classes: a foreach call would give all copies one class.
+    """
+    if len(tensors) < 3 or not _PLAIN.issuperset(map(type, tensors)):
         return [tensor.clone() for tensor in tensors]
     if foreach_clone is not None:
         return list(foreach_clone(tensors))
@@ -58,7 +63,7 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
 class StaticInputs:
     """Static buffers for the tensor leaves of a call, and the copy into them.
 
-    Every buffer has its leaf's shape, strides, dtype and ``requires_grad``; expanded and
+    Every buffer has its leaf's class, shape, strides, dtype and ``requires_grad``; expanded and
     overlapping layouts are kept, so that kernels see what they saw. Aliased leaves share one.
     Construct it outside of a capture, on the stream that will copy.
     """
@@ -85,7 +90,9 @@ class StaticInputs:
         # Given buffers hold their values, and autograd may count writes to them.
         self.copy_in([own[i] if i in given else tensor for i, tensor in enumerate(tensors)])
         for i, buffer in own.items():
-            buffer.requires_grad_(tensors[i].requires_grad)
+            if type(tensors[i]) not in _PLAIN and i not in given:
+                own[i] = of_class(type(tensors[i]), buffer)
+            own[i].requires_grad_(tensors[i].requires_grad)
         self.tensors = [own[first] for first in firsts]
 
     def copy_in(self, tensors: Sequence[Tensor], *, given: bool = True) -> None:

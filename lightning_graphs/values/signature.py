@@ -25,6 +25,7 @@ from lightning_graphs.values.tree import (
     flatten,
     leaf_changes,
     open_container,
+    own_class,
 )
 
 _flash, _efficient, _cudnn, _math = attention_switches
@@ -224,7 +225,10 @@ class CallPlan:
             else:
                 self._others.append((place, leaf.matches))
         self._tensors = [
-            (place, s.dtype, s.shape, s.stride, s.device, s.requires_grad, s.dtype not in _WHOLE)
+            (
+                *(place, s.kind, s.dtype, s.shape, s.stride, s.device, s.requires_grad),
+                s.dtype not in _WHOLE,
+            )
             for place, s in zip(tensors, signature.specs, strict=True)
         ]
         alike: dict[TensorSpec, list[int]] = defaultdict(list)
@@ -302,16 +306,20 @@ class CallPlan:
                 return None
         tensors = []
         try:
-            for place, dtype, shape, stride, device, requires_grad, may_be_lazy in self._tensors:
+            for place, kind, dtype, shape, stride, device, grad, may_be_lazy in self._tensors:
                 tensor = found[place]
                 if (
-                    (type(tensor) is not Tensor and type(tensor) is not Parameter)
+                    (
+                        type(tensor) is not kind
+                        and not (kind is Tensor and type(tensor) is Parameter)
+                    )
+                    or (kind is not Tensor and own_class(tensor))
                     or tensor.layout is not torch.strided
                     or tensor.dtype is not dtype
                     or tensor.shape != shape
                     or tensor.stride() != stride
                     or tensor.device != device
-                    or tensor.requires_grad is not requires_grad
+                    or tensor.requires_grad is not grad
                     or (may_be_lazy and (tensor.is_neg() or tensor.is_conj()))
                 ):
                     return None

@@ -1,8 +1,8 @@
 """Opens containers of arguments, and names their leaves.
 
 Containers are those that ``torch.utils._pytree`` knows, registered ones included, and beyond them
-mutable mappings, dataclasses and objects that move themselves to a device (``to``), without being
-registered.
+mutable mappings, dataclasses, and objects that hold tensors or move themselves to a device
+(``to``), without being registered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, is_dataclass, replace
-from itertools import repeat
+from itertools import islice, repeat
+from operator import is_
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import is_of_library
 from lightning_graphs.values.guards import (
     Constant,
     Inside,
@@ -57,6 +57,7 @@ class TensorSpec:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    kind: type[Tensor] = Tensor  # its class, if that is one without operators of its own
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "tensor") -> TensorSpec:
@@ -67,10 +68,11 @@ class TensorSpec:
                 "An input of a graphed callable must be a plain strided tensor.",
                 f"got {kind} as {name}",
                 "pass plain tensors: `.to_dense()`, `.dequantize()`, `.resolve_conj()`, "
-                "`.resolve_neg()`, or the parts of a tensor subclass",
+                "`.resolve_neg()`, or `.as_subclass(torch.Tensor)` of a tensor subclass",
             )
+        own = Tensor if type(tensor) is Parameter else type(tensor)
         shape, stride = tuple(tensor.shape), tensor.stride()
-        return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad)
+        return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, own)
 
     def __str__(self) -> str:
         # In a diff with its like on the CPU, without a gradient.
@@ -84,6 +86,7 @@ class TensorSpec:
                 dtype = short + dtype.removeprefix(long)
                 break
         text = f"{dtype}[{_commas(self.shape)}]"
+        text = text if self.kind is Tensor else f"{self.kind.__name__} {text}"
         contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
         if not contiguous or (self.shape == other.shape and self.stride != other.stride):
             text += f" stride ({_commas(self.stride)})"
@@ -122,7 +125,7 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
             key = (index,)
         elif not tensor.requires_grad:
             where = (tensor.data_ptr(), tensor.device)
-            key = (*where, tensor.shape, tensor.stride(), tensor.dtype)
+            key = (*where, tensor.shape, tensor.stride(), tensor.dtype, type(tensor))
         groups.append(first.setdefault(key, index))
     return tuple(groups)
 
@@ -143,8 +146,8 @@ def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
 
 def special_kind(tensor: Tensor) -> str:
     """Name a tensor's special kind; empty for a plain strided one."""
-    if type(tensor) not in (Tensor, Parameter):
-        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    if class_of_its_own := own_class(tensor):
+        return class_of_its_own
     kinds = {
         "a nested tensor": tensor.is_nested,
         f"a tensor of layout {tensor.layout}": tensor.layout is not torch.strided,
@@ -156,6 +159,27 @@ def special_kind(tensor: Tensor) -> str:
     return next((kind for kind, holds in kinds.items() if holds), "")
 
 
+def own_class(tensor: Tensor) -> str:
+    """Name a tensor's class if it has operators or attributes of its own; empty for other ones."""
+    kind = type(tensor)
+    if kind is Tensor or kind is Parameter:
+        return ""
+    name = f"a {kind.__module__}.{kind.__qualname__}"
+    functions = kind.__torch_function__
+    plain = getattr(functions, "__func__", functions) in _PLAIN_FUNCTIONS
+    if not plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return name
+    attributes = ", ".join(map(repr, members_of(tensor)))
+    return f"{name} with the attributes {attributes}" if attributes else ""
+
+
+_PLAIN_FUNCTIONS = (
+    getattr(Tensor.__torch_function__, "__func__", None),
+    Parameter.__torch_function__,
+)
+"""``__torch_function__`` of classes whose operators are those of tensors."""
+
+
 def _commas(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
@@ -163,6 +187,7 @@ def _commas(numbers: Sequence[int]) -> str:
 # ------------------ Containers
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
+_PLAIN_CONTAINERS = (tuple, list, *MAPPINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,13 +222,19 @@ def is_registered(kind: type) -> bool:
 
 
 def flatten(
-    value: Any, name: str, leaves: list[tuple[str, Any]], closed: Container[str] = ()
+    value: Any,
+    name: str,
+    leaves: list[tuple[str, Any]],
+    closed: Container[str] = (),
+    above: tuple[int, ...] = (),  # the objects that it is inside of, by ``id``
 ) -> Node | None:
     """Return the structure of a value; append its leaves with names, depth first.
 
-    Containers whose name is in ``closed`` are leaves themselves, if there is no tensor in them.
+    Containers whose name is in ``closed`` are leaves themselves, if there is no tensor in them, and
+    so is an object that is inside of itself.
     """
-    opened = None if isinstance(value, Tensor) else open_container(value)
+    is_leaf = isinstance(value, Tensor) or id(value) in above
+    opened = None if is_leaf else open_container(value)
     if opened is None:
         leaves.append((name, value))
         return None
@@ -211,7 +242,8 @@ def flatten(
     labels = _labels(value, opened)
     pairs = zip(opened.values, labels, strict=True)
     inside = () if opened.is_registered else closed
-    children = tuple(flatten(child, name + label, leaves, inside) for child, label in pairs)
+    above = above if kind in _PLAIN_CONTAINERS else (*above, id(value))
+    children = tuple(flatten(child, name + label, leaves, inside, above) for child, label in pairs)
     if name in closed and not any(isinstance(leaf, Tensor) for _, leaf in leaves[start:]):
         leaves[start:] = [(name, value)]
         return None
@@ -244,6 +276,7 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
         self._supply = supply
         self._proxies = proxies
         self._clones: dict[int, Any] = {}
+        self._above: set[int] = set()  # the objects that are being copied, by ``id``
 
     def of(self, value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
@@ -252,9 +285,21 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
             return weakref.ref(clone)  # a part of an object that knows the whole
         if name in self._proxies:
             return self._proxies[name]
+        if id(value) in self._above:
+            return self._clones.get(id(value), value)
         opened = open_container(value)
         if opened is None:
             return value
+        kind: Any = type(value)
+        if kind in _PLAIN_CONTAINERS:
+            return self._built(value, name, opened)
+        self._above.add(id(value))
+        try:
+            return self._built(value, name, opened)
+        finally:
+            self._above.discard(id(value))
+
+    def _built(self, value: Any, name: str, opened: Opened) -> Any:
         kind: Any = type(value)
         clone = None
         if not (isinstance(value, (tuple, list)) or opened.is_registered):
@@ -271,8 +316,11 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
             return pytree.SUPPORTED_NODES[kind].unflatten_fn(values, opened.context)
         if isinstance(value, tuple):
             return kind(*values)
-        if has_more(kind):
+        if len(values) > len(opened.context):
             attributes_of(clone).update(values.pop())
+        if isinstance(value, MutableMapping) and (place := _place_of_items(value)) is not None:
+            attributes_of(clone)[place] = dict(zip(opened.context, values, strict=True))
+            return clone
         for key, child in zip(opened.context, values, strict=True):
             if isinstance(clone, MutableMapping):
                 clone[key] = child
@@ -308,10 +356,10 @@ def open_container(value: Any) -> Opened | None:
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
         return Opened(kind._fields, value)
     if isinstance(value, MutableMapping):
-        keys = tuple(value)
-        attributes = [_attributes_beside(value)] if has_more(kind) else []
-        return Opened(keys, [*map(value.__getitem__, keys), *attributes])
-    if is_dataclass(kind) or _moves_itself(value):
+        items = items_of(value)
+        beside = {} if kind in MAPPINGS else attributes_beside(value)
+        return Opened(tuple(items), [*items.values(), *([beside] if beside else [])])
+    if is_dataclass(kind) or _is_structure(value):
         table = members_of(value)
         return Opened(tuple(table), list(table.values()))
     return None
@@ -328,29 +376,70 @@ def _labels(value: Any, opened: Opened) -> list[str]:
                 item_label(e.key) if isinstance(e, pytree.MappingKey) else str(e) for e in entries
             ]
     elif isinstance(value, MutableMapping):
-        return [*map(item_label, opened.context), *[".__dict__"] * has_more(kind)]
+        further = len(opened.values) - len(opened.context)
+        return [*map(item_label, opened.context), *[".__dict__"] * further]
     elif type(opened.context) is tuple:
         return [f".{key}" for key in opened.context]
     return [f"[{i}]" for i in range(len(opened.values))]
 
 
-def _moves_itself(value: Any) -> bool:
+def _is_structure(value: Any) -> bool:
+    """Return whether an object stands for the tensors that it holds."""
     kind = type(value)
-    return callable(getattr(kind, "to", None)) and is_object(value) and not slots_of(kind)
-
-
-def has_more(kind: type) -> bool:
-    if not issubclass(kind, MutableMapping) or kind in MAPPINGS or is_registered(kind):
+    if not is_object(value) or slots_of(kind):
         return False
-    return bool(kind.__dictoffset__) and not is_of_library(kind)
+    return callable(getattr(kind, "to", None)) or _holds_tensors(value, _LEVELS)
 
 
-def _attributes_beside(value: Any) -> dict[str, Any]:
+_LEVELS, _ENTRIES = 3, 64
+"""How deep tensors are looked for in an object that does not move itself to a device, and among how
+many entries of each level."""
+
+
+def _holds_tensors(value: Any, levels: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    if levels and (isinstance(value, (dict, list, tuple)) or is_object(value)):
+        held = value if isinstance(value, (list, tuple)) else attributes_of(value).values()
+        held = value.values() if isinstance(value, dict) else held
+        return any(_holds_tensors(one, levels - 1) for one in islice(held, _ENTRIES))
+    return False
+
+
+def _place_of_items(mapping: Any) -> str | None:
+    """Return the attribute in which a mapping keeps its items; None if they are nowhere else."""
+    kind = type(mapping)
+    if issubclass(kind, dict):
+        return None
+    if kind not in _PLACES_OF_ITEMS and len(mapping):
+        known = [mapping[key] for key in mapping]
+        table = {name: v for name, v in attributes_of(mapping).items() if isinstance(v, dict)}
+        same = (
+            n for n, v in table.items() if [*v] == [*mapping] and all(map(is_, v.values(), known))
+        )
+        _PLACES_OF_ITEMS[kind] = next(same, None)
+    place = _PLACES_OF_ITEMS.get(kind)
+    return place if place and isinstance(attributes_of(mapping).get(place), dict) else None
+
+
+_PLACES_OF_ITEMS: weakref.WeakKeyDictionary[type, str | None] = weakref.WeakKeyDictionary()
+
+
+def items_of(mapping: Any) -> Mapping[Any, Any]:
+    """Return the items of a mutable mapping."""
+    if (place := _place_of_items(mapping)) is not None:
+        items: dict[Any, Any] = attributes_of(mapping)[place]
+        return items
+    return mapping if type(mapping) in MAPPINGS else {key: mapping[key] for key in mapping}
+
+
+def attributes_beside(mapping: Any) -> dict[str, Any]:
     """Return the attributes of a mapping that are no items."""
-    table = attributes_of(value)
-    if table is value:  # a dict whose items are its attributes, too
+    table = attributes_of(mapping)
+    if table is mapping:  # a dict whose items are its attributes, too
         return {}
-    return {key: held for key, held in table.items() if key != "data"}  # that of a UserDict
+    place = _place_of_items(mapping)
+    return {key: held for key, held in table.items() if key != place}
 
 
 def item_label(key: Any) -> str:

@@ -14,12 +14,19 @@ from torch.utils import _pytree as pytree
 
 from lightning_graphs.device.rules import BATCH_CHANGED, BATCH_VALUE
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinder
+from lightning_graphs.private.callsite import (
+    LIBRARIES,
+    CallSite,
+    CallSiteFinder,
+    add_line,
+    site_using,
+)
 from lightning_graphs.private.exchange import Absence, bind, bound
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import (
     Constant,
     attributes_of,
+    is_object,
     slots_of,
 )
 from lightning_graphs.values.signature import Modes, Signature
@@ -34,8 +41,11 @@ from lightning_graphs.values.tree import (
     MAPPINGS,
     Node,
     Unread,
+    attributes_beside,
     flatten,
+    is_registered,
     item_label,
+    items_of,
     open_container,
     substitute,
 )
@@ -71,9 +81,10 @@ class Holder(Place):
         return _attributes(value) if self.is_beside else _items(value)
 
     def refill(self, value: Any, content: Any) -> None:
-        if not self.is_beside and isinstance(value, _LISTS):
+        has_items = not (self.is_beside or _is_registered_object(value))
+        if has_items and isinstance(value, _LISTS):
             refill(value, list(content.values()))
-        elif not self.is_beside and isinstance(value, MutableMapping):
+        elif has_items and isinstance(value, MutableMapping):
             if isinstance(value, dict):
                 refill(value, content)
                 return
@@ -86,7 +97,7 @@ class Holder(Place):
 
     @property
     def is_rewritable(self) -> bool:
-        if self.is_beside:
+        if self.is_beside or _is_registered_object(self.value):
             return True
         kind = type(self.value)
         known = kind in (list, deque, *MAPPINGS) or kind not in pytree.SUPPORTED_NODES
@@ -94,8 +105,10 @@ class Holder(Place):
 
 
 def _items(value: Any) -> dict[Any, Any]:
+    if _is_registered_object(value):
+        return _attributes(value)
     if isinstance(value, MutableMapping):
-        return {key: value[key] for key in value}
+        return dict(items_of(value))
     if isinstance(value, (tuple, *_LISTS)):
         return dict(enumerate(value))
     opened = open_container(value)
@@ -105,10 +118,15 @@ def _items(value: Any) -> dict[Any, Any]:
 
 def _attributes(value: Any) -> dict[Any, Any]:
     table = attributes_of(value)
-    if isinstance(value, MutableMapping):  # "data" is that of a UserDict
-        return {} if table is value else {k: v for k, v in table.items() if k != "data"}
+    if isinstance(value, MutableMapping) and not _is_registered_object(value):
+        return attributes_beside(value)
     slots = {key: bound(value, key) for key in slots_of(type(value))}
     return {**table, **{k: v for k, v in slots.items() if v is not Absence.ABSENT}}
+
+
+def _is_registered_object(value: Any) -> bool:
+    """Return whether a value is registered as a container, and user code changes its attributes."""
+    return is_registered(type(value)) and is_object(value) and bool(attributes_of(value))
 
 
 def holders_in(value: Any) -> list[Holder]:
@@ -122,12 +140,13 @@ def holders_in(value: Any) -> list[Holder]:
         seen.add(id(held))
         number = len(found)
         found.append(Holder(name, parent, key, held, _items(held)))
-        is_object = not isinstance(held, (MutableMapping, tuple, *_LISTS))
-        if isinstance(held, MutableMapping) and type(held).__dictoffset__:
+        has_items = isinstance(held, (MutableMapping, tuple, *_LISTS))
+        has_items = has_items and not _is_registered_object(held)
+        if has_items and isinstance(held, MutableMapping) and type(held).__dictoffset__:
             found.append(Holder(name, number, None, held, _attributes(held)))
         for i, holder in enumerate(found[number:], number):
             for k, inside in holder.before.items():
-                label = f".{k}" if is_object or holder.is_beside else item_label(k)
+                label = item_label(k) if has_items and not holder.is_beside else f".{k}"
                 pending.append((name + label, i, k, inside))
     return found
 
@@ -206,6 +225,12 @@ class _UnreadValue(Tracer):
             self.refuse()
         super().__setattr__(key, value)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        # Code asks what it may do with a value, such as move it; the type alone tells that.
+        if not (self._kind.__dictoffset__ or hasattr(self._kind, name)):
+            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {name!r}")
+        super().__getattr__(name)
+
     def __deepcopy__(self, memo: object) -> _UnreadValue:
         return self
 
@@ -222,7 +247,9 @@ class BatchValues:
     it, the value is guarded from then on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, function: Any) -> None:
+        self._function = function  # the code that takes the batches
+        self.taken_at: CallSite | None = None  # its line that takes a tensor which no graph can
         self.unread: set[str] = set()  # names of values that differ between batches
         self._read: set[str] = set()
         self._before: Signature | None = None
@@ -233,11 +260,20 @@ class BatchValues:
     def signature(
         self, batch: Any, modes: Modes, extra: tuple[Any, ...] = ()
     ) -> tuple[Signature, list[Tensor]]:
-        """Return the signature of ``(batch,)`` and its tensors, in order."""
+        """Return the signature of ``(batch,)`` and its tensors, in order.
+
+        Raises:
+            CaptureError: A tensor in it is no plain one; the line is one that names it.
+        """
         while True:
-            signature, tensors = Signature.of(
-                (batch,), {}, names=("batch",), modes=modes, extra=extra, unread=self.unread
-            )
+            how: dict[str, Any] = {"names": ("batch",), "modes": modes, "extra": extra}
+            try:
+                signature, tensors = Signature.of((batch,), {}, unread=self.unread, **how)
+            except CaptureError as error:
+                name = error.observed.rpartition(" as ")[2]
+                self.taken_at = site_using(name, self._function)
+                add_line(error, "taken at", self.taken_at)
+                raise
             before, self._before = self._before, replace(signature, extra=())
             moved = set() if before is None else set(_moved(before, signature))
             self.why = _read(self._read, self._observed) if moved & self._read else None

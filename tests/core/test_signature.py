@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_graphs.errors import CaptureError, SignatureError
 from lightning_graphs.values.guards import Constant
+from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import CallPlan, Modes, Signature
 from lightning_graphs.values.tree import TensorSpec, substitute
 
@@ -38,6 +39,20 @@ class Frozen:
 
 class Tagged(Tensor):
     """A tensor subclass, which a static input cannot stand for."""
+
+
+class Tracked(Tensor):
+    """A tensor with operators of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def tagged(tag: str) -> Tensor:
+    tensor = torch.zeros(3).as_subclass(Tagged)
+    tensor.tag = tag
+    return tensor
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
@@ -252,7 +267,8 @@ _REFUSED = {
     "a lazily conjugated view": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
     "a lazily negated view": lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
     "a meta tensor": lambda: torch.zeros(3, device="meta"),
-    "test_signature.Tagged": lambda: torch.zeros(3).as_subclass(Tagged),
+    "test_signature.Tracked": lambda: torch.zeros(3).as_subclass(Tracked),
+    "test_signature.Tagged with the attributes 'tag'": lambda: tagged("a"),
     "torch.nn.parameter.UninitializedParameter": lambda: torch.nn.UninitializedParameter(),
 }
 
@@ -267,6 +283,17 @@ def test_special_tensors_are_refused_by_name(kind: str) -> None:
     assert plan.match((), {"x": tensor}) is None
     with pytest.raises(SignatureError, match=rf'got .*{kind} as kwargs\["x"\]'):
         plan.tensors((), {"x": tensor})
+
+
+def test_a_class_without_operators_of_its_own_is_a_part_of_the_spec() -> None:
+    given = torch.zeros(3).as_subclass(Tagged)
+    plan = CallPlan(_sign(given))
+    assert plan.match((torch.ones(3).as_subclass(Tagged),), {}) is not None
+    assert plan.match((torch.ones(3),), {}) is None
+    assert CallPlan(_sign(torch.zeros(3))).match((given,), {}) is None
+    assert str(TensorSpec.of(given)) == "Tagged f32[3]"
+    (buffer,) = StaticInputs([given]).tensors
+    assert type(buffer) is Tagged
 
 
 def test_parameters_and_buffers_are_plain_tensors() -> None:
