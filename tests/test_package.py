@@ -42,7 +42,6 @@ LAYERS = (
     "watch",
     "policy",
     "regions",
-    "doctor",
     "lightning",
     "moved",
     "pytorch_lightning",
@@ -313,7 +312,7 @@ def test_imports_go_downward(path: Path) -> None:
 
 ENGINE = {
     *("errors", "private", "values", "device", "autograd", "core", "report", "watch"),
-    *("policy", "regions", "doctor"),
+    *("policy", "regions"),
 }
 WORDS = re.compile(r"self\.log\b|training_step|Trainer\(")
 

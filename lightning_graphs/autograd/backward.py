@@ -94,15 +94,6 @@ def refuse_parameter_hooks(named: Sequence[tuple[str, Tensor]]) -> None:
             raise CaptureError(rule, observed, remedy)
 
 
-def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
-    if any(g is not None and g.layout is not torch.strided for g in gradients):
-        raise CaptureError(
-            "A graph cannot write sparse gradients, which have no fixed address.",
-            "the backward pass computes one",
-            "write nn.Embedding(..., sparse=False)",
-        )
-
-
 class AliasedGradients:
     """Hands the gradients that a backward graph writes to autograd, without a copy where it can.
 

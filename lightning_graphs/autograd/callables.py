@@ -20,7 +20,6 @@ from lightning_graphs.autograd.backward import (
     HookedInOrder,
     OutputGradients,
     refuse_parameter_hooks,
-    refuse_sparse_gradients,
     zero_gradient,
 )
 from lightning_graphs.autograd.graphed import (
@@ -41,7 +40,7 @@ from lightning_graphs.autograd.nodes import (
     saved_for_graphs,
 )
 from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
-from lightning_graphs.device.rules import REBOUND, SET_GENERATOR
+from lightning_graphs.device.rules import REBOUND, SET_GENERATOR, refuse_sparse_gradients
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
 from lightning_graphs.private.engine import (

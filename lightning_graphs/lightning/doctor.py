@@ -33,17 +33,6 @@ from lightning_graphs.device.rules import (
     STORED_OUTSIDE,
     Obstacle,
 )
-from lightning_graphs.doctor.watched import (
-    BatchReads,
-    BatchValue,
-    Call,
-    Noted,
-    NotedNumbers,
-    Observer,
-    are_live,
-    changes,
-    parts_of,
-)
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning import words as findings
 from lightning_graphs.lightning.logs import LOGGED_NUMBER, METRIC_LATER, LoggedNumbers
@@ -82,6 +71,17 @@ from lightning_graphs.watch.host_trace import (
     drawing_functions,
     drawn_by,
     draws_exchanged,
+)
+from lightning_graphs.watch.noted import (
+    BatchReads,
+    BatchValue,
+    Call,
+    Noted,
+    NotedNumbers,
+    Observer,
+    are_live,
+    changes,
+    parts_of,
 )
 from lightning_graphs.watch.reads import iterators_in
 from lightning_graphs.watch.side_effects import place_of, trained_parameters

@@ -26,10 +26,10 @@ from lightning_graphs.autograd.backward import (
     GradientMemory,
     empty_gradient,
     is_dense,
-    refuse_sparse_gradients,
     write_all,
 )
 from lightning_graphs.autograd.nodes import fused_grad_casts, removed
+from lightning_graphs.device.rules import refuse_sparse_gradients
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.engine import buckets_of, local
 from lightning_graphs.private.exchange import replaced

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_graphs.doctor.watched import Call, Observer, changes
 from lightning_graphs.private.callsite import CallSiteFinder, calls_observed
+from lightning_graphs.watch.noted import Call, Observer, changes
 
 
 def _line(function: object, text: str) -> int:

@@ -1,1 +1,0 @@
-"""A capture that only notes."""
