@@ -136,6 +136,16 @@ class GraphedCallable:
         self._pending: PendingBackward | None = None
         self._released = False
 
+    def follow(self, instruction: Callable[[], object]) -> None:
+        """Run an instruction after each replay of the forward graph."""
+        replay = self._replay_forward
+
+        def both() -> None:
+            replay()
+            instruction()
+
+        self._replay_forward = both
+
     def is_seeded(self) -> bool:
         """Return whether a call renews cuDNN's random state, from which the graph draws."""
         return self._dropout is not None and not self._dropout.is_current()

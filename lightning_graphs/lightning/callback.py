@@ -14,9 +14,9 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.device.graph import GraphPool
-from lightning_graphs.errors import CaptureError, UnsupportedError
+from lightning_graphs.errors import CaptureError, UnsupportedError, in_one_line
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.private import cheap_contexts
+from lightning_graphs.lightning.private import cheap_contexts, updates_loggers
 from lightning_graphs.lightning.ranks import (
     Ranks,
     capture_stream,
@@ -24,16 +24,23 @@ from lightning_graphs.lightning.ranks import (
     why_not_captured,
 )
 from lightning_graphs.lightning.runner import Runner, StepRunner, StrategyHandler
-from lightning_graphs.lightning.strategy import BatchTransfer, ProgressValues, calls_of
+from lightning_graphs.lightning.strategy import (
+    BatchTransfer,
+    ProgressValues,
+    calls_of,
+    saving_exchanged,
+)
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, steps_left
 from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch, judge
 from lightning_graphs.private.callsite import stacklevel_of_user
+from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.report import Report, render, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.watch.assertions import OpenAssertions
 
 # ------------------ Summary of a fit
 
@@ -214,6 +221,7 @@ class GraphCapture(Callback):
         self.gives_way = False  # made by LIGHTNING_GRAPHS: the program's own one is used
         self._handler: StrategyHandler | None = None
         self._summary: FitSummary | None = None
+        self._assertions: OpenAssertions | None = None
         self._fit = contextlib.ExitStack()
         self._stream: torch.cuda.Stream | None = None
 
@@ -323,6 +331,13 @@ class GraphCapture(Callback):
             ranks = Ranks(trainer)
             stack.callback(ranks.close)
             budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
+            assertions = OpenAssertions(
+                partial(getattr, trainer, "global_step"),
+                partial(updates_loggers, trainer),
+                pool.backend.synchronize,
+                ranks,
+            )
+            stack.enter_context(saving_exchanged(trainer.strategy, assertions.settle))
             raises = options.on_failure == "raise"
             recovery = OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises)
             messages = Messages(
@@ -344,6 +359,7 @@ class GraphCapture(Callback):
                 recovery=recovery,
                 ranks=ranks,
                 watch=TrainerWatch(trainer, pl_module, progress),
+                assertions=assertions,
                 no_whole_step=why_no_whole_step(trainer, pl_module),
             )
 
@@ -360,7 +376,7 @@ class GraphCapture(Callback):
             stack.callback(handler.close)
             handler.take_over(trainer.strategy)
             self._fit = stack.pop_all()
-        self._handler, self._summary = handler, summary
+        self._handler, self._summary, self._assertions = handler, summary, assertions
         if options.log_metrics and not trainer.loggers:
             rank_zero_warn(
                 "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
@@ -402,6 +418,20 @@ class GraphCapture(Callback):
         return not reason
 
     @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise what steps have failed by, before their parameters are judged."""
+        self._settle()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise what steps of the epoch have failed by."""
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._assertions is not None:
+            self._assertions.settle()
+
+    @override
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
@@ -414,6 +444,7 @@ class GraphCapture(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Hand stream, strategy and optimizer back, release the graphs, and show the report."""
+        self._settle()
         summary = self._summary
         if summary is not None:
             summary.finish()
@@ -428,7 +459,15 @@ class GraphCapture(Callback):
         """Hand everything back after an exception, when Lightning calls no :meth:`on_train_end`."""
         if self._summary is not None:
             self._summary.count_rest()
+        failed = None
+        if self._assertions is not None:
+            with contextlib.suppress(RuntimeError):  # a device that has failed itself
+                failed = self._assertions.find()
         self._release()
+        if failed is not None:
+            if failed is not exception:
+                rank_zero_warn(f"GraphCapture: ahead of that, {in_one_line(failed)}")
+            _save_nothing(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -436,7 +475,7 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._handler = self._summary = self._stream = None
+        self._handler = self._summary = self._stream = self._assertions = None
         self._fit.close()
 
 
@@ -453,6 +492,25 @@ def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:
     if torch.is_anomaly_enabled():
         return "detect_anomaly=True checks every operator on the host"
     return ""
+
+
+def _save_nothing(trainer: Trainer) -> None:
+    """Let the callbacks that follow in ``on_exception`` save no state behind a failed assertion."""
+    stack, ended = contextlib.ExitStack(), trainer.strategy.on_exception
+
+    def refuse() -> bool:
+        rank_zero_warn(
+            "GraphCapture: no checkpoint is saved, since its state lies behind a failed assertion; "
+            "go on from the one before"
+        )
+        return False
+
+    def end(exception: BaseException) -> None:
+        stack.close()
+        ended(exception)
+
+    stack.enter_context(saving_exchanged(trainer.strategy, refuse))
+    stack.enter_context(replaced(trainer.strategy, "on_exception", end))
 
 
 def _refused(reason: str) -> CaptureError:

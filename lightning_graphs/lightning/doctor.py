@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -56,7 +57,6 @@ from lightning_graphs.private.torch import (
     announced_as_cuda_capture,
     current_autograd_node,
     is_compiled,
-    values_checked_on_device,
 )
 from lightning_graphs.regions.step import refuse_iterator
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
@@ -64,7 +64,9 @@ from lightning_graphs.values.memory import tensors_returned
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.assertions import bools_exchanged, is_readable
 from lightning_graphs.watch.batch import BatchValues
+from lightning_graphs.watch.branches import way_on
 from lightning_graphs.watch.environment import Environment, clocks_exchanged
 from lightning_graphs.watch.host_trace import (
     SETTERS,
@@ -234,7 +236,11 @@ class Doctor:
         self._active = True
         try:
             # Libraries that ask whether a capture runs leave out what it refuses.
-            with announced_as_cuda_capture(), values_checked_on_device(), self._observer:
+            with (
+                announced_as_cuda_capture(),
+                bools_exchanged(self._asked),
+                self._observer,
+            ):
                 yield
         finally:
             self._active = False
@@ -258,6 +264,14 @@ class Doctor:
             stack.enter_context(self._observing())
             stack.enter_context(around.acting())
             yield
+
+    def _asked(self, tensor: Tensor, frame: FrameType) -> bool | None:
+        """Answer code that asks whether a tensor is true, if it does so only to raise."""
+        readable = is_readable(tensor, self._module.device) and not self._observer.silent
+        if not readable or way_on(frame) is None:
+            return None
+        with self._observer.looking_away():
+            return bool(tensor)
 
     def _look_at_call(self, module: nn.Module, _: object) -> None:
         if not self._calls_any and module is not self._module:

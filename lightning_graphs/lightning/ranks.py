@@ -18,7 +18,14 @@ import torch
 from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.errors import FIX, CaptureError, GraphError, is_out_of_memory, no_room
+from lightning_graphs.errors import (
+    FIX,
+    CaptureError,
+    GraphError,
+    in_one_line,
+    is_out_of_memory,
+    no_room,
+)
 from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.engine import (
@@ -269,6 +276,19 @@ class Ranks:
                 fix or "correct the error of that rank",
             )
         return result  # type: ignore[return-value]
+
+    def raise_on_all(self, error: BaseException | None) -> None:
+        """Raise the error of one rank on all of them, which call this together."""
+        if not self.any(error is not None):
+            return
+        rank, said = self._first_said("" if error is None else in_one_line(error))
+        if error is not None:
+            raise error
+        raise PartedError(
+            "No rank can go on, because an assertion has failed on one of them.",
+            f"rank {rank}: {said}",
+            "correct the error of that rank; the others only take part in its steps",
+        )
 
     def _first_said(self, said: Any) -> tuple[int, Any]:
         """Return the first rank whose text is not empty, and the text."""

@@ -346,6 +346,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         graphs = [*plan.graphs.values()]
         plan.record = self._statistics.captured(signature_in_words(plan.key), graphs, self._cost)
         self._kept.count()
+        self._fit.assertions.is_used |= plan.assertions is not None
         tensors = plan.call.match(call[:1], {})
         assert tensors is not None, "it was captured from this batch"
         plan.take(tensors)

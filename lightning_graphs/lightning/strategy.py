@@ -90,6 +90,19 @@ def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStac
     return stack
 
 
+def saving_exchanged(
+    strategy: Strategy, before: Callable[[], object]
+) -> AbstractContextManager[None]:
+    """Call ``before`` ahead of all that writes a checkpoint; it may raise, or say no by False."""
+    save = strategy.save_checkpoint
+
+    def saved(*args: Any, **kwargs: Any) -> None:
+        if before() is not False:
+            save(*args, **kwargs)
+
+    return replaced(strategy, "save_checkpoint", saved)
+
+
 @contextlib.contextmanager
 def log_exchanged(
     module: LightningModule, log: Callable[..., None]

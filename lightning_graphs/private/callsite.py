@@ -177,6 +177,11 @@ def calls_observed(function: Caller) -> Caller:
     return function
 
 
+def frames_of_region(frame: types.FrameType) -> Iterator[types.FrameType]:
+    """Yield a frame and its callers, up to the function that calls captured or observed code."""
+    return takewhile(lambda found: found.f_code not in _CALLERS, frames_from(frame))
+
+
 class CallSiteFinder:
     """Finds the innermost frame that is the user's."""
 
@@ -235,12 +240,23 @@ def is_raised_by_user(error: BaseException) -> bool:
     """
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
+    traceback = _end_of(error)
     if traceback is None or is_library(traceback.tb_frame.f_code.co_filename):
         return False
     return traceback.tb_frame.f_code.co_code[traceback.tb_lasti] == _RAISE
+
+
+def raises_by_itself(error: BaseException, code: types.CodeType) -> bool:
+    """Return whether an error began with a ``raise`` of this code, not of what that calls."""
+    end = _end_of(error)
+    return end is not None and end.tb_frame.f_code is code and code.co_code[end.tb_lasti] == _RAISE
+
+
+def _end_of(error: BaseException) -> types.TracebackType | None:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

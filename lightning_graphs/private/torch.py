@@ -467,22 +467,6 @@ def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     return _answering(answer)
 
 
-def values_checked_on_device() -> AbstractContextManager[None]:
-    """Check the values of ``torch.distributions`` on the device, as in an exported program.
-
-    They read on the host whether all are valid. A replay raises where an eager step would.
-    """
-    all_true = torch._is_all_true
-
-    def checked(valid: Tensor) -> Any:
-        torch._assert_async(
-            all_true(valid), "values of a distribution do not satisfy its constraints"
-        )
-        return True
-
-    return replaced(torch, "_is_all_true", checked)
-
-
 pointers_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
     torch._C, "_tensors_data_ptrs_at_indices_equal", None
 )

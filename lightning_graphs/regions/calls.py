@@ -50,6 +50,7 @@ from lightning_graphs.values.signature import (
     Signature,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
+from lightning_graphs.watch.assertions import Assertions, OpenAssertions
 from lightning_graphs.watch.environment import Environment, code_captured
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.user_code import CompiledCode, iter_objects
@@ -325,6 +326,8 @@ class CaptureConfig:
     # Raises if graphs differ from the modules' code
     check: Callable[[Sequence[GraphedCall]], object]
     compiled: CompiledCode  # whether steps run any
+    assertions: OpenAssertions  # of replays, which the host has yet to look at
+    device: torch.device
     aliases: bool = True  # outputs that the next graph reads are handed out without a copy
     # Backward graphs write the gradients of parameters themselves. If user code asks for those of
     # some parameters only, autograd needs an edge for each.
@@ -435,6 +438,8 @@ class _Capture(CallableCapture):
     ) -> None:
         self.observed = call
         self._guards = guards
+        self._open_assertions, self._is_capturing = config.assertions, False
+        self._assertions = Assertions(config.device)
         self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
@@ -493,17 +498,30 @@ class _Capture(CallableCapture):
         self._guards.side_effects()  # those of other captures are dropped
         with self._explained(), self._refusing():
             if way == "forward":
+                self._is_capturing = True
                 self.capture_forward(self._sources_of_arguments(producers))
+                self._is_capturing = False
             else:
                 self.capture_backward(self._sources_of_gradients(producers))
         written, self._stores[way] = self._guards.side_effects()
         self._written |= written
+
+    def _call(self) -> Any:
+        if not self._is_capturing:
+            return super()._call()
+        with self._assertions.watching():
+            returned = super()._call()
+        self._assertions.finish()
+        return returned
 
     def graphed_call(self, checks: tuple[Check, ...]) -> GraphedCall:
         """Make the plan of the call, after all captures; it is valid as long as the checks hold."""
         with as_observed(self.observed):
             stores = self._stores["forward"], self._stores["backward"]
             made = self.finish(stores, partial(_of_module, self.observed.name))
+        if (pending := self._assertions.pending(self._open_assertions)) is not None:
+            self._open_assertions.is_used = True
+            made.follow(pending.launched)
         return GraphedCall(
             key=(self.observed.key(), self.observed.kernels, self._guards.values),
             checks=((BackendFlags.now, self.observed.kernels), *checks),

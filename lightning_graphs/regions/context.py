@@ -29,6 +29,7 @@ from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics, listed
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch import environment
+from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import StepState
@@ -243,6 +244,7 @@ class TrainingContext:
     budget: MemoryBudget  # what memory may be taken
     ranks: Any  # lets all ranks treat whole steps alike
     watch: Client  # the loop around the regions
+    assertions: OpenAssertions  # of replays, which the host has yet to look at
     no_whole_step: str  # why its steps are no whole graphs; empty if they may be
     compiled: CompiledCode = field(default_factory=CompiledCode)
 

@@ -18,6 +18,7 @@ from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
+from lightning_graphs.watch.assertions import PendingAssertions
 from lightning_graphs.watch.environment import Readings
 from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.side_effects import SideEffects
@@ -136,6 +137,7 @@ class StepPlan(Plan):
     host: HostProgram | None = None  # what its code computes on the host; None if that is nothing
     dropout: CapturedDropout | None = None  # cuDNN's random state, if its recurrent layers draw
     clocks: Readings | None = None  # what its code reads of clocks; None if that is nothing
+    assertions: PendingAssertions | None = None  # what its code reads only to raise
     # Whether user code keeps gradients that were shown to it
     are_kept: Callable[[], bool] = lambda: False
     call: CallPlan = field(init=False)  # checks a batch against the key, and takes its tensors out
@@ -196,6 +198,8 @@ class StepPlan(Plan):
                 yield partial(self.effects.store, self.present)
             if self.last_logs is not None:
                 yield self.last_logs
+            if self.assertions is not None:
+                yield self.assertions.launched
 
     def loads(self) -> Iterator[Instruction]:
         """Yield what loads the gradients of earlier steps, to which this one adds its own."""

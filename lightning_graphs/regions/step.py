@@ -60,6 +60,7 @@ from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
+from lightning_graphs.watch.assertions import Assertions
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.environment import (
@@ -299,6 +300,7 @@ class StepCapture(StepBody):
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._old_gradients: AbstractContextManager[None] = nullcontext()
         self._in_optimizer: NumberPlaces = ()  # tracers of its numbers, and where they belong
+        self._assertions: Assertions | None = None  # what the coming capture reads only to raise
 
     @calls_observed
     def capture(
@@ -442,6 +444,7 @@ class StepCapture(StepBody):
             copies, room = self._copies(tensors), self._room_on_device
             self._host_tracer = HostTracer(device, inputs.tensors, copies, room)
         tape = None if self._host_tracer is None else self._host_tracer.tape
+        self._assertions = Assertions(device, (lambda _: False) if tape is None else tape.knows)
         parts = self._facts.reads, device, tape, self._could_follow
         self._numbers = StepNumbers(*parts)
         return self._host_tracer
@@ -535,6 +538,7 @@ class StepCapture(StepBody):
         environment.outside.read_into(self._facts.reads)
         output.finish_capture()
         effects.finish_capture()
+        assert self._assertions is not None, "made ahead of the capture"
         refreshes = [] if self.capturable is None else [self.capturable.refreshing]
         refreshes += [number.refresh for number in self._numbers.on_device.values()]
         conditions = replace(conditions_of(signature), attributes=watch.attributes())
@@ -562,6 +566,7 @@ class StepCapture(StepBody):
             host=host,
             dropout=segments.dropout,
             clocks=self._clocks or None,
+            assertions=self._assertions.pending(self.context.assertions),
             refreshes=refreshes,
         )
 
@@ -606,8 +611,12 @@ class StepCapture(StepBody):
         elif self._host_tracer is not None:
             host = draws_recorded(self._numbers, self._host_tracer, self._functions)
         reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
+        assertions = self._assertions
+        assert assertions is not None, "made ahead of the capture"
         with self._old_gradients, numbers, self._unseen(), followed, clocks, host, reduced:
-            result = super().forward(arguments, recorder)
+            with assertions.watching():
+                result = super().forward(arguments, recorder)
+            assertions.finish()
         self._registers_hooks = hooks_registered() != hooks
         return result
 

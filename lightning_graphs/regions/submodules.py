@@ -95,7 +95,13 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._patience, self.insured = (0, waits) if facts.repeats else (waits, 0)
         self._verifier, self._checks = verifier, CallChecks(verifier, module, facts.device)
         made_with = facts.environment, pool, gradients, self._checks.check, context.compiled
-        self._config = CaptureConfig(*made_with, direct=facts.direct, adds=facts.adds)
+        self._config = CaptureConfig(
+            *made_with,
+            direct=facts.direct,
+            adds=facts.adds,
+            assertions=context.assertions,
+            device=facts.device,
+        )
         # What decides over the calls while a step runs.
         self.state = DispatchState(context, replace(self._config, pool=apart))
         self._context = context

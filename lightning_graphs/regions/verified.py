@@ -132,6 +132,8 @@ class Verification(StepBody):
                 for load in plan.loads():
                     load()
             graph.replay()
+        if plan.assertions is not None:
+            plan.assertions.note()
         plan.attach()
         stored = plan.effects.results(args[0], batch)
         return _returned(plan.outputs.hand_out()) + stored

@@ -40,7 +40,7 @@ from lightning_graphs.errors import (
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import values_checked_on_device, version_of
+from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.host import Draw
 from lightning_graphs.watch.numbers import StepNumbers
@@ -266,8 +266,7 @@ def code_captured(what: str) -> Iterator[None]:
     """
     with refusals() as refused:
         try:
-            with values_checked_on_device():
-                yield
+            yield
             if refused:
                 raise refused[0]
         except GraphError:

@@ -52,7 +52,7 @@ class Logging(LightningModule):
 
 EMULATION = ("device/emulated", "device/trace", "device/undo")
 """Stand for what a GPU and its driver do."""
-CAPTURED = 42
+CAPTURED = 43
 """Files that a captured and verified step enters, at most."""
 
 

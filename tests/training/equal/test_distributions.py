@@ -67,13 +67,18 @@ def test_distributions_in_graphs(
     assert scope == "step" or module is Variational or "args[1] i64[8]" in signatures[0]
 
 
-def test_values_that_are_not_valid_end_a_fit_as_they_do_without_graphs(tmp_path: Path) -> None:
-    """On a CPU: no GPU computes after an assertion that has failed there."""
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_values_that_are_not_valid_end_a_fit_as_they_do_without_graphs(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
     data = batches(10)
     data[8]["x"][0, 0] = torch.nan
-    for captured, error in ((False, ValueError), (True, RuntimeError)):
-        fit = prepare("emulated", tmp_path, captured, module=Acting, data=lambda: data)
-        with pytest.raises(error, match="constraint"):
+    for captured in (False, True):
+        capture = {"scope": scope}
+        fit = prepare(
+            backend, tmp_path, captured, module=Acting, data=lambda: data, capture=capture
+        )
+        with pytest.raises(ValueError, match="constraint"):
             fit.run()
         assert fit.trainer.global_step == 8
     assert fit.statistics.replayed > 0

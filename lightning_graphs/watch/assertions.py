@@ -1,0 +1,265 @@
+"""Assertions of captured code: conditions that it reads only to raise an error.
+
+The graph computes the condition and remembers whether it has ever failed. The host looks at that
+without waiting after each replay, and waits where something becomes lasting, such as a checkpoint.
+The error comes late, then: the steps since have been made, and nothing of them was kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
+
+from lightning_graphs.private.callsite import CallSite
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import in_transform, is_strided
+from lightning_graphs.watch.branches import NotKept, Raising, way_on
+
+_ROOM = 256  # assertions of one graph, and numbers in their messages
+
+
+class Ranks(Protocol):
+    """Decides for all ranks of a fit."""
+
+    @property
+    def are_one(self) -> bool:
+        """Whether there is one rank, or each decides alone."""
+
+    def raise_on_all(self, error: BaseException | None) -> None:
+        """Raise the error of one rank on all of them."""
+
+
+def bools_exchanged(
+    answer: Callable[[Tensor, FrameType], bool | None],
+) -> AbstractContextManager[None]:
+    """Let a function answer where code of this thread asks a tensor whether it is true.
+
+    It is given the tensor and the frame that asks; None: the tensor answers itself.
+    """
+    own, thread = Tensor.__bool__, threading.get_ident()
+
+    def is_true(tensor: Tensor) -> bool:
+        found = None
+        if threading.get_ident() == thread:
+            found = answer(tensor, sys._getframe(1))
+        return own(tensor) if found is None else found
+
+    return replaced(Tensor, "__bool__", is_true)
+
+
+def is_readable(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether Python would read one plain value of a device."""
+    is_plain = type(tensor) in (Tensor, Parameter) and is_strided(tensor) and tensor.numel() == 1
+    return is_plain and tensor.device == device and not in_transform()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A number in a message, which the graph keeps as it is when the assertion fails."""
+
+    place: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Assertion:
+    """A condition of captured code, and the error where it fails."""
+
+    site: CallSite
+    raising: Raising
+
+
+class Assertions:
+    """Assertions of the code that is captured into one graph.
+
+    Args:
+        device: Where it computes.
+        is_host: Tells tensors of the host, where device and host are one.
+    """
+
+    def __init__(
+        self, device: torch.device, is_host: Callable[[Tensor], bool] = lambda _: False
+    ) -> None:
+        self._device, self._is_host = device, is_host
+        self._is_over = False
+        self.found: list[Assertion] = []
+        # What a graph allocates itself is written by what ran before, in every replay. The first
+        # of each counts the replays themselves.
+        with torch.inference_mode(False):
+            self._holds = torch.ones(_ROOM + 1, dtype=torch.bool, device=device)
+            self._times = torch.zeros(_ROOM + 1, dtype=torch.int64, device=device)
+            self._numbers = torch.zeros(_ROOM, dtype=torch.float64, device=device)
+            pinned = device.type == "cuda"
+            self._seen = torch.zeros(_ROOM + 1, dtype=torch.int64, pin_memory=pinned)
+        self._numbers_held = 0
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Take over the assertions of the body, captured code."""
+        return bools_exchanged(self._answer)
+
+    def _answer(self, tensor: Tensor, frame: FrameType) -> bool | None:
+        if not is_readable(tensor, self._device) or self._is_host(tensor):
+            return None
+        way = None if self._is_over or len(self.found) == _ROOM else way_on(frame)
+        if way is None:
+            return None
+        with torch.no_grad():
+            place = len(self.found) + 1
+            raising = Raising(way, lambda value: self._held(value, place))
+            holds, value = self._holds[place], tensor.detach().reshape(())
+            if way.outcome:
+                holds.logical_and_(value)
+            else:
+                holds.gt_(value if value.dtype is torch.bool else value.bool())
+        code = frame.f_code
+        site = CallSite(code.co_filename, frame.f_lineno, code.co_name)
+        self.found.append(Assertion(site, raising))
+        return way.outcome
+
+    def _held(self, value: Any, place: int) -> Any:
+        """Replace tensors in a value by what outlives a replay."""
+        return tree_map_only(Tensor, lambda tensor: self._kept(tensor, place), value)
+
+    def _kept(self, tensor: Tensor, place: int) -> NotKept | _Held:
+        is_number = is_readable(tensor, self._device) and not tensor.is_complex()
+        if not is_number or self._numbers_held == _ROOM:
+            return NotKept(tensor)
+        held = _Held(self._numbers_held, tensor.dtype)
+        self._numbers_held += 1
+        memory = self._numbers[held.place]
+        number = tensor.detach().reshape(()).double()
+        memory.copy_(torch.where(self._holds[place], number, memory))
+        return held
+
+    def finish(self) -> None:
+        """Capture the copy of what was found to the host, at the end of the code."""
+        self._is_over = True
+        if not self.found:
+            return
+        count = len(self.found) + 1
+        with torch.no_grad():
+            self._times[:count].add_(self._holds[:count])
+            self._seen[:count].copy_(self._times[:count], non_blocking=True)
+
+    def pending(self, fit: OpenAssertions) -> PendingAssertions | None:
+        """Return what a plan with the captured graph has to look at; None if there is nothing."""
+        if not self.found:
+            return None
+        count = len(self.found) + 1
+        memory = self._holds, self._times, self._numbers
+        return PendingAssertions(fit, self.found, self._seen[:count], memory)
+
+
+@dataclass(eq=False)
+class PendingAssertions:
+    """The assertions in the replays of one graph, of which the host does not know all yet."""
+
+    fit: OpenAssertions
+    assertions: list[Assertion]
+    seen: Tensor  # how often each held before it first failed, behind the number of replays
+    memory: tuple[Tensor, Tensor, Tensor]  # what the graph writes on the device
+    _steps: deque[int] = field(default_factory=deque)  # of replays that may be under way
+    _known: int = 0  # how many replays came before those
+
+    def __post_init__(self) -> None:
+        self._values = self.seen.numpy()
+
+    def note(self) -> None:
+        """Note a replay of the present step."""
+        self._steps.append(self.fit.step())
+        self.fit.open[self] = None
+
+    def launched(self) -> None:
+        """Note a replay, and look at what is known of those before; an instruction of a plan.
+
+        Raises:
+            Exception: The error of an assertion that has failed.
+        """
+        fit = self.fit
+        self.note()
+        if fit.is_lasting():
+            fit.settle()
+        elif fit.ranks.are_one:
+            done, *times = self._values.tolist()
+            if min(times) < done:
+                fit.settle()  # what is copied at this moment may be seen in parts
+            while self._known < done - 1:
+                self._steps.popleft()
+                self._known += 1
+
+    def error(self) -> BaseException | None:
+        """Return the error of the first assertion that has failed; no replay may be under way."""
+        done, *times = self._values.tolist()
+        first = min(times)
+        if first == done:
+            self._steps.clear()
+            self._known = done
+            return None
+        assertion = self.assertions[times.index(first)]
+        numbers = self.memory[2].tolist()
+
+        def number(held: _Held) -> Tensor:
+            return torch.tensor(numbers[held.place], dtype=torch.float64).to(held.dtype)
+
+        error = assertion.raising.make(lambda value: tree_map_only(_Held, number, value))
+        place = first - self._known
+        steps = [*self._steps]
+        step = steps[place] if 0 <= place < len(steps) else steps[-1]
+        return _told(error, assertion.site, step, steps[-1])
+
+
+def _told(error: BaseException, site: CallSite, step: int, last: int) -> BaseException:
+    """Let an error say which step it is of, and that it comes late."""
+    late = f"; updates up to step {last} have been made" if last != step else ""
+    text = (
+        f"(raised by step {step}, at {site.describe()}; a graph has computed the condition, and "
+        f"the update of that step was made{late})"
+    )
+    first = error.args[0] if error.args else ""
+    if len(error.args) <= 1 and (isinstance(error, AssertionError) or isinstance(first, str)):
+        error.args = (f"{first}\n{text}".lstrip(),)
+    elif hasattr(error, "add_note"):
+        error.add_note(text)
+    return error
+
+
+@dataclass(eq=False)
+class OpenAssertions:
+    """The assertions of a fit whose outcome the host has yet to look at."""
+
+    step: Callable[[], int]  # the number of the step that runs
+    is_lasting: Callable[[], bool]  # whether something of the present step becomes lasting
+    synchronize: Callable[[], None]  # waits for the device
+    ranks: Ranks
+    open: dict[PendingAssertions, None] = field(default_factory=dict)
+    is_used: bool = False  # a plan has some, and so has one on every other rank
+    failed: BaseException | None = None
+
+    def settle(self) -> None:
+        """Wait until the outcome of every replay is known.
+
+        Raises:
+            Exception: The error of an assertion that has failed.
+        """
+        if self.is_used and self.failed is None:
+            self.ranks.raise_on_all(self.find())
+
+    def find(self) -> BaseException | None:
+        """Wait, and return the error of an assertion that has failed on this rank."""
+        if self.open and self.failed is None:
+            self.synchronize()
+            errors = (pending.error() for pending in self.open)
+            self.failed = next((error for error in errors if error is not None), None)
+            self.open.clear()
+        return self.failed

@@ -1,0 +1,280 @@
+"""What code does with the outcome of a condition: whether one way does nothing but raise.
+
+Byte code tells what follows where Python asks a value whether it is true. A way only raises if all
+that comes before its ``raise`` makes a message. The source tells how to make the error again, and
+which ``except`` would catch it.
+"""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import contextlib
+import dis
+import functools
+import inspect
+import tokenize
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_graphs.private.callsite import frames_of_region, is_library, raises_by_itself
+
+# ------------------ Ways that only raise
+
+_MAKES_MESSAGES = (
+    *("LOAD_", "BUILD_", "FORMAT_", "BINARY_", "UNARY_", "COMPARE_OP", "IS_OP", "CONTAINS_OP"),
+    *("COPY", "SWAP", "ROT_", "DUP_", "PUSH_NULL", "PRECALL", "KW_NAMES", "CONVERT_VALUE"),
+    *("STORE_FAST", "NOP", "NOT_TAKEN", "EXTENDED_ARG", "CACHE", "TO_BOOL", "LIST_", "SET_UPDATE"),
+    *("MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE", "GET_ITER"),
+)
+"""Beginnings of the names of instructions that compute, and change local variables at most."""
+_CALLS = frozenset({"CALL", "CALL_KW", "CALL_METHOD"}) | {
+    f"CALL_FUNCTION{kind}" for kind in ("", "_KW", "_EX")
+}
+
+
+class Way(NamedTuple):
+    """How code goes on after a condition whose other outcome only raises."""
+
+    outcome: bool  # by which the code goes on
+    frame: FrameType  # whose code raises otherwise
+    raises: int  # number of the line that raises
+
+
+class _Listing(NamedTuple):
+    """The instructions of a function."""
+
+    instructions: list[dis.Instruction]
+    lines: list[int]  # of each
+    offsets: list[int]  # of each
+
+    def at(self, offset: int) -> int:
+        """Return the index of the instruction at an offset, or of which a cache is there."""
+        return bisect.bisect_right(self.offsets, offset) - 1
+
+
+@functools.lru_cache(maxsize=256)
+def _listing(code: CodeType) -> _Listing:
+    found = list(dis.get_instructions(code))
+    starts, line, lines = dict(dis.findlinestarts(code)), code.co_firstlineno, []
+    for instruction in found:
+        line = starts.get(instruction.offset) or line
+        lines.append(line)
+    return _Listing(found, lines, [instruction.offset for instruction in found])
+
+
+def way_on(frame: FrameType) -> Way | None:
+    """Return how code goes on that asks now whether a value is true; None if both ways do more.
+
+    The error must reach the end of the region: code that would catch it does more as well.
+    """
+    listing = _listing(frame.f_code)
+    at = listing.at(frame.f_lasti)
+    ends = {outcome: _raises(listing, at, outcome) for outcome in (True, False)}
+    raising = [outcome for outcome, lines in ends.items() if lines]
+    if len(raising) != 1 or any(map(_may_catch, _of_users(frame))):
+        return None
+    (outcome,) = raising
+    return Way(not outcome, frame, min(ends[outcome]))
+
+
+def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:
+    """List the lines that raise after an outcome; none if the code may do anything else."""
+    lines: set[int] = set()
+    seen: set[int] = set()
+    pending: list[tuple[int, tuple[bool, ...]]] = [(at, (outcome,))]
+    while pending:
+        at, known = pending.pop()
+        is_fresh = True  # nothing was computed since the jump to here
+        while at not in seen:
+            seen.add(at)
+            instruction = listing.instructions[at]
+            name, target = instruction.opname, instruction.argval
+            at += 1
+            if name == "RAISE_VARARGS" and instruction.arg:
+                lines.add(listing.lines[at - 1])
+                break
+            if "JUMP" in name:
+                if target < instruction.offset:
+                    return set()
+                there = listing.at(target)
+                if "IF" not in name:
+                    at = there
+                elif known and "NONE" not in name:
+                    jumps = known[-1] is ("TRUE" in name)
+                    known = known if jumps and "OR_POP" in name else known[:-1]
+                    at = there if jumps else at
+                else:
+                    pending.append((there, ()))
+                is_fresh = True
+            elif name == "POP_TOP":
+                if not is_fresh:  # the value of a statement, which had an effect
+                    return set()
+                known = known[:-1]
+            elif name == "UNARY_NOT" and known:
+                known = (*known[:-1], not known[-1])
+            elif name in ("TO_BOOL", "NOP", "NOT_TAKEN", "EXTENDED_ARG"):
+                pass
+            elif name.startswith(_MAKES_MESSAGES) or name in _CALLS:
+                known, is_fresh = (), False
+            else:
+                return set()
+    return lines
+
+
+# ------------------ Source
+
+_CATCHING = ("suppress", "raises", "assertRaises")
+"""Names of contexts that take an error away."""
+
+
+@functools.lru_cache(maxsize=256)
+def _tree(code: CodeType) -> ast.Module | None:
+    """Return the source of a function, with its line numbers; None if there is none."""
+    unreadable = OSError, TypeError, SyntaxError, IndexError, tokenize.TokenError
+    with contextlib.suppress(*unreadable):
+        lines, first = inspect.getsourcelines(code)
+        above = ["if True:\n"] if lines[0][:1].isspace() else []  # as a method stands in a class
+        tree = ast.parse("".join([*above, *lines]))
+        return ast.increment_lineno(tree, max(first, 1) - 1 - len(above))
+    return None
+
+
+def _of_users(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames through which an error would go, but those of libraries."""
+    return (f for f in frames_of_region(frame) if not is_library(f.f_code.co_filename))
+
+
+def _may_catch(frame: FrameType) -> bool:
+    """Return whether an error that is raised or passes here may be caught here."""
+    tree = _tree(frame.f_code)
+    if tree is None:
+        opcodes = {instruction.opname for instruction in _listing(frame.f_code).instructions}
+        return bool(opcodes & {"SETUP_FINALLY", "PUSH_EXC_INFO"})
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Try, ast.With)):
+            continue
+        last = node.body[-1].end_lineno or 0
+        if not node.body[0].lineno <= frame.f_lineno <= last:
+            continue
+        if isinstance(node, ast.Try) and node.handlers:
+            return True
+        if isinstance(node, ast.With):
+            names = [n for item in node.items for n in _names_in(item.context_expr)]
+            if any(name in _CATCHING for name in names):
+                return True
+    return False
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+
+
+class NotKept:
+    """Stands for a tensor in a message: a replay keeps its shape, and not its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self.ndim = tensor.shape, tensor.dtype, tensor.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        kind = str(self.dtype).removeprefix("torch.")
+        return f"<{kind} tensor of shape {tuple(self.shape)}, whose values are gone>"
+
+    def __format__(self, _: str) -> str:
+        return repr(self)
+
+
+_ERROR = "__error__"
+NotKept.__name__ = Tensor.__name__  # which messages show
+
+
+class Raising:
+    """Makes the error that a way raises.
+
+    Args:
+        way: The way.
+        held: Makes what stands for a local value of which the message is made.
+    """
+
+    def __init__(self, way: Way, held: Callable[[Any], Any]) -> None:
+        frame, statements = way.frame, _statements(way)
+        self._file = frame.f_code.co_filename
+        self._code: CodeType | None = None
+        if statements:
+            module = ast.fix_missing_locations(ast.Module(statements, []))
+            self._code = compile(module, self._file, "exec", dont_inherit=True)
+            (raised, exc) = statements[-1], statements[-1].exc  # type: ignore[attr-defined]
+            kind = exc.func if isinstance(exc, ast.Call) else exc
+            self._kind = compile(ast.Expression(kind), self._file, "eval", dont_inherit=True)
+            alone = ast.copy_location(ast.Raise(ast.Name(_ERROR, ast.Load()), None), raised)
+            module = ast.fix_missing_locations(ast.Module([alone], []))
+            self._raise = compile(module, self._file, "exec", dont_inherit=True)
+        names = () if self._code is None else self._code.co_names
+        self._globals, known = frame.f_globals, frame.f_locals
+        self._locals = {name: held(known[name]) for name in names if name in known}
+
+    def make(self, now: Callable[[Any], Any]) -> BaseException:
+        """Return the error; ``now`` gives the present value of what is held."""
+        if self._code is None:
+            return AssertionError()
+        names = {**self._globals, **{name: now(value) for name, value in self._locals.items()}}
+        try:
+            exec(self._code, names)  # the user's own lines
+        except BaseException as error:  # as it is, `raise KeyboardInterrupt` as well
+            if raises_by_itself(error, self._code):
+                return error
+        names[_ERROR] = AssertionError()
+        with contextlib.suppress(Exception):  # its message needs values that are gone
+            kind = eval(self._kind, names)
+            found = kind() if isinstance(kind, type) else kind
+            names[_ERROR] = found if isinstance(found, BaseException) else names[_ERROR]
+        try:
+            exec(self._raise, names)
+        except BaseException as error:
+            return error
+        return AssertionError()
+
+
+def _statements(way: Way) -> list[ast.stmt]:
+    """Return the statements that raise, and those ahead of it that make its message."""
+    tree = _tree(way.frame.f_code)
+    for node in () if tree is None else ast.walk(tree):
+        for block in (getattr(node, name, None) for name in ("body", "orelse")):
+            if not isinstance(block, list):
+                continue
+            for place, statement in enumerate(block):
+                ends = statement.end_lineno or 0
+                if not statement.lineno <= way.raises <= ends:
+                    continue
+                if isinstance(statement, ast.Assert):
+                    return [_raise_of(statement)]
+                if isinstance(statement, ast.Raise):
+                    asked = way.frame.f_lineno
+                    return [s for s in block[:place] if s.lineno > asked] + [statement]
+    return []
+
+
+def _raise_of(statement: ast.Assert) -> ast.Raise:
+    """Return what an assertion raises."""
+    kind, given = ast.Name("AssertionError", ast.Load()), [statement.msg] if statement.msg else []
+    raised = ast.Raise(ast.Call(kind, given, []), None)
+    return ast.copy_location(raised, statement)

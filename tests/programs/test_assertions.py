@@ -1,0 +1,108 @@
+"""Conditions that a step reads only to raise an error: the graph computes them.
+
+PYTEST_DONT_REWRITE: the assertions in it are those of programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn import functional
+
+from tests.programs.table import Promises, stepping
+from tests.training.fits import Net
+
+
+class Asserting(Net):
+    """Without draws: every value that is read is one of the device."""
+
+    limit = 10.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Identity()
+
+
+def an_assertion(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As flows and survival models assert of their times."""
+    loss = self.loss(batch)
+    assert (loss >= 0.0).all()
+    return loss
+
+
+def a_raise(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As trainers and callbacks look for losses that are no numbers."""
+    loss: Tensor = self.loss(batch)
+    if torch.isnan(loss).any() or not torch.isfinite(loss).all():
+        message = f"a loss of {loss:.2f} in batch of {tuple(batch['x'].shape)}"
+        raise ValueError(message)
+    self.log("loss", loss)
+    return loss
+
+
+def both_bounds(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss: Tensor = self.loss(batch)
+    assert 0 <= loss.detach() <= self.limit, f"{loss} is not below {self.limit}"
+    torch._assert((batch["y"] < 3).all(), "an unknown class")
+    return loss
+
+
+def checked(loss: Tensor) -> Tensor:
+    """Return a loss, or raise."""
+    if torch.isfinite(loss):
+        return loss
+    raise ValueError("no number")
+
+
+def by_a_function(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    for _ in range(2):
+        loss = checked(self.loss(batch))
+    try:
+        return checked(loss)
+    finally:
+        checked(loss)
+
+
+def caught(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    try:
+        return checked(self.loss(batch)) * 1.0
+    except ValueError:
+        return self.net(batch["x"]).sum() * 0.0
+
+
+def of_a_library(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As torch validates variances, and the parameters and values of distributions."""
+    out = self.net(batch["x"]).float()
+    variance = functional.softplus(out)
+    loss = functional.gaussian_nll_loss(out, torch.zeros_like(out), variance)
+    return loss - Normal(out, variance, validate_args=True).log_prob(out.detach() + 1.0).mean()
+
+
+def more_than_a_raise(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss: Tensor = self.loss(batch)
+    if torch.isnan(loss):  # read
+        self.limit = 0.0
+        raise ValueError
+    return loss
+
+
+ROWS = {
+    **stepping(
+        Asserting,
+        an_assertion,
+        a_raise,
+        both_bounds,
+        by_a_function,
+        of_a_library,
+        also="cut; accumulated; verified; bf16; modules, verified",
+        graphs=range(1, 3),
+    ),
+    **stepping(Asserting, each={caught: "cannot", more_than_a_raise: "cannot"}),
+}
+
+
+class TestAssertions(Promises):
+    rows = ROWS

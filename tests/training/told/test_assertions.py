@@ -1,0 +1,127 @@
+"""Errors of conditions that a graph computes: late, and as if the step had raised them.
+
+PYTEST_DONT_REWRITE: the assertions in it are those of programs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from tests.training.fits import Net, assert_nothing_left, batches, prepare
+
+FAILING = 8  # the step whose batch is not finite
+_TEXT = Path(__file__).read_text().splitlines()
+_LINES = [(Path(__file__).name, n) for n, text in enumerate(_TEXT, 1) if text.endswith("# raised")]
+
+
+class NotFinite(Exception):
+    """An error of user code."""
+
+
+class Raising(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss):
+            raise NotFinite(f"a loss of {loss:.1f} for {tuple(batch['x'].shape)}")  # raised
+        return loss
+
+
+class Asserting(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        assert not torch.isnan(batch["x"]).any(), batch["x"]  # raised
+        return loss
+
+
+class Unreadable(Net):
+    """Its message is made of values that no replay keeps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        worst = batch["x"].abs().amax(1)
+        if worst.isnan().any():
+            raise NotFinite(worst.max().item())  # raised
+        return super().training_step(batch, batch_idx)
+
+
+class Acting(Net):
+    """torch looks at the parameters of a distribution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Identity()
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.net(batch["x"]).float()
+        return -Categorical(logits=logits, validate_args=True).log_prob(batch["y"]).mean()
+
+
+def broken() -> list[dict[str, Any]]:
+    data = batches(12)
+    data[FAILING]["x"][0, 0] = torch.nan
+    return data
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "said"),
+    [
+        (Raising, NotFinite, r"a loss of nan for \(8, 8\)\n"),
+        (Asserting, AssertionError, r"<float32 tensor of shape \(8, 8\), whose values are gone>\n"),
+        (Unreadable, NotFinite, r"^\("),
+        (Acting, ValueError, r"constraint IndependentConstraint(?s:.*)gone>\n"),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 50])
+def test_the_error_of_the_step_is_raised(
+    backend: str, tmp_path: Path, module: type[Net], error: Any, said: str, every: int
+) -> None:
+    """... with its line and its number, at the latest where the step is logged."""
+    options: dict[str, Any] = {"module": module, "data": broken, "log_every_n_steps": every}
+    eager = prepare(backend, tmp_path, False, **options)
+    with pytest.raises(error):
+        eager.run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.raises(error, match=said) as raised:
+        captured.run()
+    assert f"raised by step {FAILING}" in str(raised.value)
+    end = raised.traceback[-1]
+    assert module is Acting or (Path(end.path).name, end.lineno + 1) in _LINES
+    assert captured.statistics.replayed > 0
+    assert captured.statistics.fallbacks == []
+    if every == 1:
+        assert captured.trainer.global_step == FAILING
+    assert_nothing_left(captured)
+
+
+@pytest.mark.filterwarnings("ignore:.*ckpt_path=")
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_no_checkpoint_holds_a_state_behind_it(
+    backend: str, tmp_path: Path, weights_only: bool
+) -> None:
+    saving = ModelCheckpoint(
+        tmp_path, every_n_train_steps=1, save_top_k=-1, save_weights_only=weights_only
+    )
+    last = OnExceptionCheckpoint(tmp_path)
+    fit = prepare(
+        backend,
+        tmp_path,
+        True,
+        module=Raising,
+        data=broken,
+        callbacks=lambda: [saving, last],
+        enable_checkpointing=True,
+    )
+    with pytest.warns(UserWarning, match="no checkpoint is saved"), pytest.raises(NotFinite):
+        fit.run()
+    steps = [
+        torch.load(path, weights_only=False)["global_step"] for path in tmp_path.glob("*.ckpt")
+    ]
+    assert sorted(steps) == list(range(1, FAILING + 1))
+    fit.trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
+    assert (tmp_path / "by_hand.ckpt").exists()
