@@ -68,12 +68,6 @@ from lightning_graphs.watch.assertions import bools_exchanged, is_readable
 from lightning_graphs.watch.batch import BatchValues
 from lightning_graphs.watch.branches import way_on
 from lightning_graphs.watch.environment import Environment, clocks_exchanged
-from lightning_graphs.watch.host_trace import (
-    SETTERS,
-    drawing_functions,
-    drawn_by,
-    draws_exchanged,
-)
 from lightning_graphs.watch.noted import (
     BatchReads,
     BatchValue,
@@ -87,7 +81,14 @@ from lightning_graphs.watch.noted import (
 )
 from lightning_graphs.watch.reads import iterators_in
 from lightning_graphs.watch.side_effects import place_of, trained_parameters
-from lightning_graphs.watch.tracers import DrawingFunction, calls_followed
+from lightning_graphs.watch.tracers import (
+    SETTERS,
+    DrawingFunction,
+    calls_followed,
+    drawing_functions,
+    drawn_by,
+    draws_exchanged,
+)
 from lightning_graphs.watch.user_code import CompiledCode, bound_by_hooks
 
 _BETWEEN: Effect = "stays eager between them"

@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -31,10 +29,9 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
-from lightning_graphs.private.exchange import exchanged, replaced
-from lightning_graphs.private.generators import PythonGenerator, comparable, shared_generators
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.generators import PythonGenerator, comparable
 from lightning_graphs.private.torch import memory_of, out_of_sight, run_kernel
-from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import extent
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import (
@@ -52,7 +49,14 @@ from lightning_graphs.watch.host import (
     shape,
 )
 from lightning_graphs.watch.numbers import ArrayTracer, StepNumbers, numbers_ahead
-from lightning_graphs.watch.tracers import FOR_A_WHILE, DrawingFunction, TracedNumber, present
+from lightning_graphs.watch.tracers import (
+    SETTERS,
+    DrawingFunction,
+    drawing_functions,
+    drawn_by,
+    draws_exchanged,
+    present,
+)
 
 aten = torch.ops.aten
 
@@ -498,72 +502,6 @@ def _filled(tensor: Tensor, index: Any, number: float) -> bool:
 
 # ------------------ Draws of Python and NumPy
 
-SETTERS = ("setstate", "set_state", "seed")
-_GETTERS = ("getstate", "get_state")
-
-Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
-
-
-_plainly: set[int] = set()
-"""Threads in which drawing functions are not replaced."""
-
-
-def draws_exchanged(
-    exchange: Exchange, further: Collection[DrawingFunction] = ()
-) -> AbstractContextManager[None]:
-    """Replace the functions of shared generators in this thread.
-
-    Args:
-        exchange: Returns the replacement for a function's name, the function and its generator.
-        further: Functions of plain values that are replaced as well.
-    """
-    thread = threading.get_ident()
-
-    def drawing(
-        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
-    ) -> Any:
-        own = exchange(name, function, generator)
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_ours = threading.get_ident() == thread and thread not in _plainly
-            # A further function may be called with tensors elsewhere.
-            follows = is_ours and (draws or _are_plain((args, kwargs)))
-            return own(*args, **kwargs) if follows else function(*args, **kwargs)
-
-        vars(call)[FOR_A_WHILE] = True
-        return call
-
-    generators, members = {}, []
-    for module, generator in shared_generators():
-        generators[generator.name] = generator
-        owner = getattr(generator.get_state, "__self__", module)
-        for name, function in vars(module).items():
-            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
-                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
-                members.append((module, name, own))
-    for module_name, name, drawn in further:
-        module = sys.modules[module_name]
-        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
-        members.append((module, name, own))
-    return exchanged(members)
-
-
-def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
-    """List functions of plain values, called by name, through which the step draws now."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
-        code, around = frame.f_code, frame.f_back
-        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
-            count = code.co_argcount + code.co_kwonlyargcount
-            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
-                yield around.f_globals["__name__"], code.co_name, generator.name
-        frame = around
-
-
-def _are_plain(values: Any) -> bool:
-    return all(is_plain(leaf) or isinstance(leaf, TracedNumber) for leaf in leaves_of(values))
-
 
 @contextlib.contextmanager
 def draws_recorded(
@@ -629,13 +567,3 @@ def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
 def _own(arguments: Any) -> Any:
     """Copy the containers and arrays in arguments, so that user code cannot change them."""
     return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
-
-
-def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a drawing function itself, in an eager step and in a replay."""
-    thread = threading.get_ident()
-    _plainly.add(thread)
-    try:
-        return function(*present(args), **present(kwargs))
-    finally:
-        _plainly.discard(thread)

@@ -6,13 +6,13 @@ the doctor, which lets code go on, a refusal is a note.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import frames_from, is_library
+from lightning_graphs.private.callsite import LIBRARIES, frames_from, is_library
 from lightning_graphs.private.exchange import Member, exchanged
+from lightning_graphs.private.generators import PythonGenerator, shared_generators
+from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
 
 # ------------------ Tracers that refuse every use
@@ -345,7 +347,7 @@ def calls_followed(conversions: Collection[Conversion] = ()) -> AbstractContextM
 
 
 def _following(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for argument in args:
             if isinstance(argument, TracedNumber):
@@ -398,3 +400,82 @@ def constants_around() -> Iterator[Any]:
     for frame in frames_from(sys._getframe(1)):
         if not is_library(frame.f_code.co_filename):
             yield from frame.f_code.co_consts
+
+
+# ------------------ Functions that draw
+
+SETTERS = ("setstate", "set_state", "seed")
+_GETTERS = ("getstate", "get_state")
+
+Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
+
+
+_plainly: set[int] = set()
+"""Threads in which drawing functions are not replaced."""
+
+
+def draws_exchanged(
+    exchange: Exchange, further: Collection[DrawingFunction] = ()
+) -> AbstractContextManager[None]:
+    """Replace the functions of shared generators in this thread.
+
+    Args:
+        exchange: Returns the replacement for a function's name, the function and its generator.
+        further: Functions of plain values that are replaced as well.
+    """
+    thread = threading.get_ident()
+
+    def drawing(
+        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
+    ) -> Any:
+        own = exchange(name, function, generator)
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_ours = threading.get_ident() == thread and thread not in _plainly
+            # A further function may be called with tensors elsewhere.
+            follows = is_ours and (draws or _are_plain((args, kwargs)))
+            return own(*args, **kwargs) if follows else function(*args, **kwargs)
+
+        vars(call)[FOR_A_WHILE] = True
+        return call
+
+    generators, members = {}, []
+    for module, generator in shared_generators():
+        generators[generator.name] = generator
+        owner = getattr(generator.get_state, "__self__", module)
+        for name, function in vars(module).items():
+            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
+                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
+                members.append((module, name, own))
+    for module_name, name, drawn in further:
+        module = sys.modules[module_name]
+        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
+        members.append((module, name, own))
+    return exchanged(members)
+
+
+def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
+    """List functions of plain values, called by name, through which the step draws now."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
+        code, around = frame.f_code, frame.f_back
+        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
+            count = code.co_argcount + code.co_kwonlyargcount
+            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
+                yield around.f_globals["__name__"], code.co_name, generator.name
+        frame = around
+
+
+def _are_plain(values: Any) -> bool:
+    return all(is_plain(leaf) or isinstance(leaf, TracedNumber) for leaf in leaves_of(values))
+
+
+def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a drawing function itself, in an eager step and in a replay."""
+    thread = threading.get_ident()
+    _plainly.add(thread)
+    try:
+        return function(*present(args), **present(kwargs))
+    finally:
+        _plainly.discard(thread)
