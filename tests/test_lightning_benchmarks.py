@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_graphs import GraphCapture
 
@@ -215,3 +218,41 @@ def test_without_a_gpu_it_says_so_in_one_sentence(
     assert script(name).main([]) == 0
     said = "This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.\n"
     assert capsys.readouterr().out == said
+
+
+class TestLibraries:
+    """A library here is a function that makes a module and a trainer of its own."""
+
+    @pytest.fixture
+    def libraries(self, script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setenv("LIGHTNING_GRAPHS", "0")
+
+        def library(device: str, steps: int) -> list[torch.Tensor]:
+            module = BoringModel()
+            module.configure_optimizers = lambda: torch.optim.Adam(module.parameters())  # type: ignore[method-assign]
+            Trainer(**libraries.library_fits._quiet(steps, device)).fit(module)
+            return [module.layer.weight]
+
+        libraries = script("libraries")
+        monkeypatch.setattr(libraries, "FITS", {"library: model": library})
+        return libraries
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_row_finds_the_graphs_of_the_variable(self, libraries: Any, lab: Any) -> None:
+        found = libraries.measure("library: model", lab, 12, 1)
+        assert (found["scope"], found["differs"], found["repeatable"]) == ("whole step", "", True)
+        assert (found["steps"], found["fallbacks"]) == (12, [])
+        assert found["replayed"] >= 9
+        assert "| library | model | whole step | " in libraries.table([found])
+        assert os.environ["LIGHTNING_GRAPHS"] == "0"
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_a_difference_is_found_and_named(self, libraries: Any, lab: Any) -> None:
+        one, other = (libraries.train("library: model", lab, 4) for _ in range(2))
+        assert one.differs(other) == ""
+        assert "exp_avg" in str(one.end["optimizers"])
+        other.end["parameters"]["layer.bias"][0] += 1e-6
+        assert one.differs(other) == "parameters.layer.bias"
+        other.steps[2]["loss"] += 1e-6
+        assert one.differs(other) == "step 2: loss"
+        assert 0 < one.difference(other) < 1e-4
