@@ -457,7 +457,7 @@ class Adversaries(Base):
 
     def configure_optimizers(self) -> Any:
         return [
-            torch.optim.Adam(net.parameters(), lr=2.0**-12, betas=(0.5, 0.999))
+            torch.optim.Adam(net.parameters(), lr=2.0**-12, betas=(0.5, 0.999), fused=True)
             for net in (self.generator, self.discriminator)
         ]
 
@@ -818,7 +818,8 @@ class ActorCritic(Base):
         self.log_dict({"actor": actor_loss, "critic": critic_loss})
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(n.parameters(), lr=2.0**-8) for n in (self.actor, self.critic)]
+        nets = self.actor, self.critic
+        return [torch.optim.Adam(net.parameters(), lr=2.0**-8, fused=True) for net in nets]
 
 
 @program("policy with distributions", experience)
@@ -895,7 +896,8 @@ class TwoOptimizers(Regression):
             scheduler.step()
 
     def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.SGD(layer.parameters(), lr=2.0**-6) for layer in self.net[::2]]
+        parts = [layer.parameters() for layer in self.net[::2]]
+        optimizers = [torch.optim.SGD(part, lr=2.0**-6, fused=True) for part in parts]
         rates = [torch.optim.lr_scheduler.StepLR(o, 4, gamma=0.5) for o in optimizers]
         return optimizers, rates
 

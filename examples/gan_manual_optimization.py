@@ -1,7 +1,7 @@
 """A GAN with manual optimization that draws handwritten digits, with and without graphs.
 
-Two networks, two optimizers and a training step that calls each of them itself: such a step cannot
-become one graph, so the networks become graphs of their own.
+Two networks, two optimizers and a training step that calls each of them itself: forward and
+backward passes of both networks and the steps of both optimizers become one graph.
 
     python examples/gan_manual_optimization.py
     python examples/gan_manual_optimization.py --epochs 40 --batch-size 128
@@ -98,15 +98,12 @@ def train(options: argparse.Namespace) -> Comparison:
         lambda: GAN(1024 if on_gpu(options) else 128),
         lambda: InMemory(train_rows, validation_rows, options),
         options,
-        scope="modules",
-        modules=["generator", "discriminator"],
     )
 
 
 def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a GAN with manual optimization, with and without captured networks. "
-        f"{EXIT_STATUS}"
+        description=f"Train a GAN with manual optimization, with and without graphs. {EXIT_STATUS}"
     )
     add_flags(parser)
     return parser

@@ -23,12 +23,12 @@ WHOLE = [
     "mixup",  # draws of NumPy
     "translation with teacher forcing",  # a branch on a draw of Python
     "speech recognition (CTC)",
+    "GAN of Lightning's examples",  # manual optimization
+    "GAN whose generator rests",
+    "WGAN with gradient penalty",
+    "actor and critic",
 ]
-SUBMODULES = {  # graphs for each call, in steps that call a network several times
-    "GAN of Lightning's examples": "the module optimizes manually",
-    "GAN whose generator rests": "the module optimizes manually",
-    "WGAN with gradient penalty": "the module optimizes manually",
-    "actor and critic": "the module optimizes manually",
+SUBMODULES = {
     "cutmix": "on which the way of the step depends",  # places with 25 values
     "LBFGS": "LBFGS calls the training step several times",
     "loss weighted by path": 'batch["path"][0] is read at ',

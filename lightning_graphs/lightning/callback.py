@@ -435,11 +435,13 @@ class GraphCapture(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the optimizer's state in the form that it has without the callback."""
-        capturable = self._handler.runner.capturable if self._handler is not None else None
-        states = checkpoint.get("optimizer_states")
-        if capturable is not None and states and states[0]:  # rank 0 alone has one of FSDP2
-            checkpoint["optimizer_states"] = [capturable.neutral(states[0]), *states[1:]]
+        """Save the state of optimizers in the form that it has without the callback."""
+        capturables = self._handler.runner.capturables if self._handler is not None else {}
+        states = checkpoint.get("optimizer_states") or []
+        for i, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=False)):
+            capturable = capturables.get(optimizer)
+            if capturable is not None and state:  # rank 0 alone has one of FSDP2
+                states[i] = capturable.neutral(state)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -359,9 +359,10 @@ class Doctor:
             self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
 
     def _met(self, obstacle: Obstacle, name: str, _: str, site: CallSite) -> None:
-        # Between graphs, manual optimization has gradients where an eager step has them.
-        is_eager = not (self._module.automatic_optimization or self._is_inside)
-        if not (is_eager and obstacle is OLD_GRADIENTS):
+        # Of manual optimization only graphs of submodules have other gradients than an eager step.
+        by_hand = not self._module.automatic_optimization
+        is_old = by_hand and not (self._only_submodules and self._is_inside)
+        if not (is_old and obstacle is OLD_GRADIENTS):
             self._used(obstacle, name, site)
 
     def _drawing(

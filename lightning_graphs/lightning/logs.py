@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import (
     METRIC_VALUE,
     MetricCall,
@@ -31,7 +32,7 @@ from lightning_graphs.lightning.private import (
 from lightning_graphs.lightning.strategy import ProgressValues, log_exchanged
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.torch import current_autograd_node, version_of
-from lightning_graphs.regions.conditions import Instruction
+from lightning_graphs.regions.conditions import Instruction, in_turn
 from lightning_graphs.values.memory import storage_address
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.containers import ListAppend
@@ -126,11 +127,14 @@ class LogRecorder:
         numbers: LoggedNumbers | None = None,  # knows which Python numbers change from step to step
         # Those that the step computes itself; None: all metrics are updated after it
         metrics: StepMetrics | None = None,
+        *,
+        manual: ManualSteps | None = None,  # optimizer steps of the step's own code
     ) -> None:
         self._module = module
         self._metrics = StepMetrics(module) if metrics is None else metrics
         self._progress = progress
         self._numbers = numbers
+        self._manual = manual
         self._calls: list[MetricCall | _LogCall] = []
         # Those that log a metric which the step computes, with its value then and the user's line
         self._objects: list[tuple[_LogCall, Any, str]] = []
@@ -151,6 +155,8 @@ class LogRecorder:
             stack.enter_context(bound_log_redirected(self._module.trainer, caught))
             apart, refuse = self._metrics.apart(), self._metrics.refuse_read
             stack.enter_context(metrics_exchanged(apart, self._metric_recorder, refuse))
+            if self._manual is not None:
+                stack.enter_context(self._manual.recording())
             yield
 
     def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -226,10 +232,16 @@ class LogRecorder:
 
     @property
     def last(self) -> Instruction | None:
-        """Logs metrics that the step computes, once the replay has given them their values."""
-        return (
-            partial(self._reissue, [call for call, *_ in self._objects]) if self._objects else None
-        )
+        """Logs metrics that the step computes, once the replay has given them their values.
+
+        After that Lightning counts the optimizer steps of the step's own code.
+        """
+        parts: list[Instruction] = []
+        if self._objects:
+            parts.append(partial(self._reissue, [call for call, *_ in self._objects]))
+        if self._manual is not None:
+            parts.append(self._manual.repeat)
+        return in_turn(parts)
 
     def _reissue(self, calls: Sequence[MetricCall | _LogCall]) -> None:
         dtype = torch.get_default_dtype()

@@ -339,7 +339,7 @@ class OomRecovery:
             if self._begin is not None and not _takes_no_memory(optimizer):
                 undo = nothing
                 state = RegionState.of_step(
-                    self._module, optimizer, scaler_of(self._trainer.precision_plugin)
+                    self._module, [optimizer], scaler_of(self._trainer.precision_plugin)
                 )
                 random = RandomState(self._module.device, self._module.modules())
                 undo = state.take(self._budget.room_for, random).restore

@@ -7,6 +7,7 @@ and gives equal values.
 from __future__ import annotations
 
 import contextlib
+import copy
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -160,6 +161,39 @@ def takes_no_closure(closure: object) -> bool:
     from lightning.pytorch.core import optimizer
 
     return closure is getattr(optimizer, "do_nothing_closure", None)
+
+
+def counting_optimizers(trainer: Trainer) -> list[Any]:
+    """Return what ``self.optimizers()`` gives: wrappers whose steps Lightning counts.
+
+    With manual optimization ``_on_before_step`` and ``_on_after_step`` of each are set to functions
+    that count, for the time of a ``training_step`` (manual.py, since 1.5). No public API tells of
+    the counts. Fallback: none, and whole steps are not captured.
+    """
+    return list(getattr(trainer.strategy, "_lightning_optimizers", ()))
+
+
+def counts_manual_steps(trainer: Trainer) -> bool:
+    """Tell whether the steps of every optimizer are counted in the way that is known."""
+    found = counting_optimizers(trainer)
+    names = {"_on_before_step", "_on_after_step"}
+    are_known = all(names <= vars(one).keys() for one in found)
+    return _IS_KNOWN and are_known and len(found) == len(trainer.optimizers)
+
+
+@contextlib.contextmanager
+def own_counts(trainer: Trainer) -> Iterator[Callable[[], None]]:
+    """Let the body have a copy of the counts of manual optimizer steps; yield what counts one."""
+    loop = trainer.fit_loop.epoch_loop.manual_optimization
+    counts = copy.deepcopy(loop.optim_step_progress)
+    with replaced(loop, "optim_step_progress", counts):
+        yield counts.increment_completed
+
+
+def count_step(optimizer: Any) -> None:
+    """Count a step of one of :func:`counting_optimizers` that a replay has taken."""
+    optimizer._on_before_step()
+    optimizer._on_after_step()
 
 
 def ddp_options(strategy: object) -> tuple[Mapping[str, Any], object]:

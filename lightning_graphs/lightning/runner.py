@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from lightning_graphs.lightning.private import (
 from lightning_graphs.lightning.ranks import NOT_REDUCED, syncs
 from lightning_graphs.lightning.strategy import NAMES, StepHandler
 from lightning_graphs.lightning.trainer import LightningContext
+from lightning_graphs.lightning.words import OPTIMIZER
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept, StepTiming
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import (
@@ -52,6 +53,7 @@ from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 
 _CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
 _PLUGIN = attrgetter("precision_plugin")
+_BY_HAND = Phase(zeroing=False, stepping=True, window=1)
 _WRAPPED = (
     "the optimizer step runs eagerly: optimizer_step hands a closure of its own to the optimizer, "
     "which may change gradients; configure_gradient_clipping or on_before_optimizer_step may do so "
@@ -93,43 +95,61 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         # Whether the last refusal may be due to a shape that follows from values
         self.may_follow_values = False
         self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
-        # Lets graphs step the optimizer; None if it cannot be captured
-        self.capturable: CapturableOptimizer | None = None
+        # Lets graphs step each optimizer; None for one that cannot be captured
+        self.capturables: dict[Optimizer, CapturableOptimizer | None] = {}
+        self._by_hand = fit.watch.optimizes_itself
         self._churn = HyperParameterChurn(fit.watch.cycles)
         self._awaited = StateAwaited()
-        self._optimizer: Optimizer = fit.trainer.optimizers[0]
+        self._optimizers: list[Optimizer] = []
         self._obstacle: str | None = None
         self._bind()
 
     def _bind(self) -> None:
         """Make guards and captures for the present optimizer, parameters and modules."""
-        if self._trainer.optimizers[0] is not self._optimizer:
-            self._optimizer, self._obstacle = self._trainer.optimizers[0], None
+        if not self._are_present():
+            self._optimizers, self._obstacle = self._present(), None
         self._observers = self._fit.watch.observers()
-        given = self._fit.pool.backend.device_type, self._trainer.precision_plugin
+        device_type, plugin = self._fit.pool.backend.device_type, self._trainer.precision_plugin
+        whys = (capture_obstacle(self._module, o, device_type, plugin) for o in self._optimizers)
         # An optimizer step that ran eagerly stays eager: this may be in the middle of it.
-        obstacle = self._obstacle or capture_obstacle(self._module, self._optimizer, *given)
-        self._obstacle = obstacle
-        self.capturable = None
-        if obstacle is None:
-            self.capturable = CapturableOptimizer(self._optimizer, self._module.device)
-            if self.capturable.runs_other_kernel:
-                self._messages.runs_fused(type(self._optimizer).__name__)
+        obstacle = self._obstacle = self._obstacle or next(filter(None, whys), None)
+        self.capturables = dict.fromkeys(self._optimizers)
+        for optimizer in self._optimizers if obstacle is None else ():
+            self.capturables[optimizer] = one = CapturableOptimizer(optimizer, self._module.device)
+            if one.runs_other_kernel:
+                self._messages.runs_fused(type(optimizer).__name__)
         obstacle = obstacle or self._churn.obstacle
-        if obstacle:
+        if obstacle and not self._by_hand:
             self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
-        self._in_graph = None if obstacle else self.capturable
-        self._capture = StepCapture(
-            self._fit, self._facts, self._optimizer, self._in_graph, self._observers
-        )
+        self._eager_because = obstacle
+        in_graphs = dict.fromkeys(self._optimizers) if obstacle else self.capturables
+        self._in_graphs = [one for one in in_graphs.values() if one is not None]
+        self._capture = StepCapture(self._fit, self._facts, in_graphs, self._observers)
         self._verification = Verification(self._verifier, self._capture, self._facts.places)
-        guard = None if self._in_graph is None else self._in_graph.guard
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        parts = guard, parameters, self._facts, self._client_guards()
+        guards = [one.guard for one in self._in_graphs]
+        parts = guards, self._with_old_gradients(), self._facts, self._client_guards()
         self._watch = ReplayGuards(self._module, *parts)
 
+    def _present(self) -> list[Optimizer]:
+        """List the optimizers that steps call: all of them if these optimize manually."""
+        return self._trainer.optimizers[: None if self._by_hand else 1]
+
+    def _are_present(self) -> bool:
+        """Whether they are those that graphs were made for."""
+        now = self._present()
+        return len(now) == len(self._optimizers) and all(map(is_, now, self._optimizers))
+
+    def _with_old_gradients(self) -> list[Tensor]:
+        """List the parameters whose gradients of earlier steps the coming step may read."""
+        found = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        return [*dict.fromkeys([*found, *self._module.parameters()])] if self._by_hand else found
+
     def _client_guards(self) -> ClientGuards:
-        trainer, optimizer, plugin = self._trainer, self._optimizer, self._trainer.precision_plugin
+        trainer, plugin = self._trainer, self._trainer.precision_plugin
+        is_present = self._are_present
+        if not self._by_hand:  # a replayed step asks
+            optimizer = self._optimizers[0]
+            is_present = lambda: trainer.optimizers[0] is optimizer  # noqa: E731
         synced = partial(syncs, trainer) if self._ranks.ddp is not None else bool
         return ClientGuards(
             phase=self._phase,
@@ -141,7 +161,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
                     lambda: "the trainer's precision was changed",
                 ),
                 (
-                    (lambda: trainer.optimizers[0] is optimizer, True),
+                    (is_present, True),
                     lambda: "the optimizer was replaced",
                 ),
             ),
@@ -149,6 +169,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
 
     def _phase(self) -> Phase:
         """Tell which part of an accumulation window the coming step is."""
+        if self._by_hand:  # it may add to gradients of earlier ones, and may step
+            return _BY_HAND
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         return Phase(zeroing, self._stepping, window)
@@ -183,10 +205,11 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._cache.clear()
         self._kept.track(None)
         self._capture.persistent.clear()
-        vars(self._optimizer).pop("zero_grad", None)
-        if self.capturable is not None:
-            self.capturable.restore()
-            self.capturable = None
+        for optimizer in self._optimizers:
+            vars(optimizer).pop("zero_grad", None)
+        for capturable in filter(None, self.capturables.values()):
+            capturable.restore()
+        self.capturables.clear()
 
     # ------------------------------------------------------------------ strategy methods
 
@@ -194,7 +217,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run the closure of a stepping micro-batch, then the parts that no graph has run."""
-        if optimizer is not self._optimizer:
+        if self._by_hand:
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        if optimizer is not self._optimizers[0]:
             if optimizer is not self._trainer.optimizers[0]:
                 return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
             self._rebind(self._watch.reason_to_rebind() or "")  # before its step, not within it
@@ -202,11 +227,11 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         own = type(closure) is self._closure
         if not own and is_lightnings_closure(closure):
             own, self._closure = True, type(closure)
-        if not own and not takes_no_closure(closure) and self._in_graph is not None:
+        if not own and not takes_no_closure(closure) and self._in_graphs:
             self._messages.note(_WRAPPED)
         self._stepping = own
         try:
-            if self.capturable is None or not own:
+            if not own or self.capturables.get(optimizer) is None:
                 return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
             result = closure()
         finally:
@@ -226,13 +251,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
         """Replay the optimizer step after hooks have run, or run it eagerly if they changed it."""
-        assert self._in_graph is not None
-        moved = self._in_graph.guard.numbers() != plan.conditions.hyper_parameters
-        if (
-            moved
-            or self._in_graph.guard.is_replaced(self._trainer.current_epoch)
-            or not plan.gradients.complete()
-        ):
+        guard = self._in_graphs[0].guard
+        moved = guard.numbers() != plan.conditions.hyper_parameters
+        if moved or guard.is_replaced(self._trainer.current_epoch) or not plan.gradients.complete():
             self._capture.step_eagerly(plan.scaling)
             return
         plan.replay("step")  # a fused kernel also unscales, unless that ran before the hooks
@@ -242,7 +263,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         plan = self._active
         if plan is None:
             return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
-        vars(self._optimizer).pop("zero_grad", None)
+        vars(self._optimizers[0]).pop("zero_grad", None)
         plugin = self._trainer.precision_plugin
         if self._observers.before_backward:  # they see the loss as the plugin has scaled it
             closure_loss = plugin.pre_backward(closure_loss, self._module)
@@ -314,8 +335,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         # Libraries choose and load their kernels for a shape in its first step.
         if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return False
-        stepping = self._conditions.phase.stepping
-        return not (stepping and self._in_graph and not self._in_graph.has_stepped)
+        if self._by_hand or not self._conditions.phase.stepping:
+            return True  # by hand it may step some of its optimizers only
+        return all(one.has_stepped for one in self._in_graphs)
 
     def _signature_of(
         self, args: tuple[Any, ...], conditions: CaptureKey
@@ -329,6 +351,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         return self._policy.measures and self._cache.is_new(signature)
 
     def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
+        if self._by_hand and self._eager_because:
+            raise OPTIMIZER.refused(self._eager_because)
         if not len(self._cache):
             self._conditions = self._current_conditions(has_graphs=True)
         signature, tensors = self._signature_of(call, self._conditions)
@@ -337,8 +361,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             for plan in self._cache.plans():
                 plan.gradients.release_ownership()
             self._kept.count()
-            if self._in_graph is not None and not len(self._cache):
-                self._in_graph.defragment_state()
+            for one in self._in_graphs if not len(self._cache) else ():
+                one.defragment_state()
             return self._capture.capture(call, tensors, signature, self._watch)
 
     def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
@@ -368,7 +392,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         if self._is_unseen(key):
             self._captures_unseen = False
             return True
-        return self._awaited.may_come(key, error, self._optimizer)
+        return self._awaited.may_come(key, error, *self._optimizers)
 
     def refuse(self, error: GraphError) -> None:
         self.may_follow_values = may_follow_values(error)
@@ -405,13 +429,17 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         plan.launch("forward")
         if (ddp := self._ranks.ddp) is not None:  # the replay has reduced gradients
             ddp.require_forward_param_sync = plan.conditions.phase.stepping
-        if not self._observers.own_zero_grad:
+        if not (self._by_hand or self._observers.own_zero_grad):
             # Lightning zeroes after the forward pass, where the graph has written new gradients.
-            vars(self._optimizer)["zero_grad"] = _nothing
+            vars(self._optimizers[0])["zero_grad"] = _nothing
         try:
             returned = plan.hand_out()
         except Exception as error:
             returned = self._recovery.hand_out_without_copies(plan, error)
+        if self._by_hand:
+            self._active = None
+            plan.attach()
+            self._kept.track(plan.visible)
         self._statistics.replayed += 1
         plan.record.replays += 1
         return returned
@@ -433,8 +461,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._messages.recaptured(f"recapturing, because {reason}", reason)
         self._ranks.lost = ""
         self._cache.clear()
-        if self.capturable is not None:
-            self.capturable.restore()
+        for capturable in filter(None, self.capturables.values()):
+            capturable.restore()
         self._bind()
 
 
@@ -457,8 +485,8 @@ class Runner(StepHandler, Protocol):
         """Which memory of graphs eager code may lack now; empty if none."""
 
     @property
-    def capturable(self) -> CapturableOptimizer | None:
-        """Lets graphs step the optimizer at present; None if its step runs eagerly."""
+    def capturables(self) -> Mapping[Optimizer, CapturableOptimizer | None]:
+        """What lets graphs step each optimizer at present; None for one whose step is eager."""
 
     def close(self) -> None:
         """Release every graph and put back what was exchanged; may be called again."""
@@ -469,7 +497,7 @@ class StrategyHandler:
 
     A runner runs the steps. The first ones are timed, and a step that finds no memory is repeated.
     After that only ``training_step`` goes through the handler. It changes the scope, between two
-    optimizer steps.
+    optimizer steps or, with manual optimization, ahead of a step.
     """
 
     def __init__(
@@ -489,6 +517,7 @@ class StrategyHandler:
         recovery.runner = runner
         self._statistics = statistics
         self._timing: StepTiming | None = timing
+        self._by_hand = timing.manual  # the whole step is one call of ``training_step``
         self._conclude = conclude
         self._own: Callable[..., Any] = runner.training_step
         self._table: dict[str, Any] = {}
@@ -509,7 +538,7 @@ class StrategyHandler:
 
     def _bind(self) -> None:
         """Bind the runner's methods directly, unless steps are timed or the scope is to change."""
-        is_direct = self._timing is None and not self.runner.has_failed
+        is_direct = self._timing is None and (self._by_hand or not self.runner.has_failed)
         for name in ("backward", "optimizer_step"):
             before, now = self._methods[name], getattr(self.runner if is_direct else self, name)
             self._methods[name] = now
@@ -521,6 +550,8 @@ class StrategyHandler:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and run it again if graphs have caused an out-of-memory error."""
         recovery, timing, counts = self._recovery, self._timing, self._statistics
+        if self._by_hand and self.runner.has_failed:  # later it would be within the step
+            self._change_scope()
         if timing is not None:
             timing.begin(args)
         if recovery.is_open and recovery.begin_step():
@@ -534,17 +565,24 @@ class StrategyHandler:
                 raise
         if again is not None:  # the error's traceback, and what it refers to, is released
             result = again(*args, **kwargs)
-        if timing is not None and timing.manual:
+        if timing is not None and self._by_hand:
             self._end_step(timing)
-        elif self.runner.has_failed:
+        elif self.runner.has_failed and not self._by_hand:
             self._bind()
         return result
+
+    def _change_scope(self) -> None:
+        """Go on with graphs of submodules."""
+        self.runner.close()
+        self.runner = self._successor(self.runner.may_follow_values)
+        self._recovery.runner = self.runner
+        self._bind()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass; a timed step ends here unless the optimizer steps."""
         result = self.runner.backward(closure_loss, optimizer, *args, **kwargs)
         timing = self._timing
-        if timing is not None and not (timing.stepping or timing.manual):
+        if timing is not None and not (timing.stepping or self._by_hand):
             timing.end()
         return result
 
@@ -552,11 +590,8 @@ class StrategyHandler:
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Run the optimizer step, after a change of scope if one is due; end a timed step."""
-        if self.runner.has_failed:
-            self.runner.close()
-            self.runner = self._successor(self.runner.may_follow_values)
-            self._recovery.runner = self.runner
-            self._bind()
+        if self.runner.has_failed and not self._by_hand:
+            self._change_scope()
         timing = self._timing
         if timing is None:
             return self.runner.optimizer_step(optimizer, closure, model, **kwargs)
@@ -565,7 +600,7 @@ class StrategyHandler:
             result = self.runner.optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             timing.stepping = False
-        if not timing.manual:
+        if not self._by_hand:
             self._end_step(timing)
         return result
 

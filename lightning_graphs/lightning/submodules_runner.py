@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.lightning.logs import QuickLog
@@ -88,8 +89,9 @@ class ModuleRunner:
         self._open.enter_context(log_exchanged(module, quick))
 
     @property
-    def capturable(self) -> CapturableOptimizer | None:
-        return self._update.capturable if self._update is not None else None
+    def capturables(self) -> dict[Optimizer, CapturableOptimizer | None]:
+        update = self._update
+        return {} if update is None else {update.optimizer: update.capturable}
 
     @property
     def held(self) -> str:
@@ -158,7 +160,9 @@ class ModuleRunner:
     ) -> Any:
         """Replay the optimizer update if it has a graph, else let the strategy run it."""
         # An optimizer without a graph may call its closure more than once, as LBFGS does.
-        update = self._update if self.capturable is not None else None
+        update = self._update
+        if update is not None and update.capturable is None:
+            update = None
         if update is not None and optimizer is not update.optimizer:
             update.follow(optimizer)
             update = None

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
 from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, refuse_log
+from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import StepMetrics
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
@@ -29,6 +30,7 @@ from lightning_graphs.lightning.private import (
 from lightning_graphs.lightning.ranks import unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.lightning.strategy import (
     ProgressValues,
+    calls_of,
     copies_on_host,
     log_exchanged,
     loss_of,
@@ -115,6 +117,9 @@ class TrainerWatch:
         self.metrics = StepMetrics(module)
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
         self.run = trainer.strategy.training_step  # also if user code has set it
+        self._calls = calls_of(trainer.strategy)
+        # Of the step that is captured, or compared with its replay
+        self._manual: ManualSteps | None = None
 
     @property
     def function(self) -> Any:
@@ -141,11 +146,23 @@ class TrainerWatch:
     def ddp(self) -> Any:
         return wrapper_of(self._trainer)
 
+    @property
+    def optimizes_itself(self) -> bool:
+        return not self._module.automatic_optimization
+
     def recorder(self) -> LogRecorder:
-        return LogRecorder(self._module, self._progress, self.logged, self.metrics)
+        given = self._progress, self.logged, self.metrics
+        return LogRecorder(self._module, *given, manual=self._manual_steps(is_captured=True))
 
     def mute(self) -> LogRecorder:
-        return LogRecorder(self._module, metrics=self.metrics)
+        manual = self._manual_steps(is_captured=False)
+        return LogRecorder(self._module, metrics=self.metrics, manual=manual)
+
+    def _manual_steps(self, *, is_captured: bool) -> ManualSteps | None:
+        self._manual = None
+        if self.optimizes_itself:
+            self._manual = ManualSteps(self._trainer, self._calls, is_captured=is_captured)
+        return self._manual
 
     def learns(self) -> bool:
         return self.metrics.learn()
@@ -264,8 +281,10 @@ class TrainerWatch:
         original: Any = type(self._trainer)
 
         def read(owner: Trainer, key: str) -> Any:
+            steps = self._manual.ahead if self._manual is not None and key == "global_step" else 0
             if key in _COUNTERS and number is not None:
-                return number(f"trainer.{key}", partial(original.__getattribute__, owner, key))
+                found = number(f"trainer.{key}", partial(original.__getattribute__, owner, key))
+                return found + steps if steps else found
             lasts = key in _CONSTANT or key.startswith("__")
             if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
                 _note(owner, key, on_use, reads)

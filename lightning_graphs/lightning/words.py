@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -31,6 +32,7 @@ from lightning_graphs.device.rules import (
     speak,
 )
 from lightning_graphs.errors import USER_OPTIONS
+from lightning_graphs.lightning.private import counts_manual_steps
 from lightning_graphs.private.callsite import LIBRARIES, definition_of, is_library
 from lightning_graphs.private.torch import is_compiled, module_hooks
 from lightning_graphs.regions.conditions import Observers
@@ -153,8 +155,7 @@ CONFIGURATION = Obstacle(
     code='Trainer(strategy="ddp", detect_anomaly=False)',
 )
 NO_WHOLE_STEP = Obstacle(
-    "A whole step can be captured only under automatic optimization, with one optimizer that calls "
-    "the step once.",
+    "A whole step can be captured only with optimizers that graphs can step and that call it once.",
     "leave the step as it is, if it needs that: scope='auto' and scope='modules' capture "
     "submodules; modules=[...] names them",
     kind="configuration",
@@ -205,13 +206,19 @@ CHANGING_NUMBER = Obstacle(
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 
+# Those that Lightning calls within a step that optimizes manually
+_CALLED_BY_HAND = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
+
 _BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
 
 
 def observers_of(trainer: Trainer, module: LightningModule) -> Observers:
     """Find the overridden hooks of callbacks and of the module."""
-    before = _observers(trainer, module, _BEFORE_BACKWARD)
-    after = _observers(trainer, module, _BEFORE_STEP)
+    known = (
+        _CALLED_BY_HAND if not module.automatic_optimization else _BEFORE_BACKWARD + _BEFORE_STEP
+    )
+    before = _observers(trainer, module, [hook for hook in _BEFORE_BACKWARD if hook in known])
+    after = _observers(trainer, module, [hook for hook in _BEFORE_STEP if hook in known])
     # A hook that runs before the backward pass may also change what the optimizer step reads.
     return Observers(before, after or before, overrides(module, "optimizer_zero_grad"))
 
@@ -234,9 +241,7 @@ def overrides(instance: object, method: str) -> bool:
     return own is not None and not is_lightnings(own, *_BASES)
 
 
-def _observers(
-    trainer: Trainer, module: LightningModule, hooks: tuple[str, ...]
-) -> tuple[str, ...]:
+def _observers(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> tuple[str, ...]:
     owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
     pairs = ((owner, hook) for hook in hooks for owner in owners if overrides(owner, hook))
     return tuple(f"{type(owner).__name__}.{hook}" for owner, hook in pairs)
@@ -247,11 +252,27 @@ def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
     if (obstacle := obstacle_in(module)) is not None:
         return obstacle
     if not module.automatic_optimization:
-        return "the module optimizes manually, and scope='step' needs automatic optimization"
+        return _why_not_by_hand(trainer, module)
     if len(trainer.optimizers) != 1:
         return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
         return "LBFGS calls the training step several times for each update"
+    return ""
+
+
+def _why_not_by_hand(trainer: Trainer, module: LightningModule) -> str:
+    """Why the steps of a module that optimizes manually are no whole graphs."""
+    if trainer.world_size > 1:
+        return "the module optimizes manually, which whole steps of several ranks do not allow"
+    if not counts_manual_steps(trainer):
+        return "the module optimizes manually, and this version of Lightning counts in another way"
+    observers = observers_of(trainer, module)
+    for hook in (*observers.before_backward, *observers.before_step):
+        return f"the module optimizes manually, and {hook} looks into its step"
+    target, plugin = trainer.strategy.root_device.type, trainer.precision_plugin
+    for optimizer in trainer.optimizers:
+        if why := capture_obstacle(module, optimizer, target, plugin):
+            return f"the module optimizes manually, and its optimizer cannot be captured: {why}"
     return ""
 
 

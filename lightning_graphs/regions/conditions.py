@@ -151,6 +151,18 @@ def where_moved(check: Check, compute: Instruction) -> Instruction:
     return instruction
 
 
+def in_turn(instructions: Sequence[Instruction]) -> Instruction | None:
+    """Make one instruction of several; None of none."""
+    if len(instructions) < 2:
+        return next(iter(instructions), None)
+
+    def instruction() -> None:
+        for each in instructions:
+            each()
+
+    return instruction
+
+
 class CodeOfModules:
     """The code that calls of modules in a tree run: classes, and instances' own forwards."""
 
@@ -292,8 +304,8 @@ class ReplayGuards:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: OptimizerGuard | None,  # None: its step is in no graph
-        parameters: Sequence[Tensor],  # of the optimizer
+        optimizers: Sequence[OptimizerGuard],  # those whose steps are in the graphs
+        parameters: Sequence[Tensor],  # whose gradients of earlier steps the step may read
         facts: Facts,
         client: ClientGuards,
     ) -> None:
@@ -304,8 +316,10 @@ class ReplayGuards:
         self.look_again()
         self._modules = list(module.modules())
         self._optimized = parameters
-        self._optimizer = optimizer
-        self._numbers: Callable[[], Values] = tuple if optimizer is None else optimizer.numbers
+        self._optimizers = optimizers
+        self._numbers: Callable[[], Values] = self._numbers_of_all
+        if len(optimizers) == 1:
+            self._numbers = optimizers[0].numbers
         code, hooks, kept = CodeOfModules([module]), _Hooks(module), facts.kept
         # What makes all graphs invalid, and why; the first two take longest
         self._of_all: tuple[tuple[Check, Callable[[], str]], ...] = (
@@ -339,8 +353,13 @@ class ReplayGuards:
         return "" if learned else self._guard.difference()
 
     def _optimizer_changed(self) -> str:
-        guard = self._optimizer
-        return "" if guard is None else guard.changed(self._client.epoch())
+        for guard in self._optimizers:
+            if reason := guard.changed(self._client.epoch()):
+                return reason
+        return ""
+
+    def _numbers_of_all(self) -> Values:
+        return tuple(chain.from_iterable(guard.numbers() for guard in self._optimizers))
 
     def _gradient_kept(self) -> str:
         kept = self._facts.kept
@@ -373,7 +392,7 @@ class ReplayGuards:
     def _with_gradients(self) -> tuple[bool, ...]:
         """Find which parameters have gradients of earlier steps, if the step reads them."""
         zeroing, stepping, _ = self._client.phase()
-        if zeroing or not stepping or self._optimizer is None:
+        if zeroing or not stepping or not self._optimizers:
             return ()
         return tuple([p.grad is not None for p in self._optimized])
 

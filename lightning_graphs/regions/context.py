@@ -132,7 +132,10 @@ class Recorder(Protocol):
 
     @property
     def last(self) -> Instruction | None:
-        """Log what side effects of the step have changed, after they are applied; None: nothing."""
+        """What a replay does in the end, after side effects are applied; None: nothing.
+
+        It logs what these have changed, and counts the steps that the step's own code has taken.
+        """
 
 
 class Client(environment.Client, Protocol):
@@ -140,6 +143,10 @@ class Client(environment.Client, Protocol):
 
     run: Callable[..., Any]
     """The step's own function, as it is called eagerly."""
+
+    @property
+    def optimizes_itself(self) -> bool:
+        """Whether the step's own code runs backward passes and optimizer steps."""
 
     @property
     def function(self) -> FunctionType | MethodType:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -416,10 +416,13 @@ class GradientBuffers:
     def pairs(self) -> Iterator[tuple[Parameter, Tensor]]:
         return zip(self.parameters, self.buffers, strict=True)
 
-    def load(self) -> None:
+    def load(self, *, replaced: bool = False) -> None:
         """Copy the gradients of earlier steps into the buffers, None as zero, and bind these.
 
         Gradients that user code keeps stay in ``.grad``: what a replay adds is copied there later.
+
+        Args:
+            replaced: Nothing will be added, as the step lets ``.grad`` be other tensors.
         """
         self._kept_elsewhere.clear()
         if self.are_bound():
@@ -434,7 +437,8 @@ class GradientBuffers:
             else:
                 sources.append(gradient)
                 targets.append(buffer)
-                if gradient.layout is torch.strided and _references(gradient) > _ALONE:
+                is_kept = not replaced and gradient.layout is torch.strided
+                if is_kept and _references(gradient) > _ALONE:
                     self._kept_elsewhere.append((parameter, gradient, buffer))
                     continue
             if not self.copied:
@@ -546,6 +550,9 @@ class PersistentGradients(KeptGradients, GradientMemory):
         super().__init__(held)
         self._buffers: dict[Parameter, Tensor] = {}
 
+    def __contains__(self, parameter: Parameter) -> bool:
+        return parameter in self._buffers
+
     def of(self, parameters: Sequence[Parameter]) -> list[Tensor]:
         """Return buffers for these parameters; missing ones are made, outside of a capture."""
         for parameter in parameters:
@@ -584,6 +591,15 @@ class PersistentGradients(KeptGradients, GradientMemory):
 
         gradients.copied = self.are_copied
         gradients.bring_in(are_kept)
+
+
+class StepGradients(NamedTuple):
+    """The gradients of a captured step, as a plan has them; see :class:`StepPlan`."""
+
+    inside: GradientBuffers
+    outside: GradientBuffers
+    replaced: GradientBuffers | None = None
+    visible: GradientBuffers | None = None
 
 
 class GradientTargets:
@@ -645,13 +661,16 @@ class GradientTargets:
             if added[0]:
                 torch._foreach_add_(*added)
 
-    def buffers_of(self, *, inside: bool, copied: bool = False) -> GradientBuffers:
-        """Take the gradients as they are now, of the optimizer's parameters or of the others.
+    def found(self, *, copied: bool) -> StepGradients:
+        """Take the gradients as they are now.
 
         Args:
-            inside: Those of the optimizer.
             copied: See :class:`GradientBuffers`.
         """
+        inside = self._buffers_of(inside=True, copied=copied)
+        return StepGradients(inside, self._buffers_of(inside=False))
+
+    def _buffers_of(self, *, inside: bool, copied: bool = False) -> GradientBuffers:
         mine = [p for p in self.parameters if (p in self._inside) is inside]
         used = [(p, p.grad) for p in mine if p.grad is not None]
         return GradientBuffers(

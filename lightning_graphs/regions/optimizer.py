@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -21,7 +21,7 @@ from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import count_for_schedulers, step_hook_tables
 from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
-from lightning_graphs.values.snapshot import OptimizerState
+from lightning_graphs.values.snapshot import Gradients, OptimizerState
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device, on
@@ -161,33 +161,36 @@ class StateAwaited:
     def __init__(self) -> None:
         self._known: dict[Hashable, int] = {}
 
-    def may_come(self, key: Hashable, error: GraphError, optimizer: Optimizer) -> bool:
+    def may_come(self, key: Hashable, error: GraphError, *optimizers: Optimizer) -> bool:
         """Whether a capture failed for that reason, and more state is there than last time."""
         if not isinstance(error, NoStateError):
             return False
-        before, self._known[key] = self._known.get(key, -1), len(optimizer.state)
-        return self._known[key] > before
+        found = sum(len(optimizer.state) for optimizer in optimizers)
+        before, self._known[key] = self._known.get(key, -1), found
+        return found > before
 
 
 @contextlib.contextmanager
-def state_undone(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+def state_undone(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> Iterator[None]:
     """Let a capture begin without gradients; afterwards they and the state are as before.
 
     Raises:
-        NoStateError: The optimizer made state inside of the capture, as every replay would again.
+        NoStateError: An optimizer made state inside of the capture, as every replay would again.
     """
-    before, state = list(map(_gradient, parameters)), OptimizerState(optimizer)
+    before = Gradients(parameters)  # and which of them are trained
+    states = {optimizer: OptimizerState(optimizer) for optimizer in optimizers}
     drop_gradients(parameters)
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
-        made = state.restore()
-    if made:
+        before.restore()
+        made = {optimizer: state.restore() for optimizer, state in states.items()}
+    for optimizer, count in made.items():
+        if not count:
+            continue
         raise NoStateError(
             "An optimizer must have its state before its step is captured.",
-            f"{type(optimizer).__name__} made state for {made} parameter(s) inside the capture",
+            f"{type(optimizer).__name__} made state for {count} parameter(s) inside the capture",
             "let the optimizer take one more eager step, which unfrozen parameters need",
         )
 

@@ -113,11 +113,13 @@ class StepPlan(Plan):
     effects: SideEffects  # what it finds in places, and does there and to containers of its batch
     outputs: OutputPlan  # what its code returned
     logs: Instruction  # makes its calls of loggers and metrics again
-    # Logs what its side effects have changed; None if that is nothing
-    last_logs: Instruction | None = None
+    # Logs what its side effects have changed, and counts its own steps; None if that is nothing
+    last: Instruction | None = None
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: GradientBuffers
-    outside: GradientBuffers  # of parameters that the optimizer does not have
+    # What is added to earlier steps' gradients, or stays: of parameters that the optimizer does not
+    # have; of a step that optimizes by its own code, of those that it does not zero
+    outside: GradientBuffers
     graphs: dict[str, CUDAGraph]  # by the names of the parts, in the order of their capture
     # What the host has of the tensors of a batch
     copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
@@ -138,6 +140,10 @@ class StepPlan(Plan):
     dropout: CapturedDropout | None = None  # cuDNN's random state, if its recurrent layers draw
     clocks: Readings | None = None  # what its code reads of clocks; None if that is nothing
     assertions: PendingAssertions | None = None  # what its code reads only to raise
+    # Of a step that optimizes by its own code: earlier steps' gradients that it reads and replaces,
+    # and all that are visible after it
+    replaced: GradientBuffers | None = None
+    visible: GradientBuffers | None = None
     # Whether user code keeps gradients that were shown to it
     are_kept: Callable[[], bool] = lambda: False
     call: CallPlan = field(init=False)  # checks a batch against the key, and takes its tensors out
@@ -196,8 +202,8 @@ class StepPlan(Plan):
             yield self.present.owing.clear
             if self.effects.is_needed:
                 yield partial(self.effects.store, self.present)
-            if self.last_logs is not None:
-                yield self.last_logs
+            if self.last is not None:
+                yield self.last
             if self.assertions is not None:
                 yield self.assertions.launched
 
@@ -207,6 +213,8 @@ class StepPlan(Plan):
             yield self.gradients.load
         if self.outside.parameters:
             yield self.outside.load
+        if self.replaced is not None and self.replaced.parameters:
+            yield partial(self.replaced.load, replaced=True)
 
     @property
     def first_backward(self) -> str:

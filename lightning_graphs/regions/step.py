@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
@@ -32,7 +33,7 @@ from lightning_graphs.private.engine import (
     leaves_alive,
     renew_gradient_nodes,
 )
-from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.exchange import Member, exchanged, replaced
 from lightning_graphs.private.generators import CapturedDropout, Generators
 from lightning_graphs.private.torch import (
     capture_unseen,
@@ -57,6 +58,7 @@ from lightning_graphs.regions.gradients import (
     reduction_of,
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
+from lightning_graphs.regions.own_gradients import OwnGradients
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
@@ -102,13 +104,14 @@ class StepBody:
     """The step of one fit, without the hooks of its client."""
 
     context: TrainingContext
-    optimizer: Optimizer
-    capturable: CapturableOptimizer | None
+    # The optimizers that steps may call, with what lets graphs step them; None: that is eager
+    optimizers: Mapping[Optimizer, CapturableOptimizer | None]
     observers: Observers
 
     def __post_init__(self) -> None:
         self.module, self.client = self.context.module, self.context.watch
         self._scaler = self.client.scaler
+        self.optimizer, self.capturable = next(iter(self.optimizers.items()))
 
     @contextlib.contextmanager
     def surrounded(
@@ -139,7 +142,10 @@ class StepBody:
         keep: Callable[[], None] = lambda: None,  # called after the backward pass
     ) -> OutputPlan:
         """Run forward, loss, backward, clipping, update; the caller sets up the gradients."""
+        if self.client.optimizes_itself:
+            return self._run_all(arguments, recorder, keep)
         output, loss = self.forward(arguments, recorder)
+        assert loss is not None, "an optimizer needs one"
         loss = loss / phase.window
         if phase.zeroing and not self.observers.own_zero_grad:
             self._zero_grad()
@@ -151,13 +157,58 @@ class StepBody:
             self.update(cut)
         return output
 
-    def forward(self, arguments: tuple[Any, ...], recorder: Recorder) -> tuple[OutputPlan, Tensor]:
-        """Run the step's own code; return what it returns, and the loss in it."""
+    def _run_all(
+        self, arguments: tuple[Any, ...], recorder: Recorder, keep: Callable[[], None]
+    ) -> OutputPlan:
+        """Run a step whose own code runs backward passes and optimizer steps."""
+        steps: list[Member] = [
+            (optimizer, "step", partial(self._step_within, optimizer, optimizer.step))
+            for optimizer in self.optimizers
+        ]
+        if (scaler := self._scaler) is not None:
+            steps.append((scaler, "step", partial(self._step_scaled, scaler.step)))
+        with exchanged(steps):
+            output, _ = self.forward(arguments, recorder)
+        keep()
+        return output
+
+    def _step_within(
+        self,
+        optimizer: Optimizer,
+        own: Callable[..., Any],
+        closure: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Take the step of an optimizer, which the step's own code calls."""
+        returned = None
+        if closure is not None:
+            with torch.enable_grad():
+                returned = closure()
+        with self.rates_given(optimizer):
+            own()
+        return returned
+
+    def _step_scaled(self, own: Callable[..., Any], optimizer: Optimizer, *given: Any) -> Any:
+        # For optimizers that we made fused it would read `found_inf` on the host.
+        with replaced(optimizer, _UNSCALES_ITSELF, True):
+            return own(optimizer, *given)
+
+    def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let the body, a step of an optimizer, find the learning rates on the device."""
+        capturable = self.optimizers[optimizer]
+        rates = None if capturable is None else capturable.live_rates()
+        return rates_exchanged(self.client.schedulers, optimizer, rates)
+
+    def forward(
+        self, arguments: tuple[Any, ...], recorder: Recorder
+    ) -> tuple[OutputPlan, Tensor | None]:
+        """Run the step's own code; return what it returns, and the loss that is to be reduced."""
         returned = self.client.run(*arguments)
         try:
             refuse_tracers(returned)
             output = OutputPlan(returned, static=False)
-            loss = self.context.watch.loss_of(returned)
+            loss = None
+            if not self.client.optimizes_itself:
+                loss = self.client.loss_of(returned)
         except CaptureError as error:
             add_line(error, "returned at", returned_by(self.client.function))
             raise
@@ -278,11 +329,10 @@ class StepCapture(StepBody):
         self,
         context: TrainingContext,
         facts: CaptureFacts,
-        optimizer: Optimizer,
-        capturable: CapturableOptimizer | None,
+        optimizers: Mapping[Optimizer, CapturableOptimizer | None],
         observers: Observers,
     ) -> None:
-        super().__init__(context, optimizer, capturable, observers)
+        super().__init__(context, optimizers, observers)
         self._facts = facts
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._copies = self.client.copies_on_host
@@ -299,7 +349,10 @@ class StepCapture(StepBody):
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._old_gradients: AbstractContextManager[None] = nullcontext()
-        self._in_optimizer: NumberPlaces = ()  # tracers of its numbers, and where they belong
+        # Of each optimizer: tracers of its numbers and where they belong, and its rates
+        self._numbers_of: dict[Optimizer, NumberPlaces] = {}
+        self._rates_of: dict[Optimizer, NumberPlaces] = {}
+        self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._assertions: Assertions | None = None  # what the coming capture reads only to raise
 
     @calls_observed
@@ -406,6 +459,10 @@ class StepCapture(StepBody):
         places = self._facts.places
         if places.learn(places.found):
             return True
+        if self._unforeseen:
+            self.persistent.of(self._unforeseen)
+            self._unforeseen.clear()
+            return True
         if self._has_several_passes and not self._facts.has_several_passes:
             self._facts.has_several_passes = True
             return True
@@ -457,9 +514,14 @@ class StepCapture(StepBody):
                 "move what is compiled, or what the host computes, out of the step",
             )
 
-    def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
+    def _targets(self, phase: Phase, environment: Environment) -> GradientTargets | OwnGradients:
         """Choose where gradients of the coming capture go, and what sums them over ranks."""
         ddp = self.client.ddp
+        if self.client.optimizes_itself:
+            groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+            inside = (parameter for group in groups for parameter in group["params"])
+            found = (*self.module.parameters(), *inside, *environment.leaves)
+            return OwnGradients(found, self.persistent, self._unforeseen)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         targets = GradientTargets(
             self.optimizer,
@@ -505,7 +567,7 @@ class StepCapture(StepBody):
             recorder = self.client.recorder()
             recorder.live = self._numbers.logged
             with (
-                state_undone(self.optimizer, targets.parameters),
+                state_undone(self.optimizers, targets.parameters),
                 self.context.compiled.watching(),
                 self._surrounded(environment, recorder, effects),
                 objects_undone(own, environment.outside.listed),
@@ -516,8 +578,7 @@ class StepCapture(StepBody):
                     output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
                     effects.look()
                 copied = self._facts.kept.are_copied
-                gradients = targets.buffers_of(inside=True, copied=copied)
-                others = targets.buffers_of(inside=False)
+                gradients = targets.found(copied=copied)
             unread.refuse_read()
             refuse_new_seeds(segments.dropout)
             self._refuse_recorded_beside_compiled()
@@ -532,14 +593,15 @@ class StepCapture(StepBody):
             if self._units is not None:
                 self._units.forget_step()
             raise
-        if self.capturable is not None:
-            self.capturable.guard.remember()
+        captured = [one for one in self.optimizers.values() if one is not None]
+        for capturable in captured:
+            capturable.guard.remember()
         stores = {n: effects.without_numbers(found) for n, found in segments.stores.items()}
         environment.outside.read_into(self._facts.reads)
         output.finish_capture()
         effects.finish_capture()
         assert self._assertions is not None, "made ahead of the capture"
-        refreshes = [] if self.capturable is None else [self.capturable.refreshing]
+        refreshes = [capturable.refreshing for capturable in captured]
         refreshes += [number.refresh for number in self._numbers.on_device.values()]
         conditions = replace(conditions_of(signature), attributes=watch.attributes())
         read = (*effects.signature, *([] if host is None else [host.read]))
@@ -553,12 +615,14 @@ class StepCapture(StepBody):
             effects=effects,
             outputs=output,
             logs=recorder.reissue,
-            last_logs=recorder.last,
-            gradients=gradients,
-            outside=others,
+            last=recorder.last,
+            gradients=gradients.inside,
+            outside=gradients.outside,
+            replaced=gradients.replaced,
+            visible=gradients.visible,
             graphs=segments.graphs,
             copies=self._copies,
-            steps=phase.stepping and self.capturable is not None,
+            steps=phase.stepping and bool(captured),
             adds=targets.adds,
             written=environment.loose.written(),
             stores=stores,
@@ -581,23 +645,40 @@ class StepCapture(StepBody):
     def _surrounded(
         self, environment: Environment, recorder: Recorder, effects: SideEffects
     ) -> Iterator[None]:
-        self._old_gradients = environment.old_gradients(effects.own)
+        self._old_gradients = nullcontext()
+        if not self.client.optimizes_itself:  # there they are what an eager step has
+            self._old_gradients = environment.old_gradients(effects.own)
         number, listed = self._numbers.number, environment.outside.listed
-        rates = None if self.capturable is None else self.capturable.live_rates()
-        parts = self.context.watch.schedulers, self.optimizer, rates
-        self._in_optimizer = number_places(*parts, number)
+        for index, (optimizer, capturable) in enumerate(self.optimizers.items()):
+            rates = None if capturable is None else capturable.live_rates()
+            parts = self.client.schedulers, optimizer, rates
+            self._rates_of[optimizer] = number_places(*parts)
+            self._numbers_of[optimizer] = number_places(*parts, number, index)
         with (
             effects.exchanged(number),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             self.surrounded(recorder, self._facts.places, environment.generators, listed),
             environment.reading(self._facts.reads, number),
-            rates_exchanged(*parts),
+            self._exchanged(self._rates_of),
             environment.refusing(LIBRARIES.step),
         ):
             yield
 
-    def forward(self, arguments: tuple[Any, ...], recorder: Recorder) -> tuple[OutputPlan, Tensor]:
-        numbers, hooks = numbers_exchanged(self.optimizer, self._in_optimizer), hooks_registered()
+    @contextlib.contextmanager
+    def _exchanged(self, places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
+        """Let optimizers and schedulers have these numbers while the body runs."""
+        with contextlib.ExitStack() as stack:
+            for optimizer, found in places.items():
+                stack.enter_context(numbers_exchanged(optimizer, found))
+            yield
+
+    def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        return numbers_exchanged(optimizer, self._rates_of[optimizer])
+
+    def forward(
+        self, arguments: tuple[Any, ...], recorder: Recorder
+    ) -> tuple[OutputPlan, Tensor | None]:
+        numbers, hooks = self._exchanged(self._numbers_of), hooks_registered()
         host: AbstractContextManager[None] = nullcontext()
         followed: AbstractContextManager[None] = nullcontext()
         clocks: AbstractContextManager[None] = nullcontext()

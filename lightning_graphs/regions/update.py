@@ -68,7 +68,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
-        self._body = StepBody(self._context, self.optimizer, self.capturable, self._observers)
+        self._body = StepBody(self._context, {self.optimizer: self.capturable}, self._observers)
         self._checks = Verification(self._verifier, self._body)
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -128,7 +128,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         refuse_sparse_gradients([p.grad for p in with_gradient])
         others = [p for p in self._parameters if p.grad is None]
         gradients = GradientBuffers(with_gradient, self._gradients.of(with_gradient), others)
-        with state_undone(self.optimizer, self._parameters), torch.no_grad():
+        with state_undone([self.optimizer], self._parameters), torch.no_grad():
             rates = capturable.live_rates()
             with rates_exchanged(self._context.watch.schedulers, self.optimizer, rates):
                 gradients.bind()

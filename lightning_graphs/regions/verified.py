@@ -40,7 +40,6 @@ from lightning_graphs.values.snapshot import (
     results_in,
 )
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.environment import rates_exchanged
 from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
@@ -49,19 +48,18 @@ class Verification(StepBody):
     """Compares captured steps, and captured optimizer steps, with what Lightning runs."""
 
     def __init__(self, verifier: Verifier, body: StepBody, places: StepState | None = None) -> None:
-        super().__init__(body.context, body.optimizer, body.capturable, body.observers)
+        super().__init__(body.context, body.optimizers, body.observers)
         self._places = places
         self._verifier = verifier
 
     def _state(self, written: dict[str, Tensor], others: Sequence[Tensor] = ()) -> RegionState:
         unseen = UnregisteredTensors(self.module, iter_objects(self.module)).small
-        parts = self.module, self.optimizer, self._scaler
+        parts = self.module, [*self.optimizers], self._scaler
         return RegionState.of_step(*parts, written=written, unseen=unseen, others=others)
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Run with rates on the device: kernels round those of the host in another way."""
-        rates = None if self.capturable is None else self.capturable.live_rates()
-        with rates_exchanged(self.context.watch.schedulers, self.optimizer, rates):
+        with self.rates_given(self.optimizer):
             super().update(cut)
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
@@ -78,7 +76,7 @@ class Verification(StepBody):
             partial(self._replayed, plan, args, batch),
             parts,
             self._verifier.written[plan.conditions],
-            plan.gradients.buffers,
+            [] if self.client.optimizes_itself else plan.gradients.buffers,
             plan.gradients.pool_bytes,  # they lie where the eager step would compute
         )
         with self._verifier.budget.nothing_kept():
@@ -92,7 +90,7 @@ class Verification(StepBody):
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
     ) -> list[Result]:
         """Run the step eagerly; return what it computed besides its state."""
-        if not plan.adds:
+        if not (plan.adds or self.client.optimizes_itself):
             for group in self.optimizer.param_groups:
                 drop_gradients(group["params"])
         recorder = self.client.mute()

@@ -536,33 +536,35 @@ class RegionState:
     tensors: Mapping[str, Tensor]  # buffers, and what else the region is known to write
     parameters: Mapping[str, Tensor]  # what may have a gradient
     unseen: Sequence[Tensor] = ()  # what it may write unnoticed, and is not compared
-    optimizer: Optimizer | None = None  # which the region steps; None if it steps none
+    optimizers: Sequence[Optimizer] = ()  # which the region steps
     scaler: torch.amp.GradScaler | None = None
 
     @classmethod
     def of_step(
         cls,
         root: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
         *,
         written: Mapping[str, Tensor] = MappingProxyType({}),  # other tensors, by name
         unseen: Sequence[Tensor] = (),
         others: Iterable[Tensor] = (),  # with gradients; they may be parameters of the module
     ) -> RegionState:
-        """Describe the state of a training step, with this optimizer's step."""
+        """Describe the state of a training step, with the steps of these optimizers."""
         names: dict[Tensor, str] = {
             parameter: f"`{name}`" for name, parameter in root.named_parameters()
         }
-        for i, group in enumerate(optimizer.param_groups):
-            for k, parameter in enumerate(group["params"]):
-                names.setdefault(parameter, f"`group {i}, parameter {k} of the optimizer`")
+        for n, optimizer in enumerate(optimizers):
+            owner = f"optimizer {n}" if n else "the optimizer"
+            for i, group in enumerate(optimizer.param_groups):
+                for k, parameter in enumerate(group["params"]):
+                    names.setdefault(parameter, f"`group {i}, parameter {k} of {owner}`")
         further = [tensor for tensor in others if tensor not in names]
         names |= {tensor: f"`tensor {i} with a gradient`" for i, tensor in enumerate(further)}
         named = {name: tensor for tensor, name in names.items()}
         tensors = {f"buffer `{name}`": buffer for name, buffer in root.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
-        return cls(tensors, named, unseen, optimizer, scaler)
+        return cls(tensors, named, unseen, optimizers, scaler)
 
     def take(self, room: Callable[[int], float], *parts: Part) -> Snapshot:
         """Take a snapshot, with further parts; see :class:`Snapshot`."""
@@ -570,8 +572,8 @@ class RegionState:
         tensors = [*self.tensors.values(), *self.unseen, *self.parameters.values()]
         tensors += gradients.tensors
         own: list[Part] = [gradients]
-        if self.optimizer is not None:
-            known = OptimizerState(self.optimizer, self.scaler)
+        for optimizer in self.optimizers:
+            known = OptimizerState(optimizer, self.scaler)
             tensors += known.tensors
             own.append(known)
         return Snapshot(tensors, *own, *parts, room=room)
@@ -584,16 +586,17 @@ class RegionState:
             for name, p in self.parameters.items()
             if p.grad is not None
         ]
-        return found if self.optimizer is None else found + self._updated(self.optimizer)
+        return found + self._updated() if self.optimizers else found
 
-    def _updated(self, optimizer: Optimizer) -> list[Result]:
-        """Yield what an optimizer step changes: parameters, optimizer state, loss scale."""
+    def _updated(self) -> list[Result]:
+        """List what optimizer steps change: parameters, optimizer state, loss scale."""
         found = [
             Result(f"parameter {name}", local(parameter), _gradient_of(name))
             for name, parameter in self.parameters.items()
         ]
         found += [
             Result(f"the optimizer's `{key}` of {name}", local(value), _gradient_of(name))
+            for optimizer in self.optimizers
             for name, parameter in self.parameters.items()
             for key, value in optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor)

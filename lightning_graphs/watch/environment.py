@@ -394,17 +394,18 @@ def number_places(
     # Makes the tracer for a number, given its name and reader; ``rates`` then stand for
     # tensors only, and without them further numbers of each group move without another capture
     number: Callable[[str, Callable[[], Any]], Any] | None = None,
+    index: int = 0,  # of the optimizer
 ) -> NumberPlaces:
     """List the tables of learning rates and of scheduler counters, with a tracer for each."""
     places: list[tuple[dict[str, Any], str, Any]] = []
     make, groups = number or OpaqueTracer, optimizer.param_groups
     further = _HYPER_PARAMETERS if number is not None and rates is None else ()
 
-    def rate(name: str, group: int, table: dict[str, Any], key: str, *index: int) -> Any:
-        read = _reading(table, key, *index)
+    def rate(name: str, group: int, table: dict[str, Any], key: str, *item: int) -> Any:
+        read = _reading(table, key, *item)
         if rates is not None and (number is None or isinstance(read(), Tensor)):
             return rates[group].detach()
-        return make(_of_group(name, group), read)
+        return make(_of_group(name, group, index), read)
 
     for n, scheduler in enumerate(schedulers):
         table = vars(scheduler)
@@ -420,7 +421,7 @@ def number_places(
     for i, group in enumerate(groups):
         places.append((group, "lr", rate("the learning rate", i, group, "lr")))
         for key in further:
-            name, value = _of_group(f"{key} of the optimizer", i), group.get(key)
+            name, value = _of_group(f"{key} of the optimizer", i, index), group.get(key)
             if type(value) in (int, float):
                 places.append((group, key, make(name, _reading(group, key))))
             elif isinstance(value, (tuple, list)) and {*map(type, value)} <= {int, float}:
@@ -430,8 +431,9 @@ def number_places(
     return places
 
 
-def _of_group(name: str, index: int) -> str:
-    return f"{name} (group {index})" if index else name
+def _of_group(name: str, group: int, optimizer: int) -> str:
+    found = [f"{what} {i}" for what, i in (("optimizer", optimizer), ("group", group)) if i]
+    return f"{name} ({', '.join(found)})" if found else name
 
 
 @contextlib.contextmanager

@@ -526,6 +526,9 @@ class TestSingleObstacles:
                 self.optimizers().step()
                 self.untoggle_optimizer(self.optimizers())
 
+            def on_after_backward(self) -> None:
+                pass
+
         eager = prepare(backend, tmp_path, False, module=Manual).run()
         fit = examined(backend, tmp_path, module=Manual, capture={"scope": "auto"})
         (row,) = rows(fit, "configuration")

@@ -1,0 +1,109 @@
+"""Gradients of a captured step whose own code runs backward passes, zeroes and uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn import Parameter
+
+from lightning_graphs.device.rules import refuse_sparse_gradients
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.engine import local
+from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients, StepGradients
+
+
+class OwnGradients:
+    """Where such gradients go: all outlive a replay, in buffers that steps of all kinds share.
+
+    The step finds gradients of earlier ones there, as it would find them in ``.grad``. It may read
+    them, leave them, add to them in place, drop them or compute new ones: these are copied to the
+    buffers at its end.
+    """
+
+    adds = False  # what a replay loads is no part of the new gradients
+
+    def __init__(
+        self,
+        parameters: Iterable[Parameter],  # that may have a gradient
+        persistent: PersistentGradients,
+        # Gets those that have no buffer, since they required no gradient as the step began
+        unforeseen: list[Parameter],
+    ) -> None:
+        self.parameters = list(dict.fromkeys(parameters))
+        has_buffer = [
+            p for p in self.parameters if p.requires_grad or p.grad is not None or p in persistent
+        ]
+        self._buffers = dict(zip(has_buffer, persistent.of(has_buffer), strict=True))
+        self._trained = [p.requires_grad for p in self.parameters]
+        self._before = [p for p in self.parameters if p.grad is not None]
+        self._new: list[Parameter] = []
+        self._unforeseen = unforeseen
+
+    def begin(self) -> None:
+        """Let ``.grad`` be what the step would find of earlier ones."""
+        for parameter in self._before:
+            parameter.grad = self._buffers[parameter]
+
+    def keep(self) -> None:
+        """Copy new gradients to their buffers; the last part of the captured step."""
+        refuse_sparse_gradients([parameter.grad for parameter in self.parameters])
+        self._refuse_frozen()
+        present = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        new = [(p, gradient) for p, gradient in present if gradient is not self._buffers.get(p)]
+        self._unforeseen += [p for p, _ in new if p not in self._buffers]
+        if self._unforeseen:
+            raise CaptureError(
+                "A captured step must have memory for gradients before it begins.",
+                f"{len(self._unforeseen)} parameters require a gradient in the middle of the step",
+                "call requires_grad_() before the fit",
+            )
+        self._new = [p for p, _ in new]
+        if new:
+            targets = [local(self._buffers[p]) for p in self._new]
+            with torch.no_grad():
+                torch._foreach_copy_(targets, [local(gradient) for _, gradient in new])
+        for parameter in self._new:
+            parameter.grad = self._buffers[parameter]
+
+    def _refuse_frozen(self) -> None:
+        """Refuse a step that leaves ``requires_grad`` changed, which a replay would not."""
+        moved = sum(
+            p.requires_grad is not trained
+            for p, trained in zip(self.parameters, self._trained, strict=True)
+        )
+        if moved:
+            raise CaptureError(
+                "A captured step must leave requires_grad of parameters as it has found it.",
+                f"requires_grad of {moved} parameter(s) is another one at its end",
+                "put it back at the end of the step, as untoggle_optimizer does, or set it in a "
+                "hook between steps",
+            )
+
+    def found(self, *, copied: bool) -> StepGradients:
+        """Take the gradients as they are now.
+
+        Args:
+            copied: See :class:`GradientBuffers`.
+        """
+        new = set(self._new)
+        lasting = [p for p in self.parameters if p.grad is not None and p not in new]
+        stays = set(lasting)
+        dropped = [p for p in self._before if p.grad is None]
+        return StepGradients(
+            inside=self._in_buffers(self._new, dropped, copied=copied),
+            outside=self._in_buffers(lasting, copied=copied),
+            replaced=self._in_buffers(p for p in self._before if p not in stays),
+            visible=self._in_buffers([*self._new, *lasting], copied=copied),
+        )
+
+    def _in_buffers(
+        self,
+        parameters: Iterable[Parameter],
+        others: Iterable[Parameter] = (),
+        *,
+        copied: bool = False,
+    ) -> GradientBuffers:
+        found = list(parameters)
+        buffers = [self._buffers[p] for p in found]
+        return GradientBuffers(found, buffers, list(others), copied=copied)

@@ -1,0 +1,233 @@
+"""Manual optimization: steps whose own code runs backward passes and optimizer steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.programs.table import Promises, row, table
+from tests.training.fits import GradientTrace, Net, batches
+from tests.training.modules.test_manual import (
+    Accumulating,
+    Alternating,
+    Gan,
+    Penalized,
+    ToggledLate,
+    Untoggled,
+    judged,
+    rates,
+)
+
+
+class Manual(Net):
+    """One network, trained by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, loss = self.optimizers(), self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.between(batch_idx)
+        optimizer.step()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return self.last(loss)
+
+    def between(self, batch_idx: int) -> None: ...
+
+    def last(self, loss: Tensor) -> Any: ...
+
+
+class Clipping(Manual):
+    def between(self, batch_idx: int) -> None:
+        self.clip_gradients(self.optimizers(), 0.05, "norm")
+        for parameter in self.parameters():
+            parameter.grad.mul_(0.5)
+
+    def last(self, loss: Tensor) -> Any:
+        norms = [p.grad.norm() for p in self.parameters()]
+        self.log("norm", torch.stack(norms).sum())
+        return {"loss": loss, "norms": norms}
+
+
+class Torch(Manual):
+    """Without a word of Lightning's: such steps are not counted."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer, loss = self.optimizers(use_pl_optimizer=False), self.loss(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+
+class Counting(Manual):
+    """Reads how many steps were taken, before and after its own one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("before", self.global_step * 1.0)
+        super().training_step(batch, batch_idx)
+        self.log("after", self.global_step * 1.0)
+        self.last_step = self.global_step
+        if self.global_step % 2:
+            self.log("odd", self.global_step * 0.5)
+
+
+class Zeroing(Manual):
+    """Zeroes in place, and steps with gradients of two batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss / 2)
+        if (batch_idx + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        self.log("loss", loss)
+
+
+class Minibatches(Manual):
+    """Several updates on parts of a batch, as PPO takes them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer, x, y = self.optimizers(), batch["x"], batch["y"]
+        total = torch.zeros((), device=self.device)
+        for _ in range(2):
+            order = torch.randperm(len(x), device=self.device)
+            for part in order.split(4):
+                loss = self.loss({"x": x[part], "y": y[part]})
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=0.5)
+                optimizer.step()
+                total = total + loss.detach()
+        self.log("loss", total / 4, prog_bar=True)
+
+
+class Closures(Gan):
+    """As the documentation of Lightning's optimizers has it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        noise = torch.randn(len(real), 4, device=real.device)
+
+        def judge() -> Tensor:
+            fake = self.generator(noise).detach()
+            loss = judged(self.critic(real), 1.0) + judged(self.critic(fake), 0.0)
+            judging.zero_grad()
+            self.manual_backward(loss)
+            self.log("judging", loss)
+            return loss
+
+        def generate() -> None:
+            generating.zero_grad()
+            self.manual_backward(judged(self.critic(self.generator(noise)), 1.0))
+
+        with judging.toggle_model():
+            judging.step(closure=judge)
+        with generating.toggle_model(sync_grad=True):
+            generating.step(closure=generate)
+
+
+class Frozen(Gan):
+    """Freezes the critic by itself while the generator learns."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        generating, judging = self.optimizers()
+        real = batch["x"]
+        fake = self.generator(torch.randn(len(real), 4, device=real.device))
+        self.critic.requires_grad_(True)
+        self.take(judging, judged(self.critic(real), 1.0) + judged(self.critic(fake.detach()), 0.0))
+        self.critic.requires_grad_(False)
+        self.take(generating, judged(self.critic(fake), 1.0))
+
+
+class Adversarial(Manual):
+    """As scvi's plan: a classifier is fooled, and learns; weights move with the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(3, 2)
+        self.loss_kwargs = {"kl_weight": 0.0}
+
+    @property
+    def kl_weight(self) -> float:
+        return min(1.0, self.global_step / 16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.loss_kwargs.update({"kl_weight": self.kl_weight})
+        self.log("kl_weight", self.kl_weight, on_step=True, on_epoch=False)
+        kappa = 1 - self.kl_weight
+        first, second = self.optimizers()
+        z = self.net(batch["x"])
+        loss = nn.functional.cross_entropy(z.float(), batch["y"])
+        if kappa > 0:
+            loss += self.fooled(z, batch["y"] > 0) * kappa
+        loss = loss + self.loss_kwargs["kl_weight"] * z.square().mean()
+        self.log("train_loss", loss, on_epoch=True, prog_bar=True)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        loss = -self.fooled(z.detach(), batch["y"] > 0)
+        loss *= kappa
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+
+    def fooled(self, z: Tensor, kind: Tensor) -> Tensor:
+        return -nn.functional.cross_entropy(self.classifier(z).float(), kind.long())
+
+    def configure_optimizers(self) -> Any:
+        return rates(self.net.parameters()), rates(self.classifier.parameters())
+
+
+class Reading(Manual):
+    def last(self, loss: Tensor) -> Any:
+        if loss.item() > 1e6:  # read
+            self.log("large", loss)
+
+
+class Leaving(Manual):
+    """Leaves a layer frozen in every second step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.net[4].requires_grad_(bool(batch_idx % 2))
+
+
+class Keeping(Manual):
+    """Keeps gradients past their step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.net[0].weight.grad)
+
+
+ROWS = (
+    table(
+        row(Gan, also="bf16; auto"),
+        *(Untoggled, ToggledLate, Penalized, Closures, Frozen),
+        *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping),
+        data=lambda: batches(12),
+    )
+    | table(Accumulating, Alternating, Zeroing, graphs=range(2, 7), data=lambda: batches(24))
+    | table(row(Reading), said="if loss.item")
+    | table(row(Leaving), said="requires_grad of 2", placed=False, found=None)
+    | {
+        "Looking": row(
+            Manual, said="looks into its step", trace=GradientTrace, placed=False, found=None
+        )
+    }
+)
+
+
+class TestManual(Promises):
+    rows = ROWS
