@@ -1,4 +1,4 @@
-"""A whole training step: what it computes, and its capture."""
+"""A whole training step: its capture."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import enum
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.device.rules import DRAWN, OLD_GRADIENTS
+from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -26,21 +25,19 @@ from lightning_graphs.private.callsite import (
     add_line,
     calls_observed,
     definition_of,
-    returned_by,
 )
 from lightning_graphs.private.engine import (
     backward_passes_observed,
     leaves_alive,
     renew_gradient_nodes,
 )
-from lightning_graphs.private.exchange import Member, exchanged, replaced
-from lightning_graphs.private.generators import CapturedDropout, Generators
+from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.private.torch import (
     capture_unseen,
     hooks_registered,
-    scaling_states,
     version_of,
 )
+from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.conditions import (
     Observers,
     Phase,
@@ -54,7 +51,6 @@ from lightning_graphs.regions.gradients import (
     BucketReduction,
     GradientTargets,
     PersistentGradients,
-    drop_gradients,
     reduction_of,
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
@@ -74,7 +70,6 @@ from lightning_graphs.watch.environment import (
     code_captured,
     number_places,
     numbers_exchanged,
-    rates_exchanged,
 )
 from lightning_graphs.watch.host_trace import (
     ArenaFull,
@@ -84,190 +79,12 @@ from lightning_graphs.watch.host_trace import (
 )
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects, StepState
+from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects
 from lightning_graphs.watch.tracers import (
     Conversion,
     DrawingFunction,
     calls_followed,
-    refuse_tracers,
 )
-
-# ------------------ The body of a step
-
-_UNSCALES_ITSELF = "_step_supports_amp_scaling"
-"""The attribute by which torch's GradScaler and Lightning know an optimizer that was made fused: it
-divides gradients by the loss scale itself, and its hooks see scaled ones."""
-
-
-@dataclass(eq=False)
-class StepBody:
-    """The step of one fit, without the hooks of its client."""
-
-    context: TrainingContext
-    # The optimizers that steps may call, with what lets graphs step them; None: that is eager
-    optimizers: Mapping[Optimizer, CapturableOptimizer | None]
-    observers: Observers
-
-    def __post_init__(self) -> None:
-        self.module, self.client = self.context.module, self.context.watch
-        self._scaler = self.client.scaler
-        self.optimizer, self.capturable = next(iter(self.optimizers.items()))
-
-    @contextlib.contextmanager
-    def surrounded(
-        self,
-        recorder: Recorder,
-        places: StepState,
-        generators: Generators,
-        listed: Callable[[Sequence[str]], str] = ", ".join,  # adds the user's line to names
-    ) -> Iterator[None]:
-        """Set up what surrounds a step that is captured, or compared with its graphs."""
-        with (
-            places.changes_undone(generators, listed),
-            self.context.watch.around_step(),
-            recorder.recording(),
-            torch.enable_grad(),
-        ):
-            yield
-
-    @calls_observed
-    def run(
-        self,
-        arguments: tuple[Any, ...],
-        phase: Phase,
-        recorder: Recorder,
-        *,
-        # Called with the name of the next part, if hooks run in between
-        cut: Callable[[str], None] = lambda _: None,
-        keep: Callable[[], None] = lambda: None,  # called after the backward pass
-    ) -> OutputPlan:
-        """Run forward, loss, backward, clipping, update; the caller sets up the gradients."""
-        if self.client.optimizes_itself:
-            return self._run_all(arguments, recorder, keep)
-        output, loss = self.forward(arguments, recorder)
-        assert loss is not None, "an optimizer needs one"
-        loss = loss / phase.window
-        if phase.zeroing and not self.observers.own_zero_grad:
-            self._zero_grad()
-        if self.observers.before_backward:
-            cut("backward")
-        self._backward(loss)
-        keep()
-        if phase.stepping and self.capturable is not None:
-            self.update(cut)
-        return output
-
-    def _run_all(
-        self, arguments: tuple[Any, ...], recorder: Recorder, keep: Callable[[], None]
-    ) -> OutputPlan:
-        """Run a step whose own code runs backward passes and optimizer steps."""
-        steps: list[Member] = [
-            (optimizer, "step", partial(self._step_within, optimizer, optimizer.step))
-            for optimizer in self.optimizers
-        ]
-        if (scaler := self._scaler) is not None:
-            steps.append((scaler, "step", partial(self._step_scaled, scaler.step)))
-        with exchanged(steps):
-            output, _ = self.forward(arguments, recorder)
-        keep()
-        return output
-
-    def _step_within(
-        self,
-        optimizer: Optimizer,
-        own: Callable[..., Any],
-        closure: Callable[[], Any] | None = None,
-    ) -> Any:
-        """Take the step of an optimizer, which the step's own code calls."""
-        returned = None
-        if closure is not None:
-            with torch.enable_grad():
-                returned = closure()
-        with self.rates_given(optimizer):
-            own()
-        return returned
-
-    def _step_scaled(self, own: Callable[..., Any], optimizer: Optimizer, *given: Any) -> Any:
-        # For optimizers that we made fused it would read `found_inf` on the host.
-        with replaced(optimizer, _UNSCALES_ITSELF, True):
-            return own(optimizer, *given)
-
-    def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Let the body, a step of an optimizer, find the learning rates on the device."""
-        capturable = self.optimizers[optimizer]
-        rates = None if capturable is None else capturable.live_rates()
-        return rates_exchanged(self.client.schedulers, optimizer, rates)
-
-    def forward(
-        self, arguments: tuple[Any, ...], recorder: Recorder
-    ) -> tuple[OutputPlan, Tensor | None]:
-        """Run the step's own code; return what it returns, and the loss that is to be reduced."""
-        returned = self.client.run(*arguments)
-        try:
-            refuse_tracers(returned)
-            output = OutputPlan(returned, static=False)
-            loss = None
-            if not self.client.optimizes_itself:
-                loss = self.client.loss_of(returned)
-        except CaptureError as error:
-            add_line(error, "returned at", returned_by(self.client.function))
-            raise
-        recorder.finish()
-        return output, loss
-
-    def _zero_grad(self) -> None:
-        """Drop the gradients of a backward pass of the step's own code, as Lightning does."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        hooks = self.observers.before_backward
-        if hooks and any(p.grad is not None for p in parameters):
-            seen = (
-                f"{LIBRARIES.step} runs a backward pass of its own, and {hooks[0]} may look at it"
-            )
-            raise OLD_GRADIENTS.refused(seen)
-        drop_gradients(parameters)
-
-    def _backward(self, loss: Tensor) -> None:
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        self.client.backward(loss, self.optimizer)
-
-    @calls_observed
-    def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
-        """Unscale and clip the gradients, and take the optimizer step; see :meth:`run`."""
-        if self._scaler is not None and not getattr(self.optimizer, _UNSCALES_ITSELF, False):
-            if self.observers.before_step:
-                cut("unscale")
-            self._scaler.unscale_(self.optimizer)
-        if self.observers.before_step:
-            cut("step")
-        else:
-            self.client.clip(self.optimizer)
-        self._step()
-
-    def _step(self) -> None:
-        scaler = self._scaler
-        if scaler is None:
-            self.optimizer.step()
-            return
-        # For optimizers that we made fused it would read `found_inf` on the host.
-        with replaced(self.optimizer, _UNSCALES_ITSELF, True):
-            scaler.step(self.optimizer)
-        scaler.update()
-
-    def scaling(self) -> dict[str, Any]:
-        """Return the scaler's state in a step that is under way; nothing without a scaler.
-
-        A capture calls it first, and fails if torch does not show that state.
-        """
-        scaler = self._scaler
-        return {} if scaler is None else dict(scaling_states(scaler)[id(self.optimizer)])
-
-    def step_eagerly(self, scaling: dict[str, Any]) -> None:
-        """Take the optimizer step, after hooks, from the state that :meth:`scaling` returned."""
-        if self._scaler is not None:
-            scaling_states(self._scaler)[id(self.optimizer)] = dict(scaling)
-        self._step()
-
 
 # ------------------ Graphs of one step
 

@@ -13,6 +13,7 @@ from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
+from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.gradients import (
     GradientBuffers,
@@ -26,7 +27,6 @@ from lightning_graphs.regions.optimizer import (
     state_undone,
 )
 from lightning_graphs.regions.plan import Part, Plan
-from lightning_graphs.regions.step import StepBody
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.memory import AddressGuard

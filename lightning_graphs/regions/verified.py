@@ -25,10 +25,10 @@ from lightning_graphs.errors import (
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.private.torch import without_hooks
+from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.step import StepBody
 from lightning_graphs.regions.verify import Comparison, Tolerance, Verifier
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from lightning_graphs.regions.step import StepBody
+from lightning_graphs.regions.body import StepBody
 from lightning_graphs.watch.host_trace import HostTracer
 from tests.training.costs.test_replayed_steps import Silent
 from tests.training.fits import Net, batches, prepare

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.regions.step import StepBody
+from lightning_graphs.regions.body import StepBody
 from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice, line, prepare
 
 OWN = {"scope": "modules", "on_failure": "eager"}
