@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from operator import attrgetter
-from types import FrameType
 from typing import Any
 
 import numpy
@@ -64,9 +63,8 @@ from lightning_graphs.values.memory import tensors_returned
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.assertions import bools_exchanged, is_readable
+from lightning_graphs.watch.assertions import Question, truths_exchanged
 from lightning_graphs.watch.batch import BatchValues
-from lightning_graphs.watch.branches import way_on
 from lightning_graphs.watch.environment import Environment, clocks_exchanged
 from lightning_graphs.watch.noted import (
     BatchReads,
@@ -239,7 +237,7 @@ class Doctor:
             # Libraries that ask whether a capture runs leave out what it refuses.
             with (
                 announced_as_cuda_capture(),
-                bools_exchanged(self._asked),
+                truths_exchanged(self._asked),
                 self._observer,
             ):
                 yield
@@ -266,13 +264,12 @@ class Doctor:
             stack.enter_context(around.acting())
             yield
 
-    def _asked(self, tensor: Tensor, frame: FrameType) -> bool | None:
-        """Answer code that asks whether a tensor is true, if it does so only to raise."""
-        readable = is_readable(tensor, self._module.device) and not self._observer.silent
-        if not readable or way_on(frame) is None:
+    def _asked(self, asked: Question) -> bool | None:
+        """Answer code that asks for a truth only to raise."""
+        if self._observer.silent or asked.way(self._module.device) is None:
             return None
         with self._observer.looking_away():
-            return bool(tensor)
+            return bool(asked.condition())
 
     def _look_at_call(self, module: nn.Module, _: object) -> None:
         if not self._calls_any and module is not self._module:

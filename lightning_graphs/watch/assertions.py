@@ -7,14 +7,15 @@ The error comes late, then: the steps since have been made, and nothing of them 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.private.callsite import CallSite
-from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import in_transform, is_strided
-from lightning_graphs.watch.branches import NotKept, Raising, way_on
+from lightning_graphs.watch.branches import NotKept, Raising, Way, way_on
+from lightning_graphs.watch.tracers import OURS
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 
@@ -40,28 +42,73 @@ class Ranks(Protocol):
         """Raise the error of one rank on all of them."""
 
 
-def bools_exchanged(
-    answer: Callable[[Tensor, FrameType], bool | None],
+class Question(NamedTuple):
+    """What code asks of tensors to have a plain truth."""
+
+    frame: FrameType  # that asks
+    tensors: Sequence[Tensor]
+    condition: Callable[[], Tensor]  # computes it on the device
+    called: bool = True  # by a function of torch, and not by Python itself
+    is_number: bool = False  # what it gets is a number, of which only nought is known
+
+    def way(self, device: torch.device) -> Way | None:
+        """Return how code goes on that asks values of a device only to raise; else None."""
+        if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
+            return None
+        way = way_on(self.frame, called=self.called)
+        return None if way is not None and way.outcome and self.is_number else way
+
+
+def truths_exchanged(
+    answer: Callable[[Question], bool | None],
 ) -> AbstractContextManager[None]:
-    """Let a function answer where code of this thread asks a tensor whether it is true.
+    """Let a function answer where code of this thread asks tensors for a plain truth.
 
-    It is given the tensor and the frame that asks; None: the tensor answers itself.
+    None: torch answers.
     """
-    own, thread = Tensor.__bool__, threading.get_ident()
+    thread = threading.get_ident()
 
-    def is_true(tensor: Tensor) -> bool:
-        found = None
-        if threading.get_ident() == thread:
-            found = answer(tensor, sys._getframe(1))
-        return own(tensor) if found is None else found
+    def exchange(owner: Any, name: str, ask: Callable[..., Question]) -> Member:
+        own: Callable[..., Any] = getattr(owner, name)
 
-    return replaced(Tensor, "__bool__", is_true)
+        @functools.wraps(own)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            frame, found = sys._getframe(1), None
+            asks = not frame.f_globals.get("__name__", "").startswith(OURS)
+            if asks and threading.get_ident() == thread and args and type(args[0]) in _PLAIN:
+                found = answer(ask(frame, *args, **kwargs))
+            return own(*args, **kwargs) if found is None else found
+
+        return owner, name, told
+
+    members: list[tuple[Any, str, Callable[..., Question]]]
+    members = [(Tensor, "__bool__", _asked_by_python), (Tensor, "item", _asked_for_item)]
+    for owner in (torch, Tensor):
+        members += [(owner, "equal", _asked_if_equal), (owner, "allclose", _asked_if_close)]
+    return exchanged([exchange(*member) for member in members])
 
 
-def is_readable(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether Python would read one plain value of a device."""
-    is_plain = type(tensor) in (Tensor, Parameter) and is_strided(tensor) and tensor.numel() == 1
-    return is_plain and tensor.device == device and not in_transform()
+_PLAIN = (Tensor, Parameter)
+
+
+def _is_plain(tensor: Any, device: torch.device) -> bool:
+    return type(tensor) in _PLAIN and is_strided(tensor) and tensor.device == device
+
+
+def _asked_by_python(frame: FrameType, tensor: Tensor) -> Question:
+    return Question(frame, [tensor], lambda: tensor, called=False)
+
+
+def _asked_for_item(frame: FrameType, tensor: Tensor) -> Question:
+    return Question(frame, [tensor], lambda: tensor, is_number=tensor.dtype is not torch.bool)
+
+
+def _asked_if_equal(frame: FrameType, one: Tensor, other: Tensor) -> Question:
+    return Question(frame, [one, other], lambda: (one == other).all())
+
+
+def _asked_if_close(frame: FrameType, one: Tensor, other: Tensor, *how: Any, **by: Any) -> Question:
+    return Question(frame, [one, other], lambda: one.isclose(other, *how, **by).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,24 +153,26 @@ class Assertions:
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
-        return bools_exchanged(self._answer)
+        return truths_exchanged(self._answer)
 
-    def _answer(self, tensor: Tensor, frame: FrameType) -> bool | None:
-        if not is_readable(tensor, self._device) or self._is_host(tensor):
+    def _answer(self, asked: Question) -> bool | None:
+        if self._is_over or len(self.found) == _ROOM or any(map(self._is_host, asked.tensors)):
             return None
-        way = None if self._is_over or len(self.found) == _ROOM else way_on(frame)
-        if way is None:
+        if (way := asked.way(self._device)) is None:
             return None
         with torch.no_grad():
+            value = asked.condition()
+            if value.numel() != 1:  # torch says so
+                return None
             place = len(self.found) + 1
             raising = Raising(way, lambda value: self._held(value, place))
-            holds, value = self._holds[place], tensor.detach().reshape(())
+            holds, value = self._holds[place], value.detach().reshape(())
             if way.outcome:
                 holds.logical_and_(value)
             else:
                 holds.gt_(value if value.dtype is torch.bool else value.bool())
-        code = frame.f_code
-        site = CallSite(code.co_filename, frame.f_lineno, code.co_name)
+        code = asked.frame.f_code
+        site = CallSite(code.co_filename, asked.frame.f_lineno, code.co_name)
         self.found.append(Assertion(site, raising))
         return way.outcome
 
@@ -132,8 +181,8 @@ class Assertions:
         return tree_map_only(Tensor, lambda tensor: self._kept(tensor, place), value)
 
     def _kept(self, tensor: Tensor, place: int) -> NotKept | _Held:
-        is_number = is_readable(tensor, self._device) and not tensor.is_complex()
-        if not is_number or self._numbers_held == _ROOM:
+        is_number = _is_plain(tensor, self._device) and tensor.numel() == 1
+        if not is_number or tensor.is_complex() or self._numbers_held == _ROOM:
             return NotKept(tensor)
         held = _Held(self._numbers_held, tensor.dtype)
         self._numbers_held += 1

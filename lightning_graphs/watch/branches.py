@@ -34,6 +34,7 @@ _MAKES_MESSAGES = (
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_METHOD"}) | {
     f"CALL_FUNCTION{kind}" for kind in ("", "_KW", "_EX")
 }
+_NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_METHOD", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF")
 
 
 class Way(NamedTuple):
@@ -66,19 +67,79 @@ def _listing(code: CodeType) -> _Listing:
     return _Listing(found, lines, [instruction.offset for instruction in found])
 
 
-def way_on(frame: FrameType) -> Way | None:
+def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
     """Return how code goes on that asks now whether a value is true; None if both ways do more.
 
     The error must reach the end of the region: code that would catch it does more as well.
+
+    Args:
+        frame: The code.
+        called: It calls what tells it, and would ask a tensor itself otherwise.
     """
+    asking: FrameType | None = frame
     listing = _listing(frame.f_code)
     at = listing.at(frame.f_lasti)
-    ends = {outcome: _raises(listing, at, outcome) for outcome in (True, False)}
+    is_call = listing.instructions[at].opname in _CALLS
+    if is_call and not (called or _called(listing, at) == "bool"):
+        return None
+    is_value = is_call or listing.instructions[at].opname in ("UNARY_NOT", "TO_BOOL")
+    at, inverted = at + is_call, False
+    while is_value and asking is not None:  # it may be stored, or returned
+        at, inverted = _read_again(listing, at, inverted)
+        if not listing.instructions[at].opname.startswith("RETURN_VALUE"):
+            break
+        name, asking = asking.f_code.co_name, asking.f_back
+        if asking is None:
+            return None
+        listing = _listing(asking.f_code)
+        at = listing.at(asking.f_lasti)
+        if listing.instructions[at].opname not in _CALLS or _called(listing, at) != name:
+            return None
+        at += 1
+    if asking is None or any(map(_may_catch, _of_users(asking))):
+        return None
+    ends = {outcome: _raises(listing, at, outcome is not inverted) for outcome in (True, False)}
     raising = [outcome for outcome, lines in ends.items() if lines]
-    if len(raising) != 1 or any(map(_may_catch, _of_users(frame))):
+    if len(raising) != 1:
         return None
     (outcome,) = raising
-    return Way(not outcome, frame, min(ends[outcome]))
+    return Way(not outcome, asking, min(ends[outcome]))
+
+
+def _called(listing: _Listing, at: int) -> str:
+    """Return the name of what an instruction calls; empty if that is not plain."""
+    count, depth = listing.instructions[at].arg or 0, 0
+    for instruction in reversed(listing.instructions[:at]):
+        if instruction.opname in ("PRECALL", "KW_NAMES") and depth == 0:
+            continue
+        if "JUMP" in instruction.opname:
+            return ""
+        depth += dis.stack_effect(instruction.opcode, instruction.arg)
+        if depth > count and instruction.opname.startswith(_NAMES):
+            return str(instruction.argval)
+    return ""
+
+
+def _read_again(listing: _Listing, at: int, inverted: bool) -> tuple[int, bool]:
+    """Follow a value into a variable that is read once; return where it is on the stack again."""
+    while (name := listing.instructions[at].opname) in ("UNARY_NOT", "TO_BOOL", "STORE_FAST"):
+        variable = listing.instructions[at].argval
+        at += 1
+        if name == "UNARY_NOT":
+            inverted = not inverted
+        elif name == "STORE_FAST":
+            uses = [i for i, each in enumerate(listing.instructions) if _names(each, variable)]
+            if len(uses) != 2 or uses[0] != at - 1:
+                break
+            at = uses[1] + 1
+    return at, inverted
+
+
+def _names(instruction: dis.Instruction, variable: str) -> bool:
+    given = instruction.argval
+    return "FAST" in instruction.opname and (
+        given == variable or (isinstance(given, tuple) and variable in given)
+    )
 
 
 def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:

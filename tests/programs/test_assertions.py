@@ -73,6 +73,25 @@ def caught(self: Any, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch["x"]).sum() * 0.0
 
 
+def as_plain_truths(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As code writes it that makes a bool of a tensor first."""
+    loss: Tensor = self.loss(batch)
+    finite = loss.isfinite().all().item()
+    assert bool((batch["x"] < 1e9).all())
+    assert not torch.isnan(loss).sum().item(), "no number"
+    if not finite:
+        raise ValueError(f"{loss}")
+    if not is_known(batch["y"]):
+        raise IndexError
+    if not torch.equal(loss, loss + 0.0) or not torch.allclose(loss, loss.abs(), atol=1e-3):
+        raise ValueError("it differs")
+    return loss
+
+
+def is_known(labels: Tensor) -> bool:
+    return bool((labels < 3).all())
+
+
 def of_a_library(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """As torch validates variances, and the parameters and values of distributions."""
     out = self.net(batch["x"]).float()
@@ -97,6 +116,7 @@ ROWS = {
         both_bounds,
         by_a_function,
         of_a_library,
+        as_plain_truths,
         also="cut; accumulated; verified; bf16; modules, verified",
         graphs=range(1, 3),
     ),

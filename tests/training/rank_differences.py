@@ -345,3 +345,26 @@ def dying(rank: int, backend: str, root: Path) -> None:
 
     at = At(17, die)
     prepare(backend, in_folder(root, rank), True, callbacks=lambda: [at], **DDP).run()
+
+
+class Checked(Plain):
+    """Looks whether its loss is finite, only to raise."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not torch.isfinite(loss):
+            raise ValueError("broken on one rank")
+        return loss
+
+
+def asserting(rank: int, backend: str, root: Path, every: int) -> Any:
+    """Let an assertion of one rank fail in a replay; what each of them raises, and when."""
+    data = of_rank(rank)
+    if rank == ODD:
+        data[17]["x"][0, 0] = torch.nan
+    options = {**DDP, "data": lambda: data, "log_every_n_steps": every, "module": Checked}
+    made = prepare(backend, in_folder(root, rank), True, **options)
+    with pytest.raises((ValueError, PartedError)) as raised:
+        made.run()
+    assert made.statistics.replayed > 0
+    return raised.typename, str(raised.value), made.trainer.global_step

@@ -14,6 +14,7 @@ from tests.training.ddp_fits import DDP
 from tests.training.fits import prepare
 from tests.training.rank_differences import (
     KINDS,
+    asserting,
     dying,
     failing,
     failing_when_verified,
@@ -69,6 +70,16 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
 def test_an_exception_in_a_verification_ends_all(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0: (.|\n)*rank 1: (.|\n)*broken on one rank"):
         run_on_ranks(failing_when_verified, "emulated", tmp_path, seconds=60)
+
+
+@pytest.mark.parametrize(("every", "ends"), [(1, 17), (50, 20)])
+def test_an_assertion_of_one_rank_ends_all(tmp_path: Path, every: int, ends: int) -> None:
+    """... where a step is logged, or where the epoch ends: by then NaN has reached the other."""
+    other, odd = run_on_ranks(asserting, "emulated", tmp_path, every, seconds=60)
+    assert odd[::2] == ("ValueError", ends)
+    assert "raised by step 17" in odd[1]
+    assert other[::2] == ("PartedError" if every == 1 else "ValueError", ends)
+    assert ("rank 1: ValueError: broken" if every == 1 else "raised by step 18") in other[1]
 
 
 def test_no_rank_goes_on_where_others_wait_for_it(tmp_path: Path) -> None:
