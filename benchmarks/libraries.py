@@ -6,7 +6,8 @@ by its entry point. A row is trained
 
 - twice eagerly, and once eagerly with the fused kernel of its optimizer, which graphs exchange;
 - once with ``LIGHTNING_GRAPHS``: the loss of each step, logged values, parameters, the optimizer's
-  state, progress, and predictions are compared with the fit of the same kernel, to the last bit;
+  state, progress, and predictions are compared with the fit of the same kernel, to the last bit
+  (all of these with deterministic algorithms, where torch has such);
 - then timed, in pairs without and with it: seconds of a fit, and milliseconds of a step in the
   second half.
 
@@ -205,13 +206,27 @@ def train(
     seed_all()
     os.environ[VARIABLE] = graphs
     try:
-        with observed(trained, lab, fused=fused, timed=steps // 2 if timed else 0):
+        with (
+            repeatable(not timed),
+            observed(trained, lab, fused=fused, timed=steps // 2 if timed else 0),
+        ):
             predicted = FITS[name]("cpu" if lab.dry else "gpu", steps)
     finally:
         os.environ[VARIABLE] = "0"
     if not timed:
         trained.end["predictions"] = _copied(predicted)
     return trained
+
+
+@contextlib.contextmanager
+def repeatable(yes: bool) -> Iterator[None]:
+    """Choose kernels whose results repeat themselves, where torch has such, if so asked."""
+    torch.use_deterministic_algorithms(yes, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def seed_all() -> None:
@@ -308,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         library_fits.be_quiet()
         torch.set_num_threads(1)  # there are as many processes
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without which cuBLAS may not repeat
         lab = Lab(options.tiny)
         zoo.work(partial(measure, lab=lab, steps=steps, pairs=options.pairs))
         return 0

@@ -454,6 +454,7 @@ def chemprop(model: str, device: str, steps: int) -> Any:
 def scvi(model: str, device: str, steps: int) -> Any:
     import scvi as library
 
+    library.settings.seed = 1
     adata = library.data.synthetic_iid()
     kind = getattr(library.model, model)
     setup = {"batch_key": "batch"}
@@ -462,7 +463,7 @@ def scvi(model: str, device: str, steps: int) -> Any:
     kind.setup_anndata(adata, **setup)
     net, quiet = kind(adata), _quiet(steps, device)
     del quiet["max_steps"], quiet["enable_model_summary"]
-    net.train(max_epochs=max(1, steps // 3), batch_size=128, train_size=0.96, **quiet)
+    net.train(max_epochs=max(1, steps // 4), batch_size=100, train_size=1.0, **quiet)
     return [torch.tensor(net.get_latent_representation())]
 
 
