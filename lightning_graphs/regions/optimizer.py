@@ -209,7 +209,6 @@ class CapturableOptimizer:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self._device = device
-        self._hooks = step_hook_tables(optimizer)
         self._fused = _fusable(optimizer)
         # It runs torch's fused kernel, and without graphs would run another one
         self.runs_other_kernel = self._fused and not all(

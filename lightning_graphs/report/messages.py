@@ -95,10 +95,6 @@ class Statistics(Report):
             record.nodes = sum(sum(count.values()) for count in counts)
             record.kernels = sum(count.get("kernel", 0) for count in counts)
 
-    def count_replay(self, first: CUDAGraph) -> None:
-        self.replayed += 1
-        self._alive[first].replays += 1
-
     def released(self, first: CUDAGraph) -> None:
         self._count_nodes(first)
         self._alive.pop(first, None)
