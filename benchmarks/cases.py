@@ -99,7 +99,7 @@ def fifteen_steps(tiny: bool) -> Case:
 
 
 def validation_every_20_steps(tiny: bool) -> Case:
-    case = gpt2(300, ({"verify": False}, {"scope": "modules", "validation": True}), tiny)
+    case = gpt2(300, ({"verify": False}, {"scope": "modules"}), tiny)
     return replace(case, validation=case.batches[:4], repeats=1 if tiny else 2)
 
 

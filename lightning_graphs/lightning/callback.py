@@ -10,11 +10,13 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError, in_one_line
+from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts, updates_loggers
 from lightning_graphs.lightning.ranks import (
@@ -166,7 +168,8 @@ class GraphCapture(Callback):
             captured.
         exclude: Submodules that stay eager: patterns or classes, as for ``modules``. Either option
             asks for graphs of submodules.
-        validation: Submodules have graphs in validation steps, too, for calls without autograd.
+        evaluation: The steps of evaluations become graphs, too, each as a whole: those of
+            validations, and of ``trainer.validate``, ``trainer.test`` and ``trainer.predict``.
         warmup_steps: Real training steps that run eagerly before the first capture.
         min_repeats: How often a batch signature (structure, shapes, dtypes) must have come back
             after the warm-up before it is captured. By default it is captured as soon as the
@@ -201,7 +204,7 @@ class GraphCapture(Callback):
         scope: Literal["auto", "step", "modules"] = "auto",
         modules: Sequence[str] | None = None,
         exclude: Sequence[str] = (),
-        validation: bool = False,
+        evaluation: bool = True,
         warmup_steps: int = 3,
         min_repeats: int | None = None,
         max_graphs: int | None = None,
@@ -222,6 +225,7 @@ class GraphCapture(Callback):
         self._handler: StrategyHandler | None = None
         self._summary: FitSummary | None = None
         self._assertions: OpenAssertions | None = None
+        self._evaluation: EvaluationHandler | None = None
         self._fit = contextlib.ExitStack()
         self._stream: torch.cuda.Stream | None = None
 
@@ -308,82 +312,112 @@ class GraphCapture(Callback):
             if self.options.diagnose:
                 self._observe(trainer, pl_module)
             return
-        device = trainer.strategy.root_device
-        calls = calls_of(trainer.strategy)
-        name = _BACKEND_OF[device.type]
         with contextlib.ExitStack() as stack:
-            stream = progress = None
-            if name == "cuda":
-                stream = stack.enter_context(_side_stream(device, own_stream))
-                progress = ProgressValues(trainer)
-                stack.enter_context(progress.installed())
-                if not moves_batches_itself(trainer, pl_module):
-                    stack.enter_context(BatchTransfer(trainer).installed())
-            stack.enter_context(cheap_contexts(trainer))
-            stack.enter_context(flattened_once())
-            pool = GraphPool(stream=stream, keep_graphs=True, backend=name)
-            stack.callback(pool.close)
-            options, statistics = self.options, self._statistics
-            policy = CapturePolicy(
-                options, statistics, partial(steps_left, trainer), timed=name == "cuda"
-            )
-            budget = MemoryBudget(device, options.memory)
-            ranks = Ranks(trainer)
-            stack.callback(ranks.close)
-            budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
-            assertions = OpenAssertions(
-                partial(getattr, trainer, "global_step"),
-                partial(updates_loggers, trainer),
-                pool.backend.synchronize,
-                ranks,
-            )
-            stack.enter_context(saving_exchanged(trainer.strategy, assertions.settle))
-            raises = options.on_failure == "raise"
-            recovery = OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises)
-            messages = Messages(
-                statistics,
-                PATIENCE + (options.min_repeats or 0),
-                say=rank_zero_info,
-                warn=rank_zero_warn,
-            )
-            fit = LightningContext(
-                trainer=trainer,
-                module=pl_module,
-                options=options,
-                pool=pool,
-                statistics=statistics,
-                messages=messages,
-                progress=progress,
-                policy=policy,
-                budget=budget,
-                recovery=recovery,
-                ranks=ranks,
-                watch=TrainerWatch(trainer, pl_module, progress),
-                assertions=assertions,
-                no_whole_step=why_no_whole_step(trainer, pl_module),
-            )
+            fit = _context(trainer, pl_module, self.options, self._statistics, own_stream, stack)
+            evaluation: EvaluationHandler | None = None
 
             def switch_off() -> None:
                 handler.close()
-                if progress is not None:
-                    progress.mirrored = frozenset()
+                if evaluation is not None:
+                    evaluation.close()
+                if fit.progress is not None:
+                    fit.progress.mirrored = frozenset()
 
-            statistics.backend = name
             summary = FitSummary(fit, switch_off)
             runners = _runner_for(fit), partial(ModuleRunner, fit, 0)
             timed = summary.timing, summary.conclude
-            handler = StrategyHandler(*runners, recovery, statistics, *timed)
+            handler = StrategyHandler(*runners, fit.recovery, fit.statistics, *timed)
             stack.callback(handler.close)
             handler.take_over(trainer.strategy)
+            if self._evaluates(trainer):
+                evaluation = EvaluationHandler(fit, "validation_step", beside=handler)
+                stack.callback(evaluation.close)
+                evaluation.take_over(trainer.strategy)
             self._fit = stack.pop_all()
-        self._handler, self._summary, self._assertions = handler, summary, assertions
-        if options.log_metrics and not trainer.loggers:
+        self._handler, self._summary, self._assertions = handler, summary, fit.assertions
+        self._evaluation = evaluation
+        if self.options.log_metrics and not trainer.loggers:
             rank_zero_warn(
                 "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
                 stacklevel=stacklevel_of_user(),
             )
-        steps = f"{policy.earliest} step{'s' * (policy.earliest != 1)}"
+        earliest = fit.policy.earliest
+        steps = f"{earliest} step{'s' * (earliest != 1)}"
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
+
+    def _evaluates(self, trainer: Trainer) -> bool:
+        return self.options.evaluation and trainer.world_size == 1
+
+    def _begin_evaluation(self, trainer: Trainer, module: LightningModule, name: str) -> None:
+        """Take over the strategy's method for an evaluation that is no part of a fit."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            return
+        self._release()
+        self._statistics = Statistics()
+        device, options = trainer.strategy.root_device, self.options
+        is_inactive = device.type == "cpu" and options.backend == "auto"
+        if is_inactive or options.diagnose or not self._evaluates(trainer):
+            return
+        if reason := _reason_to_stay_out(trainer, options):
+            self._statistics.fallbacks.append(reason)
+            return
+        with contextlib.ExitStack() as stack:
+            fit = _context(trainer, module, options, self._statistics, None, stack)
+            evaluation = EvaluationHandler(fit, name)
+            stack.callback(evaluation.close)
+
+            def switch_off(reason: str) -> None:
+                evaluation.close()
+                fit.messages.note(reason)
+
+            fit.ranks.on_leave = switch_off
+            evaluation.take_over(trainer.strategy)
+            self._fit = stack.pop_all()
+        self._evaluation = evaluation
+
+    def _end_evaluation(self, trainer: Trainer) -> None:
+        """Raise what its steps have failed by; if it is no part of a fit, hand all back."""
+        if self._evaluation is not None:
+            self._evaluation.assertions.settle()
+        if trainer.state.fn == TrainerFn.FITTING:
+            return
+        if self._evaluation is not None:
+            self._evaluation.finish()
+        self._release()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the strategy's method in ``trainer.validate``.
+
+        In a fit, raise what training steps have failed by, before their parameters are judged.
+        """
+        self._settle()
+        self._begin_evaluation(trainer, pl_module, "validation_step")
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the strategy's method in ``trainer.test``."""
+        self._begin_evaluation(trainer, pl_module, "test_step")
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the strategy's method in ``trainer.predict``."""
+        self._begin_evaluation(trainer, pl_module, "predict_step")
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise what its steps have failed by; hand everything back after ``trainer.validate``."""
+        self._end_evaluation(trainer)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hand everything back after ``trainer.test``."""
+        self._end_evaluation(trainer)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Hand everything back after ``trainer.predict``."""
+        self._end_evaluation(trainer)
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
         from lightning_graphs.lightning.doctor import Doctor
@@ -416,11 +450,6 @@ class GraphCapture(Callback):
             rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
             self._statistics.fallbacks.append(reason)
         return not reason
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise what steps have failed by, before their parameters are judged."""
-        self._settle()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -477,7 +506,7 @@ class GraphCapture(Callback):
         self._release()
 
     def _release(self) -> None:
-        self._handler = self._summary = self._stream = self._assertions = None
+        self._handler = self._summary = self._stream = self._assertions = self._evaluation = None
         self._fit.close()
 
 
@@ -520,6 +549,65 @@ def _refused(reason: str) -> CaptureError:
         "GraphCapture cannot capture this fit.",
         reason,
         "remove the reason, write scope='modules', or train without graphs (on_failure='eager')",
+    )
+
+
+def _context(
+    trainer: Trainer,
+    module: LightningModule,
+    options: Options,
+    statistics: Statistics,  # of this fit or evaluation
+    stream: torch.cuda.Stream | None,  # for captures; None: a new one
+    stack: contextlib.ExitStack,  # gets what is to be put back
+) -> LightningContext:
+    """Make what the runners of a fit or of an evaluation share."""
+    device, calls = trainer.strategy.root_device, calls_of(trainer.strategy)
+    name = statistics.backend = _BACKEND_OF[device.type]
+    own_stream = progress = None
+    if name == "cuda":
+        own_stream = stack.enter_context(_side_stream(device, stream))
+        if trainer.state.fn == TrainerFn.FITTING:
+            progress = ProgressValues(trainer)
+            stack.enter_context(progress.installed())
+        if not moves_batches_itself(trainer, module):
+            stack.enter_context(BatchTransfer(trainer).installed())
+    stack.enter_context(cheap_contexts(trainer))
+    stack.enter_context(flattened_once())
+    pool = GraphPool(stream=own_stream, keep_graphs=True, backend=name)
+    stack.callback(pool.close)
+    budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer)
+    stack.callback(ranks.close)
+    budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
+    assertions = OpenAssertions(
+        partial(getattr, trainer, "global_step"),
+        partial(updates_loggers, trainer),
+        pool.backend.synchronize,
+        ranks,
+    )
+    stack.enter_context(saving_exchanged(trainer.strategy, assertions.settle))
+    raises = options.on_failure == "raise"
+    return LightningContext(
+        trainer=trainer,
+        module=module,
+        options=options,
+        pool=pool,
+        statistics=statistics,
+        messages=Messages(
+            statistics,
+            PATIENCE + (options.min_repeats or 0),
+            say=rank_zero_info,
+            warn=rank_zero_warn,
+        ),
+        progress=progress,
+        policy=CapturePolicy(
+            options, statistics, partial(steps_left, trainer), timed=name == "cuda"
+        ),
+        budget=budget,
+        recovery=OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises),
+        ranks=ranks,
+        watch=TrainerWatch(trainer, module, progress),
+        assertions=assertions,
+        no_whole_step=why_no_whole_step(trainer, module),
     )
 
 

@@ -26,8 +26,8 @@ from lightning_graphs.lightning.metrics import (
 from lightning_graphs.lightning.private import (
     batch_size_of,
     bound_log_redirected,
+    present_results,
     result_key,
-    training_results,
 )
 from lightning_graphs.lightning.strategy import ProgressValues, log_exchanged
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
@@ -84,8 +84,8 @@ class _LogCall:
     now: Callable[[], Any] | None = None
 
     def __post_init__(self) -> None:
-        self._results = training_results(self.module.trainer)
-        self._key = result_key(self.name)
+        self._results = present_results(self.module.trainer)
+        self._key = result_key(self.module.trainer, self.name, self.options)
         self._size: Any = None
         is_tensor = isinstance(self.value, Tensor) and self.now is None
         self._scalar = self.value.detach().squeeze() if is_tensor else None
@@ -138,6 +138,7 @@ class LogRecorder:
         self._calls: list[MetricCall | _LogCall] = []
         # Those that log a metric which the step computes, with its value then and the user's line
         self._objects: list[tuple[_LogCall, Any, str]] = []
+        self._computed: list[tuple[str, Tensor]] = []  # what these are given, by name
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
@@ -177,6 +178,7 @@ class LogRecorder:
         elif now is None and isinstance(value, Tensor):
             # The rest of the step may change it in place. No replay copies a tensor of the host.
             value = value.detach().clone() if value.device == device else value.detach()
+            self._computed.append((f"the logged `{name}`", value))
         call = _LogCall(self._module, log, name, arguments, value, now)
         if isinstance(value, Metric) and not self._metrics.is_apart(value):
             line = CallSiteFinder().here().describe()
@@ -193,6 +195,7 @@ class LogRecorder:
             own = self._own(name, given)
             call = MetricCall(function, given, own, name, partial(self._metrics.needs, metric))
             self._calls.append(call)
+            self._computed += [(f"an argument of {name}", tensor) for tensor in own]
             return call.result
 
         return record
@@ -224,6 +227,10 @@ class LogRecorder:
             values = {c.name: c.value for c in shown if c.options.get("prog_bar")}
             values = {name: v for name, v in values.items() if isinstance(v, Tensor)}
             self._mirrored = self._progress.capture(values)
+
+    def logged(self) -> list[tuple[str, Tensor]]:
+        """List the tensors in the recorded calls that a replay computes."""
+        return self._computed
 
     def reissue(self) -> None:
         if self._progress is not None:

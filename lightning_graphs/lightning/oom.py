@@ -105,6 +105,7 @@ class OomRecovery:
     """
 
     runner: Holder  # what runs the steps at present
+    beside: Holder | None = None  # what runs other steps of the fit, with graphs of its own
 
     def __init__(
         self,
@@ -222,10 +223,14 @@ class OomRecovery:
         self._begin.restore_python()
         return plan.hand_out(copies=False)
 
+    @property
+    def _held(self) -> str:
+        return self.runner.held or ("" if self.beside is None else self.beside.held)
+
     def _may_retry(self, error: Exception) -> bool:
         if not is_out_of_memory(error):
             return False
-        if not self._is_alone and self.runner.held:
+        if not self._is_alone and self._held:
             why = GraphError(
                 "A step that runs out of memory cannot be repeated without graphs, because other "
                 "ranks are inside of its collectives.",
@@ -248,7 +253,7 @@ class OomRecovery:
 
     @calls_observed
     def _step_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        held = self.runner.held
+        held = self._held
         if self._retries and self._begin is None and held:
             size = sum(t.numel() for t in leaves_of(args, Tensor))
             holding = held, self._statistics.captures

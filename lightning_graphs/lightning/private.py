@@ -40,13 +40,18 @@ def training_results(trainer: Trainer) -> Any | None:
     return trainer.fit_loop.epoch_loop._results if _IS_KNOWN else None
 
 
+def present_results(trainer: Trainer) -> Any | None:
+    """Return the collection behind ``self.log`` in the loop that runs, as for training."""
+    return trainer._results if _IS_KNOWN else None
+
+
 def logs_snapshot(trainer: Trainer) -> PythonSnapshot:
     """Take a snapshot of what ``self.log`` has collected in this epoch.
 
     No public API does. Fallback: an empty snapshot, and a step that runs again after it ran out of
     memory logs twice.
     """
-    results = training_results(trainer)
+    results = present_results(trainer)
     tables = [] if results is None else [results, vars(results), *map(vars, results.values())]
     kept = PythonSnapshot(("", table) for table in tables)
     if (connector := getattr(trainer, "_logger_connector", None)) is not None:
@@ -54,9 +59,17 @@ def logs_snapshot(trainer: Trainer) -> PythonSnapshot:
     return kept
 
 
-def result_key(name: str) -> str:
-    """Return the key in :func:`training_results` of what ``training_step`` logs as ``name``."""
-    return f"training_step.{name}"
+def result_key(trainer: Trainer, name: str, options: Mapping[str, Any]) -> str:
+    """Return the key in :func:`present_results` of what the present step logs as ``name``.
+
+    Args:
+        options: Further arguments of ``self.log``, by name.
+    """
+    # Not read as an attribute: a capture would make a guard of it
+    key = f"{vars(trainer.lightning_module)['_current_fx_name']}.{name}"
+    loader = getattr(present_results(trainer), "dataloader_idx", None)
+    is_apart = loader is not None and options.get("add_dataloader_idx", True)
+    return f"{key}.{loader}" if is_apart else key
 
 
 @contextlib.contextmanager
@@ -66,7 +79,7 @@ def bound_log_redirected(trainer: Trainer, log: Callable[..., None]) -> Iterator
     ``LightningModule.log`` checks its arguments and makes tensors of numbers before it calls this.
     Fallback: all of it runs in the capture.
     """
-    results = training_results(trainer)
+    results = present_results(trainer)
     if results is None:
         yield
         return

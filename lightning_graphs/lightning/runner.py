@@ -64,6 +64,8 @@ _WRAPPED = (
 class StepRunner(Region[tuple[Any, ...], StepPlan]):
     """Runs the steps of a fit as whole graphs."""
 
+    scope = step = "step"  # of its graphs, in the report; and what the user calls it
+
     def __init__(self, fit: LightningContext) -> None:
         self._fit = fit
         self._recovery = fit.recovery
@@ -79,13 +81,13 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._life: Lifecycle[tuple[Any, ...], StepPlan]
         self._life = Lifecycle(self, fit, self._verifier, lru_cache(without_values))
         self._cache = self._life.cache
-        self._notices = StepMessages(options, fit.statistics, fit.messages)
+        self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
         self._facts = CaptureFacts(fit, self._forget_plans)
         self._kept = self._facts.kept
-        self._values = BatchValues(fit.module.training_step)
+        self._values = BatchValues(fit.watch.function)
         self._seeds = NewSeeds.of(fit.module, fit.module.device)
         self._active: StepPlan | None = None
         self._stepping = False
@@ -368,7 +370,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
         self._notices.captured(plan.key)
         graphs = [*plan.graphs.values()]
-        plan.record = self._statistics.captured(signature_in_words(plan.key), graphs, self._cost)
+        words = signature_in_words(plan.key)
+        plan.record = self._statistics.captured(words, graphs, self._cost, scope=self.scope)
         self._kept.count()
         self._fit.assertions.is_used |= plan.assertions is not None
         tensors = plan.call.match(call[:1], {})
@@ -378,6 +381,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         self._recovery.forget_gradients(plan)
         self._kept.bound = None
+        return self._is_equal(plan, call)
+
+    def _is_equal(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         try:
             self._verification.check(plan, call)
         except MemoryKept:
@@ -530,6 +536,11 @@ class StrategyHandler:
         self._methods = {name: getattr(self, name) for name in NAMES}
         for name, method in self._methods.items():
             self._open.enter_context(replaced(strategy, name, method))
+
+    @property
+    def held(self) -> str:
+        """Which memory of graphs eager code may lack now; empty if none."""
+        return self.runner.held
 
     def close(self) -> None:
         """Release the graphs and put the methods back; may be called again."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -19,7 +18,6 @@ from lightning_graphs.lightning.strategy import log_exchanged
 from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.lightning.words import why_no_whole_step
 from lightning_graphs.private.callsite import reached_by_name, with_keyword
-from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, zeroed_quickly
 from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
@@ -78,9 +76,6 @@ class ModuleRunner:
         self._graphs = ModuleGraphs(
             fit, _facts_of(fit), gradients, verifier, looks_at_shapes=looks_at_shapes
         )
-        if fit.options.validation:
-            step = partial(self._validation_step, trainer.strategy.validation_step)
-            self._open.enter_context(replaced(trainer.strategy, "validation_step", step))
         self._update: CapturedUpdate | None = None
         if module.automatic_optimization and len(trainer.optimizers) == 1:
             self._update = CapturedUpdate(fit, gradients, verifier)
@@ -135,13 +130,6 @@ class ModuleRunner:
             replayed = self._graphs.state.has_replayed
             self._statistics.replayed += replayed
             self._statistics.eager += not replayed
-            self._graphs.end()
-
-    def _validation_step(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._graphs.begin_evaluating()
-        try:
-            return own(*args, **kwargs)
-        finally:
             self._graphs.end()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -258,7 +259,7 @@ class TrainerWatch:
             return contextlib.nullcontext()
         return cast_together([loss], [p for p in self._module.parameters() if p.requires_grad])
 
-    def loss_of(self, returned: Any) -> Tensor:
+    def loss_of(self, returned: Any) -> Tensor | None:
         """Return the loss in what ``training_step`` has returned."""
         return loss_of(returned)
 
@@ -337,6 +338,34 @@ def steps_left(trainer: Trainer) -> int:
         ahead = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
         left = min(left, ahead)
     return int(left)
+
+
+def evaluations_left(trainer: Trainer) -> int:
+    """Estimate how many batches are left for the evaluation that runs."""
+    if trainer.testing or trainer.predicting:
+        loop = trainer.test_loop if trainer.testing else trainer.predict_loop
+        each = trainer.num_test_batches if trainer.testing else trainer.num_predict_batches
+    else:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        loop = trainer.fit_loop.epoch_loop.val_loop if is_fit else trainer.validate_loop
+        each = trainer.num_val_batches
+    every = sum(each)
+    left = max(0.0, every - loop.batch_progress.current.completed)
+    if trainer.state.fn == TrainerFn.FITTING:
+        left += every * _validations_left(trainer)
+    return int(min(left, _MANY))
+
+
+def _validations_left(trainer: Trainer) -> float:
+    """Estimate how many validations follow the present one."""
+    between: Any = trainer.val_check_batch
+    per_epoch = trainer.num_training_batches
+    if not isinstance(between, (int, float)) or between == float("inf"):
+        between = per_epoch
+    if trainer.check_val_every_n_epoch is not None and between >= per_epoch:
+        between = per_epoch * trainer.check_val_every_n_epoch
+    left = steps_left(trainer) - (per_epoch if trainer.fit_loop.epoch_loop.done else 0)
+    return max(0.0, left / between) if 0 < between < float("inf") else 0.0
 
 
 # ------------------ The context of a fit

@@ -36,7 +36,7 @@ class Options:
     scope: Literal["auto", "step", "modules"] = "auto"
     modules: Sequence[str] | None = None
     exclude: Sequence[str] = ()
-    validation: bool = False
+    evaluation: bool = True
     warmup_steps: int = 3
     min_repeats: int | None = None
     max_graphs: int | None = None

@@ -61,6 +61,7 @@ class Phase(NamedTuple):
     zeroing: bool  # gradients are zeroed before its backward
     stepping: bool  # the optimizer steps after its backward
     window: int  # ``accumulate_grad_batches``: the loss is divided by it
+    loader: int = 0  # index of the data loader among those of an evaluation
 
     def __str__(self) -> str:
         parts = ["zeroing"] * self.zeroing + ["stepping"] * self.stepping
@@ -83,7 +84,9 @@ class CaptureKey:
     def diff(self, other: CaptureKey) -> list[str]:
         """Describe what changed, a line each; empty only when equal."""
         lines = []
-        if self.phase != other.phase:
+        if self.phase.loader != other.phase.loader:
+            lines.append(f"data loader: {self.phase.loader} -> {other.phase.loader}")
+        elif self.phase != other.phase:
             lines.append(f"accumulation: {self.phase} -> {other.phase}")
         if len(self.hyper_parameters) != len(other.hyper_parameters):
             lines.append("the optimizer's parameter groups changed")
@@ -102,7 +105,8 @@ class CaptureKey:
 def signature_in_words(signature: Signature) -> str:
     """Shorten a step's signature to its tensors, and its part in an accumulation window."""
     phase = conditions_of(signature).phase
-    return tensors_in_words(signature) + (f"; {phase}" if phase.window != 1 else "")
+    part = f"; {phase}" if phase.window != 1 else ""
+    return tensors_in_words(signature) + part + (f"; loader {phase.loader}" if phase.loader else "")
 
 
 def tensors_in_words(signature: Signature) -> str:
@@ -391,7 +395,7 @@ class ReplayGuards:
 
     def _with_gradients(self) -> tuple[bool, ...]:
         """Find which parameters have gradients of earlier steps, if the step reads them."""
-        zeroing, stepping, _ = self._client.phase()
+        zeroing, stepping, *_ = self._client.phase()
         if zeroing or not stepping or not self._optimizers:
             return ()
         return tuple([p.grad is not None for p in self._optimized])

@@ -41,7 +41,14 @@ from lightning_graphs.watch.user_code import CompiledCode
 class StepMessages:
     """Tells of captured and refused whole steps."""
 
-    def __init__(self, options: Options, statistics: Statistics, messages: Messages) -> None:
+    def __init__(
+        self,
+        options: Options,
+        statistics: Statistics,
+        messages: Messages,
+        step: str = "step",  # what the user calls it
+    ) -> None:
+        self._step = step
         self._options = options
         self._statistics = statistics
         self._messages = messages
@@ -93,13 +100,12 @@ class StepMessages:
     def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
         if self._options.scope == "auto" and not has_graphs:
             self._messages.note(
-                "cannot capture the whole step; capturing submodules instead", error, after=_EAGER
+                "cannot capture the whole step; capturing submodules instead",
+                error,
+                after=f"a {self._step} runs eagerly",
             )
         else:
-            self._messages.note(_EAGER, error)
-
-
-_EAGER = "a step runs eagerly"
+            self._messages.note(f"a {self._step} runs eagerly", error)
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:
@@ -136,6 +142,9 @@ class Recorder(Protocol):
 
         It logs what these have changed, and counts the steps that the step's own code has taken.
         """
+
+    def logged(self) -> list[tuple[str, Tensor]]:
+        """List the tensors that are logged, by name: those of the last run or replay."""
 
 
 class Client(environment.Client, Protocol):
@@ -210,8 +219,8 @@ class Client(environment.Client, Protocol):
     def around_step(self) -> AbstractContextManager[None]:
         """Keep nothing of the body, a step that is captured or compared."""
 
-    def loss_of(self, returned: Any) -> Tensor:
-        """Find the loss in what the step has returned."""
+    def loss_of(self, returned: Any) -> Tensor | None:
+        """Find the loss in what the step has returned; None: it has no backward pass."""
 
     def is_backward_unseen(self, loss: Tensor) -> bool:
         """Whether nothing but autograd's own operators runs in a backward pass."""

@@ -344,7 +344,6 @@ class DispatchState:
     context: TrainingContext
     config: CaptureConfig  # of calls without autograd, which may be replayed in any order
     stepping: bool = False  # a training step's own code is running, and no backward pass
-    evaluating: bool = False  # a validation step's is, and it shall have graphs
     stale: str = ""  # why graphs may be invalid; empty if none is
     astray: bool = False  # a call was not given the tensor that its graph reads in place
     replays: bool = False  # the present step has graphs
@@ -435,13 +434,11 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     def _answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Replay the call and return its output; ``_NONE`` for a call without a graph."""
         state = self._state
-        if not self.is_graphed or not (state.stepping or state.evaluating):
+        if not self.is_graphed or not state.stepping:
             return _NONE
         if not torch.is_grad_enabled():
             graphed = None if in_transform() else self._alone.plan_for((args, kwargs))
             return _NONE if graphed is None else self._replayed(graphed, args, kwargs)
-        if not state.stepping:
-            return _NONE
         index = self._calls
         self._calls = index + 1
         self._missing = _UNKNOWN
@@ -500,12 +497,11 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     def capture(self, call: Arguments, key: Any) -> GraphedCall:
         state = self._state
         # Modules inside of this one run eagerly in its capture.
-        before = state.stepping, state.evaluating
-        state.stepping = state.evaluating = False
+        before, state.stepping = state.stepping, False
         try:
             return capture_alone(self._observed(call), state.config)
         finally:
-            state.stepping, state.evaluating = before
+            state.stepping = before
 
     def enter(self, plan: GraphedCall, call: Arguments) -> None:
         enter([plan], self._state.context.statistics, "; without autograd")

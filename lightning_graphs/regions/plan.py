@@ -113,6 +113,7 @@ class StepPlan(Plan):
     effects: SideEffects  # what it finds in places, and does there and to containers of its batch
     outputs: OutputPlan  # what its code returned
     logs: Instruction  # makes its calls of loggers and metrics again
+    logged: Callable[[], list[tuple[str, Tensor]]]  # the tensors that these are given
     # Logs what its side effects have changed, and counts its own steps; None if that is nothing
     last: Instruction | None = None
     # What ``.grad`` is after the backward pass, of the optimizer's parameters

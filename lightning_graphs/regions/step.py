@@ -432,6 +432,7 @@ class StepCapture(StepBody):
             effects=effects,
             outputs=output,
             logs=recorder.reissue,
+            logged=recorder.logged,
             last=recorder.last,
             gradients=gradients.inside,
             outside=gradients.outside,

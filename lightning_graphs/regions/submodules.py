@@ -192,15 +192,9 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._observe(kind)
         self.state.has_replayed = self.state.replays = False
 
-    def begin_evaluating(self) -> None:
-        """Begin a validation step, whose calls without autograd have graphs."""
-        self.state.evaluating = True
-        for dispatcher in self._graphed.values():
-            dispatcher.install()
-
     def end(self) -> None:
         """End the step's own code: every module is as its author made it."""
-        self.state.stepping = self.state.evaluating = False
+        self.state.stepping = False
         for dispatcher in self._graphed.values():
             dispatcher.uninstall()
 

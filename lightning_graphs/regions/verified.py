@@ -116,7 +116,7 @@ class Verification(StepBody):
             output = self.run(arguments, plan.conditions.phase, recorder)
             stored = results()
         output.finish_capture()
-        return _returned(output.hand_out()) + stored
+        return _returned(output.hand_out()) + stored + _logged(recorder.logged())
 
     def _replayed(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
@@ -134,7 +134,7 @@ class Verification(StepBody):
             plan.assertions.note()
         plan.attach()
         stored = plan.effects.results(args[0], batch)
-        return _returned(plan.outputs.hand_out()) + stored
+        return _returned(plan.outputs.hand_out()) + stored + _logged(plan.logged())
 
     def check_update(self, replay: Callable[[], None]) -> None:
         """Verify a captured optimizer step on the present gradients."""
@@ -154,6 +154,11 @@ def _returned(value: Any) -> list[Result]:
         replace(output, name="the loss") if output.name in _LOSSES else output
         for output in results_in(value, "output")
     ]
+
+
+def _logged(tensors: Sequence[tuple[str, Tensor]]) -> list[Result]:
+    """List what a step has logged."""
+    return [Result(name, tensor.detach()) for name, tensor in tensors]
 
 
 # ------------------------------------------------------------------ calls

@@ -57,6 +57,7 @@ class Statistics(Report):
     comparisons: int = 0  # of graphs with eager runs
     # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
+    evaluation: dict[str, Statistics] = field(default_factory=dict)
     waiting: str = ""  # why the last eager step was not captured, if none was refused
     step_times: StepTimes = field(default_factory=StepTimes)  # how long steps take
     _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
@@ -106,7 +107,9 @@ class Statistics(Report):
         if not self.times_mean_something:
             values["times"] = []
         lists = {name: v for name, v in values.items() if isinstance(v, list)}
-        return Report(**values | {name: tuple(map(copy, rows)) for name, rows in lists.items()})
+        evaluation = {name: found.report() for name, found in self.evaluation.items()}
+        values |= {name: tuple(map(copy, rows)) for name, rows in lists.items()}
+        return Report(**values | {"evaluation": evaluation})
 
 
 @contextmanager
@@ -163,6 +166,7 @@ class Messages:
     Args:
         statistics: The report as it grows, which has all that is said.
         patience: So many eager steps in a row are waited for before it is said why.
+        steps: What the user calls the steps.
         say: Prints a sentence.
         warn: Warns with a sentence, as :func:`warnings.warn`; both of one rank only.
     """
@@ -172,11 +176,12 @@ class Messages:
         statistics: Statistics,
         patience: int = PATIENCE,
         *,
+        steps: str = "steps",
         say: Callable[[str], object] = _LOG.info,
         warn: Callable[..., object] = warnings.warn,
     ) -> None:
         self._statistics = statistics
-        self._patience = patience
+        self._patience, self._steps = patience, steps
         self.say, self.warn_user = say, warn
         # Why submodules run eagerly -> their names, and how the report says why
         self._refused: dict[str, tuple[list[str], str]] = {}
@@ -289,7 +294,8 @@ class Messages:
         if is_new and changes:
             further += f"{FIX}{_PAD if all(map(_SHAPES.match, changes)) else _LEAVE_OUT}"
         is_early = not (changes or is_time) and why_not in (TOO_RARE, NOT_TIMED)
-        self._statistics.waiting = "" if is_early else f"steps run eagerly: {why_not}{further}"
+        why = f"{self._steps} run eagerly: {why_not}{further}"
+        self._statistics.waiting = "" if is_early else why
         if is_time and say:
             self.note(self._statistics.waiting)
         self._is_said |= is_time

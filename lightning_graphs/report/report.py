@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from html import escape
 from textwrap import indent
 from typing import TYPE_CHECKING, Literal
@@ -87,6 +87,8 @@ class Report:
         recaptures: What changed, for each capture after the first.
         times: The steps that were timed: the first ones of the fit.
         verdict: What the times say, where replay is not (much) faster; else empty.
+        evaluation: What the graphs of ``"validation_step"``, ``"test_step"`` and ``"predict_step"``
+            did, each a report of its own.
         diagnosis: What ``diagnose=True`` found; else None.
     """
 
@@ -101,6 +103,7 @@ class Report:
     recaptures: Sequence[str] = ()
     times: Sequence[StepTime] = ()
     verdict: str = ""
+    evaluation: Mapping[str, Report] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
 
     @property
@@ -202,11 +205,15 @@ _SUMMARY = {
 }
 
 
-def _notes(report: Report) -> list[str]:
-    """Write what is said below the table, a sentence each, reasons indented below theirs."""
+def _notes(report: Report, *, is_part: bool = False) -> list[str]:
+    """Write what is said below the table, a sentence each, reasons indented below theirs.
+
+    Args:
+        is_part: It is below another report, which has said what holds for both.
+    """
     steps = "step" if report.replayed == 1 else "steps"
     said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
-    if not report.times_mean_something:
+    if not (report.times_mean_something or is_part):
         said.append(_TIMES_OF_A_REHEARSAL)
     if report.verdict:
         said.append(report.verdict)
@@ -235,7 +242,7 @@ def summary_line(report: Report) -> str:
     return "GraphCapture: " + ", ".join(parts)
 
 
-def render(report: Report) -> str:
+def render(report: Report, *, is_part: bool = False) -> str:
     """Write the table, with a dash for the unknown, and what is to be said below it."""
     numbers = (*_SIZES, *_TIMES) if report.times_mean_something else _SIZES
     table = [["signature", "scope", *(title for title, *_ in numbers)]]
@@ -250,4 +257,8 @@ def render(report: Report) -> str:
     sides = "<<" + ">" * len(numbers)
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
     lines = [form.format(*row).rstrip() for row in table if report.graphs]
-    return "\n".join([*lines, *_notes(report)])
+    lines += _notes(report, is_part=is_part)
+    for name, part in report.evaluation.items():
+        if part.graphs or part.fallbacks:
+            lines += [f"{name}:", indent(render(part, is_part=True), "  ")]
+    return "\n".join(lines)

@@ -288,18 +288,18 @@ def precision() -> Iterator[None]:
     torch.set_float32_matmul_precision(before)
 
 
-NET, VALIDATED = named("net"), {**named("net"), "validation": True}
+NET = named("net")
 OFTEN = {"data": lambda: batches() * 6, "capture": NET, "found": None}
 ROWS = {
     what: row(
-        Gained, graphs=2, changes=(name,), capture=VALIDATED, validation=4, max_epochs=3,
+        Gained, graphs=2, changes=(name,), capture=NET, validation=4, max_epochs=3,
         callbacks=lambda what=what: [Change(what)],
     )
     for what, name in NAMES.items()
 }  # fmt: skip
 ROWS |= {
     f"{what}, always": row(
-        Gained, graphs=1, replayed=0, capture=VALIDATED, validation=4, found=None, placed=False,
+        Gained, graphs=1, replayed=0, capture=NET, validation=4, found=None, placed=False,
         said="steps run eagerly: .* steps differ: " + re.escape(name.partition(": ")[0]),
         callbacks=lambda what=what: [Change(what, always=True)],
     )

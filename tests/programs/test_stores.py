@@ -362,8 +362,7 @@ ROWS |= {
     "ReadBefore": row(partial(Reader, ReadBefore), said=None, also=EACH_WAY, **BLOCKS),
     "Twice": row(Twice, capture=OF_BOTH, also="unverified", **ONCE),
     "Validated": row(
-        partial(Validated, Block), capture={**OF_BOTH, "validation": True}, also="unverified",
-        max_epochs=4,
+        partial(Validated, Block), capture=OF_BOTH, also="unverified", max_epochs=4,
     ),
     "Annealing": row(
         partial(Annealing, Handed), **{**BLOCKS, "data": of_sizes(*[8] * 16)}, said=None,

@@ -176,6 +176,7 @@ WRONG = [
     ("a.yaml", "scope: step\nmax_graph: 3\n", r"a\.yaml: .*'max_graph'\n.*write 'max_graphs'"),
     ("a.yaml", "zzz: 3\n", r"a\.yaml: .*'zzz'\n  Fix: write one of scope, .*backend"),
     ("a.json", '{\n  "scope": "step",\n  "colour": 1\n}', r"a\.json: .*'colour'"),
+    ("a.yaml", "validation: true\n", r"a\.yaml: .*'validation'\n.*write 'evaluation'"),
     ("a.yaml", "1: 3\n", r"write one 'name: value' a line"),
     # An impossible value.
     ("a.yaml", "scope: step\n\nmax_graphs: 0\n", r"a\.yaml: max_graphs must be .*, got 0\n"),

@@ -258,20 +258,22 @@ def test_calls_without_autograd_in_a_step(
 
 
 @pytest.mark.parametrize("choice", [BLOCKS, {"scope": "modules"}])
-def test_validation_runs_the_original_unless_asked_otherwise(
+def test_validation_steps_are_graphs_of_their_own(
     backend: str, tmp_path: Path, choice: Any
 ) -> None:
-    _, captured = trained(backend, tmp_path, capture=choice, validation=4)
+    class Validated(Blocks):  # without the read of its loss
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            hidden = self.net(batch["x"])
+            for block in self.blocks:
+                hidden, _ = block(hidden, scale=hidden.std())["hidden"]
+            self.log("val", self.head(hidden).float().square().mean())
+
+    _, captured = trained(backend, tmp_path, Validated, capture=choice, validation=4)
     assert not any("without autograd" in record.signature for record in captured.statistics.graphs)
-    _, captured = trained(
-        backend, tmp_path / "graphs", capture={**choice, "validation": True}, validation=4
-    )
-    records = {r.scope: r for r in captured.statistics.graphs if "without autograd" in r.signature}
-    assert {f"module blocks.{i}" for i in range(3)} <= set(records)
-    # Two epochs of four batches; the graphs' first step is that of the second epoch's third.
-    assert {(r.captures, r.parts) for r in records.values()} == {(1, 1)}
-    assert all(record.replays >= 2 for record in records.values())
-    assert captured.statistics.fallbacks == []
+    evaluation = captured.statistics.evaluation["validation_step"]
+    assert [r.scope for r in evaluation.graphs] == ["validation_step"]
+    assert (evaluation.eager, evaluation.replayed) == (5, 3)
+    assert captured.statistics.fallbacks == evaluation.fallbacks == []
 
 
 # ---------------------------------------------------------------------- modes and frozen parts

@@ -37,7 +37,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("modules", "encoder", r"must be a list .*\n  Fix: write modules=\['encoder'\]$"),
     ("exclude", 3, r"must be a list .*\n  Fix: write exclude=\['encoder.layers.\*'\]$"),
     ("modules", [], r"modules must name a submodule, got \[\]\n  Fix: leave modules out"),
-    ("validation", "yes", "\n  Fix: write validation=True or validation=False$"),
+    ("evaluation", "yes", "\n  Fix: write evaluation=True or evaluation=False$"),
 ]
 
 

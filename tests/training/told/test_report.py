@@ -190,10 +190,7 @@ class TestStepsOfSubmodules:
     def test_figures_are_those_of_calls(
         self, backend: str, tmp_path: Path, module: Any, window: int
     ) -> None:
-        capture = {
-            "scope": "modules", "on_failure": "eager", "validation": window == 2,
-            "only_if_faster": False,
-        }  # fmt: skip
+        capture = {"scope": "modules", "on_failure": "eager", "only_if_faster": False}
         options: dict[str, Any] = {
             "module": module, "capture": capture, "accumulate_grad_batches": window,
             "data": lambda: batches(20),
@@ -201,10 +198,7 @@ class TestStepsOfSubmodules:
         eager, captured = fit_twice(backend, tmp_path, **options)
         compare(eager, captured, replayed=False)
         report = captured.capture.report
-        trained = [r for r in report.graphs if not r.signature.endswith("without autograd")]
-        if module not in (Bypassed, Exchanged, FellBack):  # graphs are dropped on the way
-            assert (len(trained) < len(report.graphs)) == (window == 2)
-        replays = sum(record.replays for record in trained)
+        replays = sum(record.replays for record in report.graphs)
         assert report.replayed == replays > 0
         assert report.replayed + report.eager == 40
         figures = report.metrics()

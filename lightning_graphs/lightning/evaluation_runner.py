@@ -1,0 +1,246 @@
+"""Steps of an evaluation: each runs eagerly, is captured, or is replayed, as a training step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+
+from lightning_graphs.lightning.oom import OomRecovery
+from lightning_graphs.lightning.ranks import syncs
+from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
+from lightning_graphs.lightning.strategy import calls_of
+from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, evaluations_left
+from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch, judge
+from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.conditions import ClientGuards, Phase, ReplayGuards
+from lightning_graphs.regions.evaluation import (
+    NO_OBSERVERS,
+    EvaluationCapture,
+    EvaluationVerification,
+    NoOptimizer,
+)
+from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.report import summary_line
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.watch.assertions import OpenAssertions
+from lightning_graphs.watch.user_code import CompiledCode
+
+EVALUATIONS = ("validation_step", "test_step", "predict_step")
+"""Methods of strategies, and of modules, for a step of an evaluation."""
+
+
+def _in_words(name: str) -> str:
+    return name.replace("_", " ").replace("predict", "prediction")
+
+
+class EvaluationWatch(TrainerWatch):
+    """The trainer in an evaluation, as client of the engine.
+
+    Args:
+        name: The method of strategy and module, one of :data:`EVALUATIONS`.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, name: str) -> None:
+        super().__init__(trainer, module)
+        self.run = getattr(trainer.strategy, name)
+        self.name = name
+        self.given: Sequence[Any] = ()  # arguments of the present step
+
+    @property
+    def function(self) -> Any:
+        """The user's method."""
+        return getattr(self._module, self.name)
+
+    @property
+    def optimizes_itself(self) -> bool:
+        """False: an evaluation steps no optimizer."""
+        return False
+
+    def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> list[Any]:
+        """Return the further arguments of the step, with a tracer for ``batch_idx``.
+
+        The index of the data loader, which follows, is a part of the key.
+        """
+        first = [number("batch_idx", lambda: self.given[1]) for _ in given[:1]]
+        return [*first, *given[1:]]
+
+    def loss_of(self, returned: Any) -> None:
+        """Return None: an evaluation has no backward pass."""
+
+
+class EvaluationRunner(StepRunner):
+    """Runs the steps of an evaluation as whole graphs."""
+
+    def __init__(self, fit: LightningContext, watch: EvaluationWatch) -> None:
+        self._client = watch
+        self.scope, self.step = watch.name, _in_words(watch.name)
+        super().__init__(fit)
+        self._may_give_up = False
+        statistics = fit.statistics
+        self._verifier.step = lambda: statistics.eager + statistics.replayed
+
+    def _bind(self) -> None:
+        """Make guards and captures for the present parameters and modules."""
+        self._observers = NO_OBSERVERS
+        self._optimizers = [*self._trainer.optimizers]  # whose rates may be logged
+        self._in_graphs, self._eager_because = [], ""
+        optimizers = dict.fromkeys(self._optimizers or [NoOptimizer()])
+        self._capture = EvaluationCapture(self._fit, self._facts, optimizers, NO_OBSERVERS)
+        self._verification = EvaluationVerification(
+            self._verifier, self._capture, self._facts.places
+        )
+        guards = self._facts, self._client_guards()
+        self._watch = ReplayGuards(self._module, [], [], *guards)
+
+    def _client_guards(self) -> ClientGuards:
+        trainer, plugin = self._trainer, self._trainer.precision_plugin
+        return ClientGuards(
+            phase=self._phase,
+            epoch=lambda: trainer.current_epoch,
+            flags=(bool, partial(syncs, trainer)),
+            of_all=(
+                (
+                    (lambda: trainer.precision_plugin, plugin),
+                    lambda: "the trainer's precision was changed",
+                ),
+            ),
+        )
+
+    def _phase(self) -> Phase:
+        """Tell which data loader the coming batch is of."""
+        given = self._client.given
+        return Phase(False, False, 1, given[2] if len(given) > 2 else 0)
+
+    def close(self) -> None:
+        self._cache.clear()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run, capture or replay the step for this batch."""
+        self._client.given = args
+        plan = self._plan_for(args, kwargs)
+        if plan is None:
+            return self._eager(args, kwargs)
+        plan.present.batch = args[0]
+        return self._replay(plan)
+
+    def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
+        is_outside = bool(kwargs) or self._policy.is_over
+        if is_outside or self._warmup_left > 0:
+            if not is_outside:
+                self._count_key(args)
+            return None
+        return self._life.plan_for(args)
+
+    # ------------------------------------------------------------------ the region
+
+    def capture(self, call: tuple[Any, ...], key: Any) -> StepPlan | None:
+        with replaced(LIBRARIES, "step", self._client.name):
+            return super().capture(call, key)
+
+    def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
+        with replaced(LIBRARIES, "step", self._client.name):
+            return self._is_equal(plan, call)
+
+    def _replay(self, plan: StepPlan) -> Any:
+        plan.uses += 1
+        if self._waits:
+            self._waits = False
+            self._messages.replayed()
+        plan.launch("forward")
+        try:
+            returned = plan.hand_out()
+        except Exception as error:
+            returned = self._recovery.hand_out_without_copies(plan, error)
+        self._statistics.replayed += 1
+        plan.record.replays += 1
+        return returned
+
+
+class EvaluationHandler(StrategyHandler):
+    """Takes the place of one of the strategy's methods for steps of an evaluation."""
+
+    def __init__(
+        self,
+        fit: LightningContext,
+        name: str,  # of the method, one of EVALUATIONS
+        beside: StrategyHandler | None = None,  # runs the training steps of the fit
+    ) -> None:
+        trainer, options = fit.trainer, fit.options
+        if options.by_submodules:  # whole steps were not asked for
+            options = replace(options, on_failure="eager")
+        self.name = name
+        self.statistics = statistics = Statistics(backend=fit.statistics.backend)
+        fit.statistics.evaluation[name] = statistics
+        messages = Messages(
+            statistics,
+            PATIENCE + (options.min_repeats or 0),
+            steps=f"{_in_words(name)}s",
+            say=fit.messages.say,
+            warn=fit.messages.warn_user,
+        )
+        calls = replace(calls_of(trainer.strategy), training_step=getattr(trainer.strategy, name))
+        raises = options.on_failure == "raise"
+        recovery = OomRecovery(trainer, calls, statistics, fit.budget, fit.ranks, raises=raises)
+        timed = fit.pool.backend.name == "cuda"
+        left = partial(evaluations_left, trainer)
+        watch = EvaluationWatch(trainer, fit.module, name)
+        self.assertions = OpenAssertions(
+            lambda: statistics.eager + statistics.replayed,
+            bool,  # nothing lasts before the end
+            fit.pool.backend.synchronize,
+            fit.ranks,
+        )
+        own = replace(
+            fit,
+            assertions=self.assertions,
+            options=options,
+            statistics=statistics,
+            messages=messages,
+            policy=CapturePolicy(options, statistics, left, timed=timed),
+            recovery=recovery,
+            watch=watch,
+            progress=None,
+            no_whole_step="",
+            compiled=CompiledCode(),
+        )
+        self._fit = own
+        stopwatch = Stopwatch(trainer.strategy.root_device)
+        self._is_timed = stopwatch.meaningful
+        runner = EvaluationRunner(own, watch)
+        timing = StepTiming(statistics, stopwatch, manual=True)
+        # It has no successor: what is no whole graph runs eagerly
+        super().__init__(runner, lambda _: runner, recovery, statistics, timing, self._judge)
+        recovery.beside, fit.recovery.beside = beside, self
+
+    def take_over(self, strategy: Strategy) -> None:
+        """Exchange the strategy's method, also one that user code has set."""
+        self._own = getattr(strategy, self.name)
+        self._open.enter_context(replaced(strategy, self.name, self.training_step))
+
+    def _bind(self) -> None:
+        """Leave the method where it is: it repeats a step that finds no memory."""
+
+    def finish(self) -> None:
+        """Complete the report; called at the end, before the graphs are released."""
+        if self._timing is not None:
+            self._timing.read(wait=True)
+        statistics = self.statistics
+        if statistics.graphs:
+            statistics.verdict = judge(statistics.graphs).sentence if self._is_timed else ""
+            self._fit.messages.say(f"{summary_line(statistics.report())}, of {self.name}")
+
+    def _judge(self) -> None:
+        """Let steps run eagerly from now on if graphs make them slower."""
+        if not self._is_timed:
+            return
+        verdict = judge(self.statistics.graphs)
+        self.statistics.verdict = verdict.sentence
+        if not verdict.profitable and self._fit.options.only_if_faster:
+            self.close()
+            self._fit.messages.note(f"{self.name} runs eagerly from now on: {verdict.sentence}")

@@ -1,0 +1,270 @@
+"""Steps of evaluations as graphs: their logs, metrics and results are those of eager ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.training.fits import (
+    Fit,
+    Hidden,
+    Net,
+    assert_nothing_left,
+    batches,
+    compare,
+    fit_twice,
+    line,
+    prepare,
+)
+
+
+def counts(fit: Fit, name: str = "validation_step") -> tuple[int, int, int]:
+    """Eager steps, replayed ones, and captures of an evaluation."""
+    found = fit.capture.report.evaluation[name]
+    return found.eager, found.replayed, sum(record.captures for record in found.graphs)
+
+
+def said_of(fit: Fit, name: str = "validation_step") -> list[str]:
+    found = fit.capture.report.evaluation[name]
+    return [*found.fallbacks, *found.recaptures]
+
+
+# ---------------------------------------------------------------------- logs
+
+
+class Logging(Net):
+    """Logs in all forms, and returns what a hook keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("mean", loss)
+        self.log("both", loss * 2, on_step=True, on_epoch=True)
+        self.log("step", loss, on_step=True, on_epoch=False)
+        self.log_dict({"most": loss.exp(), "least": -loss}, reduce_fx="max")
+        self.log("sum", loss.exp(), reduce_fx="sum", prog_bar=True)
+        self.log("of three", loss, batch_size=3, sync_dist=True)
+        self.log("count", batch_idx * 2.0)
+        self.log("constant", 3.0)
+        return {"loss": loss, "output": self.net(batch["x"])}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept.append(outputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"inference_mode": False},
+        {"precision": "bf16-mixed"},
+        {"precision": "64-true"},
+        {"val_check_interval": 3, "limit_val_batches": 4, "num_sanity_val_steps": 2},
+        {"capture": {"verify": 2}, "check_val_every_n_epoch": 2, "max_epochs": 6},
+    ],
+    ids=lambda options: ", ".join(map(str, options)),
+)
+def test_logs_and_outputs(backend: str, tmp_path: Path, options: Any) -> None:
+    options = {"max_epochs": 3, **options}
+    eager, captured = fit_twice(backend, tmp_path, module=Logging, validation=8, **options)
+    compare(eager, captured)
+    assert_nothing_left(captured)
+    assert repr(captured.module.kept) == repr(eager.module.kept)
+    first, replayed, captures = counts(captured)
+    assert (first, captures) == (5, 1)
+    assert replayed >= 7
+    assert said_of(captured) == []
+
+
+def test_not_if_it_is_switched_off(backend: str, tmp_path: Path) -> None:
+    capture = {"evaluation": False}
+    compare(*(fits := fit_twice(backend, tmp_path, module=Logging, capture=capture, validation=8)))
+    assert fits[1].capture.report.evaluation == {}
+
+
+# ---------------------------------------------------------------------- all evaluations
+
+
+class Measured(Net):
+    """Metrics in all forms, over two loaders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy, self.mean = MulticlassAccuracy(3), MeanMetric()
+        kinds = {"a": MulticlassAccuracy(3), "b": MulticlassAccuracy(3, average="micro")}
+        self.several = MetricCollection(kinds)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        output = self.net(batch["x"])
+        loss = nn.functional.cross_entropy(output.float(), batch["y"])
+        self.log("loss", loss)
+        self.log(f"of loader {dataloader_idx}", loss, add_dataloader_idx=False, on_step=True)
+        self.accuracy(output, batch["y"])
+        self.log("accuracy", self.accuracy)
+        self.mean.update(loss)
+        self.several.update(output, batch["y"])
+        self.log_dict(self.several)
+        return {"loss": loss}
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", self.mean.compute())
+        self.mean.reset()
+
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.net(batch["x"]), {"labels": batch["y"], "kind": "digits"}
+
+    def val_dataloader(self) -> Any:
+        sizes = (9, 8), (7, 6)
+        return [DataLoader(batches(*size), batch_size=None) for size in sizes]
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_validate_test_and_predict(backend: str, tmp_path: Path, inference_mode: bool) -> None:
+    found: list[list[str]] = []
+    for captured in (False, True):
+        fit = prepare(
+            backend, tmp_path, captured, module=Measured, validation=0, max_epochs=3,
+            inference_mode=inference_mode, num_sanity_val_steps=1,
+        ).run()  # fmt: skip
+        results = [fit.csv, repr(fit.trainer.callback_metrics)]
+        if captured:
+            assert counts(fit) == (7, 41, 2)
+        loaders = fit.module.val_dataloader()
+        for kind in ("validate", "test", "predict"):
+            options = {} if kind == "predict" else {"verbose": False}
+            results.append(repr(getattr(fit.trainer, kind)(fit.module, loaders, **options)))
+            if captured:
+                name = {"validate": "validation_step"}.get(kind, f"{kind}_step")
+                assert counts(fit, name) == (7, 9, 2)
+                assert fit.capture.report.evaluation[name].fallbacks == ()
+                assert_nothing_left(fit)
+        found.append(results)
+    assert found[0] == found[1]
+
+
+# ---------------------------------------------------------------------- what stays eager
+
+
+def test_a_last_batch_of_another_size_is_eager_or_has_a_graph(backend: str, tmp_path: Path) -> None:
+    class Shorter(Logging):
+        def val_dataloader(self) -> Any:
+            return DataLoader(batches(6, last=5), batch_size=None)
+
+    fits = fit_twice(backend, tmp_path, module=Shorter, validation=0, max_epochs=4)
+    compare(*fits)
+    assert counts(fits[1]) == (8, 16, 2)
+
+
+class Reading(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val", loss if loss.item() > 1.0 else -loss)  # read
+
+
+def test_a_refusal_names_the_line_once(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": Reading, "validation": 8}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, capture={"on_failure": "eager"}, **options)
+    with pytest.warns(UserWarning, match="a validation step runs eagerly"):
+        captured.run()
+    compare(eager, captured)
+    assert counts(captured) == (16, 0, 0)
+    (said,) = said_of(captured)
+    assert f":{line(Reading.validation_step, 'read')} in validation_step" in said
+
+
+class Frozen(Net):
+    """Logs a product with a number that no guard sees."""
+
+    hidden = Hidden()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.hidden["factor"] = factor = self.hidden["factor"] + 1.0
+        self.log("val", self.loss(batch) * factor)
+
+
+def test_what_is_logged_is_verified(backend: str, tmp_path: Path) -> None:
+    captured = prepare(
+        backend, tmp_path, True, module=Frozen, validation=8, capture={"on_failure": "eager"}
+    )
+    with pytest.warns(UserWarning, match="the logged `val` differs"):
+        captured.run()
+    Frozen.hidden.clear()
+    assert counts(captured)[1] == 0
+
+
+# ---------------------------------------------------------------------- weights and modes
+
+
+class Averaged(Callback):
+    """Validates averages of the weights, which it exchanges for them in its own way."""
+
+    def __init__(self, exchange: Callable[[Tensor, Tensor], Any]) -> None:
+        self.exchange = exchange
+        self.averages: list[Tensor] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.averages = [p.detach().clone() for p in pl_module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for average, parameter in zip(self.averages, pl_module.parameters(), strict=True):
+            average.lerp_(parameter.detach(), 0.25)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.averages = [
+            self.exchange(average, parameter)
+            for average, parameter in zip(self.averages, pl_module.parameters(), strict=True)
+        ]
+
+    on_validation_end = on_validation_start
+
+
+def by_values(average: Tensor, parameter: Tensor) -> Tensor:
+    before = parameter.detach().clone()
+    parameter.data.copy_(average)
+    return before
+
+
+def by_memory(average: Tensor, parameter: Tensor) -> Tensor:
+    before = parameter.data
+    parameter.data = average
+    return before
+
+
+@pytest.mark.parametrize("exchange", [by_values, by_memory])
+def test_exchanged_weights(backend: str, tmp_path: Path, exchange: Any) -> None:
+    fits = fit_twice(
+        backend, tmp_path, module=Logging, validation=8, max_epochs=4,
+        callbacks=lambda: [Averaged(exchange)],
+    )  # fmt: skip
+    compare(*fits)
+    assert counts(fits[1])[1] > 0
+    assert repr(fits[1].module.kept) == repr(fits[0].module.kept)
+
+
+class Dropping(Logging):
+    """Validates with dropout in every second epoch."""
+
+    def on_validation_epoch_start(self) -> None:
+        if self.current_epoch % 2:
+            self.net[3].train()
+
+
+def test_modes_are_a_part_of_the_key(backend: str, tmp_path: Path) -> None:
+    fits = fit_twice(backend, tmp_path, module=Dropping, validation=8, max_epochs=6)
+    compare(*fits)
+    assert repr(fits[1].module.kept) == repr(fits[0].module.kept)
+    assert counts(fits[1])[2] == 2
