@@ -6,9 +6,11 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import takewhile
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import numpy
@@ -66,6 +68,7 @@ from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.assertions import Question, truths_exchanged
 from lightning_graphs.watch.batch import BatchValues
 from lightning_graphs.watch.environment import Environment, clocks_exchanged
+from lightning_graphs.watch.mirrors import reads_noted
 from lightning_graphs.watch.noted import (
     BatchReads,
     BatchValue,
@@ -141,6 +144,7 @@ class Doctor:
         # Those that the step computes, with the values that they had where they were logged
         self._computed: list[tuple[Metric, Any, CallSite]] = []
         self._drawn: set[str] = set()
+        self._following: set[tuple[str, str]] = set()  # files and functions; see `_followed`
         self._drawing_functions: set[DrawingFunction] = set()  # have drawn
         self._functions: set[DrawingFunction] = set()  # are called by replays
         self._values = BatchValues(module.training_step)
@@ -160,7 +164,10 @@ class Doctor:
             return
         self._finished = True
         self._methods.close()
-        for name, site in () if self._is_followed else self._logs.changing.items():
+        changing = {} if self._is_followed else self._logs.changing
+        for name, site in changing.items():
+            if (site.file, site.function) in self._following:
+                continue
             self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
         if not self._only_submodules:
             self._reads.judge(self.diagnosis, self._values.unread, self._step)
@@ -258,11 +265,19 @@ class Doctor:
                 stack.enter_context(calls_followed())
                 clock = functools.partial(self._numbers.number, obstacle=CLOCK)
                 stack.enter_context(clocks_exchanged(self._watch.own, clock))
+            if not self._only_submodules:
+                named = ((f"self.{n}", b) for n, b in self._module.named_buffers())
+                stack.enter_context(reads_noted(named, self._followed))
             if self._only_submodules:
                 stack.enter_context(register_module_forward_pre_hook(self._look_at_call))
             stack.enter_context(self._observing())
             stack.enter_context(around.acting())
             yield
+
+    def _followed(self, code: CodeType) -> AbstractContextManager[None]:
+        """Note code that reads a number which the state holds, as replays do on the host."""
+        self._following.add((code.co_filename, code.co_name))
+        return self._observer.looking_away()
 
     def _asked(self, asked: Question) -> bool | None:
         """Answer code that asks for a truth only to raise."""
@@ -473,7 +488,8 @@ class Doctor:
             others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
             backward = self._only_submodules and not site.line  # its forward has a line
             followed = is_followed and not change.whole  # C code reads whole ones
-            known = consequence or others or backward or followed
+            state = change.whole and (site.file, site.function) in self._following
+            known = consequence or others or backward or followed or state
             if not (known or self._reads.unseen(step, site)):
                 effect = _BETWEEN if site in self._between else "eager step"
                 row = findings.CHANGING_NUMBER, change.operator, site

@@ -150,6 +150,12 @@ def memory_of(tensor: Tensor) -> int:
     return identity
 
 
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that a view is of; autograd knows it, and nothing public tells."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often autograd has seen the memory of a tensor written; views share the count.
 

@@ -31,6 +31,7 @@ from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
+from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.user_code import CompiledCode
@@ -273,6 +274,7 @@ class CaptureFacts:
         self.places = StepState(  # where steps store something
             context.module, self.reads, on_change, lambda: context.watch.optimizers
         )
+        self.mirrors = Mirrors(on_change)  # numbers in tensors that steps read and advance
         self.has_host_program = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own
         self.is_unseen = True  # captures are hidden from libraries

@@ -140,6 +140,7 @@ class StepPlan(Plan):
     host: HostProgram | None = None  # what its code computes on the host; None if that is nothing
     dropout: CapturedDropout | None = None  # cuDNN's random state, if its recurrent layers draw
     clocks: Readings | None = None  # what its code reads of clocks; None if that is nothing
+    advance: Instruction | None = None  # advances the numbers of its state that the host knows
     assertions: PendingAssertions | None = None  # what its code reads only to raise
     # Of a step that optimizes by its own code: earlier steps' gradients that it reads and replaces,
     # and all that are visible after it
@@ -205,6 +206,8 @@ class StepPlan(Plan):
                 yield partial(self.effects.store, self.present)
             if self.last is not None:
                 yield self.last
+            if self.advance is not None:
+                yield self.advance
             if self.assertions is not None:
                 yield self.assertions.launched
 

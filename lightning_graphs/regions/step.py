@@ -77,6 +77,7 @@ from lightning_graphs.watch.host_trace import (
     draws_recorded,
     draws_refused,
 )
+from lightning_graphs.watch.mirrors import FollowedState, held_numbers
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects
@@ -171,6 +172,8 @@ class StepCapture(StepBody):
         self._rates_of: dict[Optimizer, NumberPlaces] = {}
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._assertions: Assertions | None = None  # what the coming capture reads only to raise
+        self._state: FollowedState  # numbers that it reads and writes in tensors
+        self._advance: Callable[[], None] | None = None
 
     @calls_observed
     def capture(
@@ -276,6 +279,7 @@ class StepCapture(StepBody):
         places = self._facts.places
         if places.learn(places.found):
             return True
+        learned = self._facts.mirrors.learn()
         if self._unforeseen:
             self.persistent.of(self._unforeseen)
             self._unforeseen.clear()
@@ -286,7 +290,7 @@ class StepCapture(StepBody):
         known = self._conversions, self._functions
         self._conversions |= set(filter(self._could_follow, self._numbers.asked))
         self._functions |= self._numbers.refused
-        return known != (self._conversions, self._functions)
+        return learned or known != (self._conversions, self._functions)
 
     @contextlib.contextmanager
     def _passes_counted(self, *, adds: bool) -> Iterator[None]:
@@ -321,6 +325,10 @@ class StepCapture(StepBody):
         self._assertions = Assertions(device, (lambda _: False) if tape is None else tape.knows)
         parts = self._facts.reads, device, tape, self._could_follow
         self._numbers = StepNumbers(*parts)
+        named = ((f"self.{name}", buffer) for name, buffer in self.module.named_buffers())
+        self._state = FollowedState(
+            self._facts.mirrors, held_numbers(named), self._numbers, self._assertions
+        )
         return self._host_tracer
 
     def _refuse_recorded_beside_compiled(self) -> None:
@@ -448,6 +456,7 @@ class StepCapture(StepBody):
             host=host,
             dropout=segments.dropout,
             clocks=self._clocks or None,
+            advance=self._advance,
             assertions=self._assertions.pending(self.context.assertions),
             refreshes=refreshes,
         )
@@ -513,8 +522,9 @@ class StepCapture(StepBody):
         assertions = self._assertions
         assert assertions is not None, "made ahead of the capture"
         with self._old_gradients, numbers, self._unseen(), followed, clocks, host, reduced:
-            with assertions.watching():
+            with self._state.watching(), assertions.watching():
                 result = super().forward(arguments, recorder)
+            self._advance = self._state.instruction()
             assertions.finish()
         self._registers_hooks = hooks_registered() != hooks
         return result

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
+from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import in_transform, is_strided
@@ -119,12 +120,19 @@ class _Held:
     dtype: torch.dtype
 
 
+class MakesError(Protocol):
+    """Makes the error of a failed assertion."""
+
+    def make(self, now: Callable[[Any], Any]) -> BaseException:
+        """Return the error; ``now`` gives the present value of what the graph has kept."""
+
+
 @dataclass(frozen=True, slots=True)
 class Assertion:
     """A condition of captured code, and the error where it fails."""
 
     site: CallSite
-    raising: Raising
+    raising: MakesError
 
 
 class Assertions:
@@ -166,15 +174,24 @@ class Assertions:
                 return None
             place = len(self.found) + 1
             raising = Raising(way, lambda value: self._held(value, place))
-            holds, value = self._holds[place], value.detach().reshape(())
-            if way.outcome:
-                holds.logical_and_(value)
-            else:
-                holds.gt_(value if value.dtype is torch.bool else value.bool())
+            value = value.detach().reshape(())
+            if not way.outcome:
+                value = value.logical_not()
         code = asked.frame.f_code
         site = CallSite(code.co_filename, asked.frame.f_lineno, code.co_name)
-        self.found.append(Assertion(site, raising))
+        self.require(value, site, raising)
         return way.outcome
+
+    def require(self, condition: Tensor, site: CallSite, error: MakesError) -> None:
+        """Assert a condition of the device, a scalar, with the line and the error of its failure.
+
+        Beyond the room for them there is no further assertion.
+        """
+        if len(self.found) == _ROOM:
+            return
+        self.found.append(Assertion(site, error))
+        with torch.no_grad():
+            self._holds[len(self.found)].logical_and_(condition)
 
     def _held(self, value: Any, place: int) -> Any:
         """Replace tensors in a value by what outlives a replay."""
@@ -276,7 +293,10 @@ def _told(error: BaseException, site: CallSite, step: int, last: int) -> BaseExc
         f"the update of that step was made{late})"
     )
     first = error.args[0] if error.args else ""
-    if len(error.args) <= 1 and (isinstance(error, AssertionError) or isinstance(first, str)):
+    if isinstance(error, GraphError):
+        error.observed += f" {text}"
+        error.args = (error.rule, error.observed, error.remedy)
+    elif len(error.args) <= 1 and (isinstance(error, AssertionError) or isinstance(first, str)):
         error.args = (f"{first}\n{text}".lstrip(),)
     elif hasattr(error, "add_note"):
         error.add_note(text)

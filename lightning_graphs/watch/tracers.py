@@ -6,6 +6,7 @@ the doctor, which lets code go on, a refusal is a note.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import sys
@@ -16,6 +17,7 @@ from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NoReturn
 
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle
@@ -364,12 +366,36 @@ _OF_MATH: list[Member] = [
 ]
 
 
+_numbers_of: list[Callable[[Tensor], Any]] = []
+
+
+@contextlib.contextmanager
+def tensors_as_numbers(
+    number: Callable[[Tensor], Any], members: Sequence[Member]
+) -> Iterator[None]:
+    """Let ``float`` and ``int`` accept tensors whose number is followed, and exchange members.
+
+    Args:
+        number: Gives the tracer for the number in a tensor; None for other tensors.
+        members: What stands for methods of tensors meanwhile.
+    """
+    _numbers_of.append(number)
+    try:
+        with exchanged(members):
+            yield
+    finally:
+        _numbers_of.pop()
+
+
 def _conversion(kind: Any) -> type:
     """Replacement for ``float`` or ``int`` in a module; torch does not know it as a dtype."""
     following = _following(kind)
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if _numbers_of and args and isinstance(args[0], Tensor):
+                found = _numbers_of[-1](args[0])
+                args = args if found is None else (found, *args[1:])
             return following(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:

@@ -52,7 +52,7 @@ class Logging(LightningModule):
 
 EMULATION = ("device/emulated", "device/trace", "device/undo")
 """Stand for what a GPU and its driver do."""
-CAPTURED = 44
+CAPTURED = 45
 """Files that a captured and verified step enters, at most."""
 
 

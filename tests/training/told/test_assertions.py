@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
+from lightning_graphs.errors import ReplayError
+from tests.programs.test_mirrors import Queue, of_moco
 from tests.training.fits import Net, assert_nothing_left, batches, prepare
 
 FAILING = 8  # the step whose batch is not finite
@@ -125,3 +128,25 @@ def test_no_checkpoint_holds_a_state_behind_it(
     assert sorted(steps) == list(range(1, FAILING + 1))
     fit.trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
     assert (tmp_path / "by_hand.ckpt").exists()
+
+
+class Counting(Queue):
+    training_step = of_moco
+
+
+class Moves(Callback):
+    """Writes the number past autograd, which nothing notices but the device."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == FAILING:
+            pl_module.pointer.data[0] = 24
+
+
+def test_a_number_that_is_written_unseen_ends_the_fit(backend: str, tmp_path: Path) -> None:
+    """... before it computes with another one than the host."""
+    fit = prepare(backend, tmp_path, True, module=Counting, callbacks=lambda: [Moves()])
+    with pytest.raises(ReplayError, match=r"self.pointer was another one") as raised:
+        fit.run()
+    assert fit.trainer.global_step == FAILING
+    assert fit.statistics.replayed > 0
+    assert f"raised by step {FAILING}" in str(raised.value)

@@ -1,0 +1,348 @@
+"""Numbers that modules hold in tensors and advance themselves, such as the pointer of a queue.
+
+``ptr = int(self.queue_ptr)`` reads the device. Yet the host knows the number, since steps have made
+it: a mirror has it. A captured step gets a tracer for it, as for a counter. Where the step writes
+the tensor, each replay computes the number on the host as well. Parts of tensors that begin at
+such a number (``queue[:, ptr : ptr + n]``) are indexed on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from threading import get_ident
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.device.rules import HOST_READ
+from lightning_graphs.errors import GraphError, ReplayError
+from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.exchange import Member, exchanged
+from lightning_graphs.private.torch import base_of, version_of
+from lightning_graphs.watch.assertions import Assertions
+from lightning_graphs.watch.numbers import ScalarTracer, StepNumbers
+from lightning_graphs.watch.tracers import (
+    OURS,
+    TracedNumber,
+    present,
+    tensors_as_numbers,
+)
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+_UNKNOWN = object()
+_ASSERTING = Assertions.__module__  # passes on what it does not answer
+
+
+class Mirror:
+    """The host's copy of a number that a module holds in a tensor of the device."""
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name, self.tensor = name, tensor
+        self._value: Any = None
+        self._version = -1  # of the tensor, when the host has read it last; replays leave it
+
+    def now(self) -> Any:
+        """Return the number; where eager code has written the tensor, wait and read it."""
+        version = version_of(self.tensor)
+        if version != self._version:
+            self._value, self._version = self.tensor.item(), version
+        return self._value
+
+    def advance(self, value: Any) -> None:
+        """Note what a replay writes."""
+        self._value = value
+
+    def forget(self) -> None:
+        """Note that a replay writes what the host does not know."""
+        self._version = -1
+
+
+class Mirrors:
+    """The mirrors of a fit: of tensors whose number steps have asked for."""
+
+    def __init__(self, on_change: Callable[[], object]) -> None:
+        self.known: dict[int, Mirror] = {}  # by the ``id`` of the tensor
+        self.asked: dict[int, Mirror] = {}
+        self._on_change = on_change
+
+    def learn(self) -> bool:
+        """Let the next capture know what the last one has asked for; tell if there is anything."""
+        new = {key: mirror for key, mirror in self.asked.items() if key not in self.known}
+        self.asked = {}
+        self.known |= new
+        if new:
+            self._on_change()  # graphs from before do not tell what they write
+        return bool(new)
+
+
+def held_numbers(named: Iterable[tuple[str, Tensor]]) -> dict[int, Mirror]:
+    """Make mirrors for those tensors that hold one whole number or flag."""
+    return {
+        id(tensor): Mirror(name, tensor)
+        for name, tensor in named
+        if tensor.numel() == 1 and tensor.dtype in _WHOLE and not tensor.is_inference()
+    }
+
+
+def _member(owner: Any, name: str, instead: Callable[..., Any]) -> Member:
+    """Make what takes the place of a method where code of this thread calls it, but not ours."""
+    own: Callable[..., Any] = getattr(owner, name)
+    thread = get_ident()
+
+    @functools.wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        asking: Any = sys._getframe(1)
+        if asking.f_globals.get("__name__") == _ASSERTING:
+            asking = asking.f_back
+        if asking.f_globals.get("__name__", "").startswith(OURS) or get_ident() != thread:
+            return own(*args, **kwargs)
+        return instead(asking, own, *args, **kwargs)
+
+    return owner, name, call
+
+
+_READING = ("item", "__bool__", "__int__", "__float__")
+
+
+def reads_noted(
+    named: Iterable[tuple[str, Tensor]],
+    # Entered around a read, given the code that reads
+    around: Callable[[CodeType], AbstractContextManager[object]],
+) -> AbstractContextManager[None]:
+    """Note where the body reads numbers that captured code would follow."""
+    candidates = held_numbers(named)
+
+    def read(asking: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
+        if id(base_of(tensor)) not in candidates or tensor.numel() != 1:
+            return own(tensor)
+        with around(asking.f_code):
+            return own(tensor)
+
+    return exchanged([_member(Tensor, name, read) for name in _READING] if candidates else [])
+
+
+class _Moved:
+    """Makes the error for a number that was written past torch's sight."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def make(self, _: object) -> BaseException:
+        return ReplayError(
+            "A number that the host knows must not be written past autograd.",
+            f"{self._name} was another one on the device than the host had counted",
+            f"write {self._name} itself, not its .data, or leave it eager (scope='modules')",
+        )
+
+
+class FollowedState:
+    """What one captured step reads and writes of such numbers.
+
+    Args:
+        mirrors: Those of the fit.
+        candidates: What may be asked for.
+        numbers: Makes tracers.
+        assertions: Has the graph compare a number on the device with that of the host.
+    """
+
+    def __init__(
+        self,
+        mirrors: Mirrors,
+        candidates: Mapping[int, Mirror],
+        numbers: StepNumbers,
+        assertions: Assertions,
+    ) -> None:
+        self._mirrors, self._numbers, self._assertions = mirrors, numbers, assertions
+        self._candidates = {**candidates, **mirrors.known}
+        self._found: dict[Mirror, Any] = {}  # what the step has got or written last
+        self._written: set[Mirror] = set()
+        self._versions: dict[Mirror, int] = {}
+        for mirror in mirrors.known.values():
+            mirror.now()  # ahead of the capture, in which nothing may wait
+            self._versions[mirror] = version_of(mirror.tensor)
+
+    def watching(self) -> AbstractContextManager[object]:
+        """Follow the numbers in the body, captured code."""
+        if not self._candidates:
+            return exchanged([])
+        members: list[Member] = [
+            (Tensor, "item", self._item),
+            (Tensor, "__bool__", self._truth),
+            (Tensor, "__int__", self._converted(int)),
+            (Tensor, "__float__", self._converted(float)),
+        ]
+        if not self._mirrors.known:
+            return exchanged([_member(*member) for member in members])
+        members += [(Tensor, name, self._writing(name)) for name in _WRITING]
+        members += [(Tensor, f"__{name}item__", self._part) for name in ("get", "set")]
+        return tensors_as_numbers(self._number, [_member(*member) for member in members])
+
+    # ------------------------------------------------------------------ reads
+
+    def _mirror(self, tensor: Any) -> Mirror | None:
+        if not isinstance(tensor, Tensor) or tensor.numel() != 1:
+            return None
+        return self._candidates.get(id(base_of(tensor)))
+
+    def _number(self, tensor: Tensor) -> Any:
+        """Return the number in a tensor; None if it is none of these."""
+        mirror = self._mirror(tensor)
+        if mirror is None:
+            return None
+        if id(mirror.tensor) not in self._mirrors.known:
+            self._mirrors.asked[id(mirror.tensor)] = mirror
+            raise HOST_READ.refused_here(f"{mirror.name} is read")
+        if version_of(mirror.tensor) != self._versions[mirror]:
+            self._found[mirror] = _UNKNOWN
+        if mirror not in self._found:
+            self._found[mirror] = number = self._numbers.number(mirror.name, mirror.now)
+            if isinstance(number, ScalarTracer):
+                memory = self._numbers.tensor_of(number, torch.int64)
+                same = mirror.tensor.detach().reshape(()) == memory
+                self._assertions.require(same, CallSiteFinder().here(), _Moved(mirror.name))
+        if self._found[mirror] is _UNKNOWN:
+            raise HOST_READ.refused_here(f"{mirror.name} is read")
+        return self._found[mirror]
+
+    def _item(self, _: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
+        found = self._number(tensor)
+        return own(tensor) if found is None else found
+
+    def _truth(self, _: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
+        found = self._number(tensor)
+        return own(tensor) if found is None else bool(found)
+
+    def _converted(self, kind: Any) -> Callable[..., Any]:
+        def convert(asking: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
+            asked = asking.f_globals.get("__name__", ""), kind
+            if self._mirror(tensor) is not None:
+                self._numbers.asked.add(asked)  # the next capture follows that, too
+            found = self._number(tensor)
+            if isinstance(found, TracedNumber):
+                return found.converted(kind, asked[0])
+            return own(tensor) if found is None else kind(found)
+
+        return convert
+
+    # ------------------------------------------------------------------ writes
+
+    def _writing(self, name: str) -> Callable[..., Any]:
+        compute = _WRITING.get(name, _last)
+
+        def write(
+            _: FrameType, own: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            mirror = self._mirror(tensor)
+            if mirror is None or id(mirror.tensor) not in self._mirrors.known:
+                return own(tensor, *args, **kwargs)
+            value = _UNKNOWN if kwargs else self._computed(compute, tensor, args)
+            result = own(tensor, *args, **kwargs)
+            self._found[mirror] = value
+            self._written.add(mirror)
+            self._versions[mirror] = version_of(mirror.tensor)
+            return result
+
+        return write
+
+    def _computed(self, compute: Callable[..., Any], tensor: Tensor, args: Sequence[Any]) -> Any:
+        """Return what a write makes of a number, if the host knows."""
+        try:
+            *_, given = args or (0,)
+            if isinstance(given, Tensor):
+                given = self._number(given)
+            if not isinstance(given, (int, TracedNumber)):
+                return _UNKNOWN
+            return compute(self._number(tensor) if compute is not _last else None, given)
+        except GraphError:
+            return _UNKNOWN
+
+    def instruction(self) -> Callable[[], None] | None:
+        """Return what advances mirrors after each replay; None if the step writes no number."""
+        changes: list[tuple[Mirror, Any]] = []
+        for mirror in self._mirrors.known.values():
+            is_known = version_of(mirror.tensor) == self._versions.get(mirror)
+            if mirror in self._written or not is_known:
+                value = self._found[mirror] if is_known else _UNKNOWN
+                changes.append((mirror, value))
+        if not changes:
+            return None
+
+        def advance() -> None:
+            for mirror, value in [(mirror, present(value)) for mirror, value in changes]:
+                if value is _UNKNOWN:
+                    mirror.forget()
+                else:
+                    mirror.advance(type(mirror.now())(value))
+
+        return advance
+
+    # ------------------------------------------------------------------ parts of tensors
+
+    def _part(
+        self, asking: FrameType, own: Callable[..., Any], tensor: Tensor, index: Any, *value: Any
+    ) -> Any:
+        """Get or set a part; one that moves is indexed on the device."""
+        mirror = self._mirror(tensor)
+        if mirror is not None and value and id(mirror.tensor) in self._mirrors.known:
+            return self._writing("__setitem__")(asking, own, tensor, index, *value)
+        parts = index if type(index) is tuple else (index,)
+        if not any(map(_moves, parts)):
+            return own(tensor, index, *value)
+        places: list[Any] = []
+        moving = -1
+        for dim, part in enumerate(parts):
+            if not isinstance(part, slice) or (_moves(part) and moving >= 0):
+                return own(tensor, index, *value)  # torch asks for the bare numbers
+            place = self._place(part, tensor.shape[dim]) if _moves(part) else part
+            moving = dim if isinstance(place, Tensor) else moving
+            places.append(place)
+        if moving < 0:
+            return own(tensor, tuple(places), *value)
+        if not value:
+            found = tensor.index_select(moving, places[moving])
+            places[moving] = slice(None)
+            self._numbers.read_only("a part that moves", tensor, found)
+            return own(found, tuple(places))
+        (given,) = value
+        if isinstance(given, Tensor):
+            given = given.to(tensor.dtype)
+        return own(tensor, tuple(places), given)
+
+    def _place(self, part: slice, size: int) -> Any:
+        """Return a slice of fixed numbers, or where each of its elements is on the device."""
+        begin = 0 if part.start is None else part.start
+        end = size if part.stop is None else part.stop
+        if part.step not in (None, 1) or not (begin >= 0 and end >= begin and end <= size):
+            return part  # torch asks for the bare numbers
+        count = end - begin
+        if isinstance(count, TracedNumber):
+            count = count.guarded()
+        if not isinstance(begin, TracedNumber):
+            return slice(begin, begin + count)
+        first = self._numbers.tensor_of(begin, torch.int64)  # type: ignore[arg-type]
+        return torch.arange(count, device=first.device) + first
+
+
+def _moves(part: Any) -> bool:
+    """Return whether a slice has a number in it that is followed."""
+    return isinstance(part, slice) and any(
+        isinstance(number, TracedNumber) for number in (part.start, part.stop, part.step)
+    )
+
+
+def _last(_: Any, given: Any) -> Any:
+    return given
+
+
+_WRITING: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("fill_", "zero_", "copy_"), _last),
+    **dict.fromkeys(("add_", "__iadd__"), lambda number, given: number + given),
+    **dict.fromkeys(("sub_", "__isub__"), lambda number, given: number - given),
+    **dict.fromkeys(("remainder_", "__imod__"), lambda number, given: number % given),
+}
+"""Methods that write a tensor, and what they make of the number in it."""
