@@ -140,6 +140,31 @@ def test_loss_scaling_skips_steps_with_inf(
     assert bool(captured.statistics.fallbacks) is (name == "Adagrad")
 
 
+class ByHand(Overflowing):
+    """Two optimizers with one scaler; each is skipped where its own gradients overflow."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [self._optimizers(self.net[0]), self._optimizers(self.net[4])]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused"])
+def test_loss_scaling_under_manual_optimization(backend: str, tmp_path: Path, name: str) -> None:
+    _, captured = fit_scaled(backend, tmp_path, name, kind=ByHand, data=overflowing)
+    assert captured.statistics.fallbacks == []
+
+
 @pytest.mark.parametrize("trace", [GradientTrace, FullTrace])
 @pytest.mark.parametrize("clip", [None, 2**-6])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused"])
