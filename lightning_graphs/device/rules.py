@@ -197,6 +197,11 @@ OLD_GRADIENTS = Obstacle(
     "use gradients behind the backward pass, and keep what the next step needs of them in a buffer",
     kind="python-state",
 )
+SCHEDULED = Obstacle(
+    "A replay steps a scheduler at its end, behind all steps of the scheduler's optimizer.",
+    "step the scheduler at the end of the step; one that takes a value, in a hook",
+    kind="python-state",
+)
 BATCH_CHANGED = Obstacle(
     "A replay can put tensors and plain values into dicts, lists and dataclasses of its batch, and "
     "change no other objects there.",

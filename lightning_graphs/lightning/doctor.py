@@ -38,6 +38,7 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning import words as findings
 from lightning_graphs.lightning.logs import LOGGED_NUMBER, METRIC_LATER, LoggedNumbers
+from lightning_graphs.lightning.manual import ScheduleWatch
 from lightning_graphs.lightning.metrics import METRIC_VALUE, metrics_exchanged
 from lightning_graphs.lightning.private import takes_no_closure
 from lightning_graphs.lightning.strategy import StrategyCalls, copies_on_host, intercepted, loss_of
@@ -143,6 +144,7 @@ class Doctor:
         self._logs = LoggedNumbers(self._is_live, self._observer.looking_away, self._metric_logged)
         # Those that the step computes, with the values that they had where they were logged
         self._computed: list[tuple[Metric, Any, CallSite]] = []
+        self._schedules = ScheduleWatch(self._used, sites, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._following: set[tuple[str, str]] = set()  # files and functions; see `_followed`
         self._drawing_functions: set[DrawingFunction] = set()  # have drawn
@@ -227,6 +229,7 @@ class Doctor:
     ) -> Any:
         """Let the strategy step: the optimizer's obstacles are known without observation."""
         steps = takes_no_closure(closure)
+        self._schedules.behind(optimizer)
         with self._observer.looking_away() if steps else contextlib.nullcontext():
             return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -268,6 +271,7 @@ class Doctor:
             if not self._only_submodules:
                 named = ((f"self.{n}", b) for n, b in self._module.named_buffers())
                 stack.enter_context(reads_noted(named, self._followed))
+                stack.enter_context(self._schedules.watching(self._watch.schedulers))
             if self._only_submodules:
                 stack.enter_context(register_module_forward_pre_hook(self._look_at_call))
             stack.enter_context(self._observing())

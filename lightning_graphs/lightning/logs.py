@@ -36,7 +36,7 @@ from lightning_graphs.regions.conditions import Instruction, in_turn
 from lightning_graphs.values.memory import storage_address
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.containers import ListAppend
-from lightning_graphs.watch.tracers import Tracer, refuse_tracers
+from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -139,6 +139,7 @@ class LogRecorder:
         # Those that log a metric which the step computes, with its value then and the user's line
         self._objects: list[tuple[_LogCall, Any, str]] = []
         self._computed: list[tuple[str, Tensor]] = []  # what these are given, by name
+        self._at_end: list[Instruction] = []
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
@@ -168,7 +169,11 @@ class LogRecorder:
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
         refuse_tracers(arguments)
         device = self._module.device
-        now = value.now if isinstance(value, Tracer) else self.live(value)
+        is_late = isinstance(value, LateTracer)
+        if is_late:
+            now = value.at_end
+        else:
+            now = value.now if isinstance(value, Tracer) else self.live(value)
         if now is None and isinstance(value, Number):
             site = None if self._numbers is None else self._numbers.changing.get(name)
             if site is not None:
@@ -183,6 +188,8 @@ class LogRecorder:
         if isinstance(value, Metric) and not self._metrics.is_apart(value):
             line = CallSiteFinder().here().describe()
             self._objects.append((call, value._forward_cache, line))
+        elif is_late:
+            self.at_end(partial(self._reissue, [call]))
         else:
             self._calls.append(call)
 
@@ -241,14 +248,19 @@ class LogRecorder:
     def last(self) -> Instruction | None:
         """Logs metrics that the step computes, once the replay has given them their values.
 
-        After that Lightning counts the optimizer steps of the step's own code.
+        After that it steps schedulers, and Lightning counts the steps of the step's own code.
         """
         parts: list[Instruction] = []
         if self._objects:
             parts.append(partial(self._reissue, [call for call, *_ in self._objects]))
+        parts += self._at_end
         if self._manual is not None:
             parts.append(self._manual.repeat)
         return in_turn(parts)
+
+    def at_end(self, instruction: Instruction) -> None:
+        """Let a replay do this in the end, after what it does then already."""
+        self._at_end.append(instruction)
 
     def _reissue(self, calls: Sequence[MetricCall | _LogCall]) -> None:
         dtype = torch.get_default_dtype()

@@ -25,6 +25,7 @@ from lightning_graphs.device.rules import (
     MOVED_STORAGE,
     OLD_GRADIENTS,
     READ_IN_BACKWARD,
+    SCHEDULED,
     SIDE_EFFECT,
     STORED,
     STORED_OUTSIDE,
@@ -122,6 +123,12 @@ WORDS = {
         "    norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)\n"
         '    self.log("norm", norm)\n'
         "    self.norm.copy_(norm)  # a buffer, for the next step",
+    },
+    SCHEDULED: {
+        "remedy": "call its step at the end of training_step; that of a scheduler which takes a "
+        "value, in on_train_epoch_end",
+        "code": "def on_train_epoch_end(self):\n"
+        '    self.lr_schedulers().step(self.trainer.callback_metrics["loss"])',
     },
     BATCH_CHANGED: {
         "remedy": "return the value from training_step, and use it in on_train_batch_end",

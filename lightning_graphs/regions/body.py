@@ -118,6 +118,10 @@ class StepBody:
         ]
         if (scaler := self._scaler) is not None:
             steps.append((scaler, "step", partial(self._step_scaled, scaler.step)))
+        scheduler: Any
+        for scheduler in self.client.schedulers:
+            own = scheduler.step
+            steps.append((scheduler, "step", partial(self.schedule, recorder, scheduler, own)))
         with exchanged(steps):
             output, _ = self.forward(arguments, recorder)
         keep()
@@ -142,6 +146,11 @@ class StepBody:
         # For optimizers that we made fused it would read `found_inf` on the host.
         with replaced(optimizer, _UNSCALES_ITSELF, True):
             return own(optimizer, *given)
+
+    def schedule(
+        self, recorder: Recorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
+    ) -> None:
+        """Leave out a step of a scheduler, which the step's own code calls."""
 
     def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Let the body, a step of an optimizer, find the learning rates on the device."""

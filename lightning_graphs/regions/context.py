@@ -147,6 +147,9 @@ class Recorder(Protocol):
     def logged(self) -> list[tuple[str, Tensor]]:
         """List the tensors that are logged, by name: those of the last run or replay."""
 
+    def at_end(self, instruction: Instruction) -> None:
+        """Let a replay do this in the end, after what it does then already."""
+
 
 class Client(environment.Client, Protocol):
     """The loop around the regions of a fit, and what its parts of a step do."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
+from lightning_graphs.device.rules import SCHEDULED
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.policy.worth import defragment
 from lightning_graphs.private.engine import local
@@ -22,6 +24,14 @@ from lightning_graphs.private.torch import count_for_schedulers, step_hook_table
 from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.environment import (
+    NumberPlaces,
+    Schedulers,
+    number_places,
+    numbers_exchanged,
+)
+from lightning_graphs.watch.tracers import LateTracer, Tracer
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device, on
@@ -390,6 +400,69 @@ class CapturableOptimizer:
         """Whether the optimizer itself keeps the ``step`` counters of a group on the CPU."""
         on_device = group.get("capturable") or group.get("fused")
         return not (on_device or isinstance(self.optimizer, torch.optim.ASGD))
+
+
+class OptimizerNumbers:
+    """Numbers of optimizers and schedulers while a step is captured.
+
+    User code gets tracers for them, steps of optimizers get learning rates on the device. Numbers
+    that a scheduler has moved within the step are late: a replay has them at its end.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[Optimizer, CapturableOptimizer | None],
+        schedulers: Schedulers,
+        number: Callable[[str, Callable[[], Any]], Any],  # makes the tracer of a number
+    ) -> None:
+        self._schedulers = schedulers
+        self._rates: dict[Optimizer, NumberPlaces] = {}
+        self._traced: dict[Optimizer, NumberPlaces] = {}
+        for index, (optimizer, capturable) in enumerate(optimizers.items()):
+            rates = None if capturable is None else capturable.live_rates()
+            parts = schedulers, optimizer, rates
+            self._rates[optimizer] = number_places(*parts)
+            self._traced[optimizer] = number_places(*parts, number, index)
+        self._scheduled: set[Optimizer] = set()  # whose scheduler the step has stepped
+        self._late = contextlib.ExitStack()
+
+    def rates(self) -> AbstractContextManager[None]:
+        """Let all optimizers have their rates on the device while the body runs."""
+        return _all_exchanged(self._rates)
+
+    def rates_of(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let one have them while the body, its step, runs within the step's own code."""
+        if optimizer in self._scheduled:
+            raise SCHEDULED.refused_here("an optimizer steps after its scheduler")
+        return numbers_exchanged(optimizer, self._rates[optimizer])
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Let the body, the step's own code, find tracers."""
+        with _all_exchanged(self._traced), self._late:
+            yield
+
+    def schedule(self, scheduler: object, args: Any, kwargs: Any) -> None:
+        """Let what a scheduler moves be late from now on, or refuse its step."""
+        optimizer: Any = vars(scheduler).get("optimizer")
+        if optimizer not in self._rates or takes_value(args, kwargs):
+            raise SCHEDULED.refused_here("a scheduler is stepped with a value of the step")
+        self._scheduled.add(optimizer)
+        places = number_places(self._schedulers, optimizer, None, LateTracer)
+        self._late.enter_context(numbers_exchanged(optimizer, places))
+
+
+@contextlib.contextmanager
+def _all_exchanged(places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for optimizer, found in places.items():
+            stack.enter_context(numbers_exchanged(optimizer, found))
+        yield
+
+
+def takes_value(*given: Any) -> bool:
+    """Whether a scheduler is handed a value of the step."""
+    return any(isinstance(leaf, (Tensor, Tracer)) for leaf in leaves_of(given))
 
 
 _FLAGS = ("capturable", "fused", "foreach")

@@ -53,7 +53,7 @@ from lightning_graphs.regions.gradients import (
     PersistentGradients,
     reduction_of,
 )
-from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
+from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
@@ -63,13 +63,10 @@ from lightning_graphs.watch.batch import UnreadValues, objects_undone, written_t
 from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.environment import (
     Environment,
-    NumberPlaces,
     RaisedInCapture,
     Readings,
     clocks_exchanged,
     code_captured,
-    number_places,
-    numbers_exchanged,
 )
 from lightning_graphs.watch.host_trace import (
     ArenaFull,
@@ -167,9 +164,7 @@ class StepCapture(StepBody):
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._old_gradients: AbstractContextManager[None] = nullcontext()
-        # Of each optimizer: tracers of its numbers and where they belong, and its rates
-        self._numbers_of: dict[Optimizer, NumberPlaces] = {}
-        self._rates_of: dict[Optimizer, NumberPlaces] = {}
+        self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._assertions: Assertions | None = None  # what the coming capture reads only to raise
         self._state: FollowedState  # numbers that it reads and writes in tensors
@@ -476,36 +471,34 @@ class StepCapture(StepBody):
         if not self.client.optimizes_itself:  # there they are what an eager step has
             self._old_gradients = environment.old_gradients(effects.own)
         number, listed = self._numbers.number, environment.outside.listed
-        for index, (optimizer, capturable) in enumerate(self.optimizers.items()):
-            rates = None if capturable is None else capturable.live_rates()
-            parts = self.client.schedulers, optimizer, rates
-            self._rates_of[optimizer] = number_places(*parts)
-            self._numbers_of[optimizer] = number_places(*parts, number, index)
+        parts = self.optimizers, self.client.schedulers, number
+        self._in_optimizers = numbers = OptimizerNumbers(*parts)
         with (
             effects.exchanged(number),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             self.surrounded(recorder, self._facts.places, environment.generators, listed),
             environment.reading(self._facts.reads, number),
-            self._exchanged(self._rates_of),
+            numbers.rates(),
             environment.refusing(LIBRARIES.step),
         ):
             yield
 
-    @contextlib.contextmanager
-    def _exchanged(self, places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
-        """Let optimizers and schedulers have these numbers while the body runs."""
-        with contextlib.ExitStack() as stack:
-            for optimizer, found in places.items():
-                stack.enter_context(numbers_exchanged(optimizer, found))
-            yield
+    def schedule(
+        self, recorder: Recorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
+    ) -> None:
+        assert self._in_optimizers is not None, "made ahead of the capture"
+        self._in_optimizers.schedule(scheduler, given, k)
+        recorder.at_end(partial(own, *given, **k))
 
     def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        return numbers_exchanged(optimizer, self._rates_of[optimizer])
+        assert self._in_optimizers is not None, "made ahead of the capture"
+        return self._in_optimizers.rates_of(optimizer)
 
     def forward(
         self, arguments: tuple[Any, ...], recorder: Recorder
     ) -> tuple[OutputPlan, Tensor | None]:
-        numbers, hooks = self._exchanged(self._numbers_of), hooks_registered()
+        assert self._in_optimizers is not None, "made ahead of the capture"
+        numbers, hooks = self._in_optimizers.traced(), hooks_registered()
         host: AbstractContextManager[None] = nullcontext()
         followed: AbstractContextManager[None] = nullcontext()
         clocks: AbstractContextManager[None] = nullcontext()

@@ -105,6 +105,18 @@ class OpaqueTracer(Tracer):
         super().__init__(name, read, partial(_refuse_use, obstacle))
 
 
+class LateTracer(OpaqueTracer):
+    """Tracer for a number that the step has moved: a replay has it at its end, to log it."""
+
+    def now(self) -> Any:
+        return self.refuse()  # it is stored, which a replay does earlier
+
+    @property
+    def at_end(self) -> Callable[[], Any]:
+        """What gives the present value, to be called at the end of a replay."""
+        return self._read
+
+
 def _refuse_use(obstacle: Obstacle, name: str) -> NoReturn:
     raise used(obstacle, name)
 

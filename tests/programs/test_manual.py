@@ -186,6 +186,49 @@ class Adversarial(Manual):
         return rates(self.net.parameters()), rates(self.classifier.parameters())
 
 
+class Scheduled(Gan):
+    """Rates and momentum of either optimizer are moved by hand, and logged before and after."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        first, second = self.lr_schedulers()
+        rate = first.optimizer.param_groups[0]["lr"]
+        self.log("before", rate)
+        first.step()
+        self.log("after", first.get_last_lr()[0])
+        self.log("early", rate * 2)
+        self.rate = rate
+        if self.global_step % 3 == 0:
+            second.step()
+            self.log("second", second.get_last_lr()[0])
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        return [*optimizers], [
+            torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.875),
+            torch.optim.lr_scheduler.StepLR(optimizers[1], 2, gamma=0.5),
+        ]
+
+
+class Plateau(Manual):
+    def last(self, loss: Tensor) -> Any:
+        self.lr_schedulers().step(loss.detach())  # read
+
+    def configure_optimizers(self) -> Any:
+        optimizer = rates(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)]
+
+
+class ScheduledEarly(Manual):
+    def last(self, loss: Tensor) -> Any:
+        self.lr_schedulers().step()
+        self.optimizers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = rates(self.parameters())
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.875)]
+
+
 class Reading(Manual):
     def last(self, loss: Tensor) -> Any:
         if loss.item() > 1e6:  # read
@@ -218,8 +261,17 @@ ROWS = (
         *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping),
         data=lambda: batches(12),
     )
-    | table(Accumulating, Alternating, Zeroing, graphs=range(2, 7), data=lambda: batches(24))
+    | table(
+        Accumulating,
+        Alternating,
+        Zeroing,
+        row(Scheduled, found=None),
+        graphs=range(2, 7),
+        data=lambda: batches(24),
+    )
     | table(row(Reading), said="if loss.item")
+    | table(row(Plateau), said="stepped with a value")
+    | table(row(ScheduledEarly), said="steps after its scheduler", found="rule remedy")
     | table(row(Leaving), said="requires_grad of 2", placed=False, found=None)
     | {
         "Looking": row(
