@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 
+from lightning_graphs.errors import GraphError
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.ranks import syncs
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
@@ -146,6 +147,16 @@ class EvaluationRunner(StepRunner):
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         with replaced(LIBRARIES, "step", self._client.name):
             return self._is_equal(plan, call)
+
+    def refuse(self, error: GraphError) -> None:
+        """Tell that such steps run eagerly, or raise, with remedies for an evaluation."""
+        kind = self._client.name.removesuffix("_step")
+        for word, own in (
+            ("training_step", f"{kind}_step"),
+            ("on_train_batch", f"on_{kind}_batch"),
+        ):
+            error.remedy = error.remedy.replace(word, own)
+        super().refuse(error)
 
     def _replay(self, plan: StepPlan) -> Any:
         plan.uses += 1

@@ -164,8 +164,7 @@ class StepBody:
         """Run the step's own code; return what it returns, and the loss that is to be reduced."""
         returned = self.client.run(*arguments)
         try:
-            refuse_tracers(returned)
-            output = OutputPlan(returned, static=False)
+            output = self.outputs_of(returned)
             loss = None
             if not self.client.optimizes_itself:
                 loss = self.client.loss_of(returned)
@@ -174,6 +173,11 @@ class StepBody:
             raise
         recorder.finish()
         return output, loss
+
+    def outputs_of(self, returned: Any) -> OutputPlan:
+        """Take what the step has returned, of which replays make their own."""
+        refuse_tracers(returned)
+        return OutputPlan(returned, static=False)
 
     def _zero_grad(self) -> None:
         """Drop the gradients of a backward pass of the step's own code, as Lightning does."""

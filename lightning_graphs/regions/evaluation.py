@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.regions.body import StepBody
-from lightning_graphs.regions.conditions import Observers, Phase
+from lightning_graphs.regions.conditions import Observers, Phase, ReplayGuards
 from lightning_graphs.regions.gradients import GradientTargets
+from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verified import Verification
-from lightning_graphs.values.snapshot import RegionState
+from lightning_graphs.values.memory import OutputPlan
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import RegionState, Result
+from lightning_graphs.values.tree import flatten, substitute
+from lightning_graphs.watch.batch import UnreadValues
 from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 NO_OBSERVERS = Observers((), (), False)
@@ -29,6 +36,32 @@ class NoOptimizer(Optimizer):
     def __init__(self) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups.clear()
+
+
+class EvaluationOutputs(OutputPlan):
+    """What the step of an evaluation has returned, with the present values of what it passes on.
+
+    These are values of its batch, such as names of samples, and counters: a result may have them,
+    unlike the loss of a training step and what comes with it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        leaves: list[tuple[str, Any]] = []
+        flatten(value, "output", leaves)
+        passed = {name: leaf for name, leaf in leaves if isinstance(leaf, Tracer)}
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        super().__init__(substitute(value, tensors, "output", dict.fromkeys(passed)), static=False)
+        if passed:
+            self._build = partial(_with_passed, self._build, passed)
+
+
+def _with_passed(
+    build: Callable[[Sequence[Tensor]], Any],
+    passed: Mapping[str, Tracer],
+    tensors: Sequence[Tensor],
+) -> Any:
+    now = {name: tracer.now() for name, tracer in passed.items()}
+    return substitute(build(tensors), tensors, "output", now)
 
 
 class EvaluationBody(StepBody):
@@ -48,9 +81,25 @@ class EvaluationBody(StepBody):
         ):
             yield
 
+    def outputs_of(self, returned: Any) -> OutputPlan:
+        return EvaluationOutputs(returned)
+
 
 class EvaluationCapture(EvaluationBody, StepCapture):
     """Captures steps of one evaluation."""
+
+    def _captured(
+        self,
+        given: Sequence[Any],
+        tensors: Sequence[Tensor],
+        signature: Signature,
+        watch: ReplayGuards,
+        unread: UnreadValues,
+    ) -> StepPlan:
+        unread.present = None
+        plan = super()._captured(given, tensors, signature, watch, unread)
+        unread.present = partial(getattr, plan.present, "batch")
+        return plan
 
     def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
         """Choose no gradients: those of training stay where they are."""
@@ -69,3 +118,9 @@ class EvaluationVerification(EvaluationBody, Verification):
         tensors = {f"buffer `{name}`": buffer for name, buffer in self.module.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
         return RegionState(tensors, {}, unseen)
+
+    def _replayed(
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
+    ) -> list[Result]:
+        plan.present.batch = args[0]
+        return super()._replayed(plan, args, batch)

@@ -316,8 +316,10 @@ class UnreadValues:
         self._read: dict[str, BatchValueRead] = {}
         self._step = step  # the code that is captured
         self._sites = CallSiteFinder()
+        # Gives the batch of the present replay, if these values may be passed on
+        self.present: Callable[[], Any] | None = None
         self._proxies = {
-            name: _UnreadValue(name, partial(self._refuse, name), self._refuse, leaf.kind)
+            name: _UnreadValue(name, partial(self._now, name), self._refuse, leaf.kind)
             for name, leaf in zip(signature.names, signature.leaves, strict=True)
             if isinstance(leaf, Unread)
         }
@@ -328,6 +330,14 @@ class UnreadValues:
         error = _read([name], f"{name} is {how} {(site if site.line else self._step).describe()}")
         self._read.setdefault(name, error)
         raise error
+
+    def _now(self, name: str) -> Any:
+        """Return the value of a name in the batch of the present replay."""
+        if self.present is None:
+            self._refuse(name)
+        found: list[tuple[str, Any]] = []
+        flatten(self.present(), "batch", found, self._proxies)
+        return dict(found)[name]
 
     def left_out(self, batch: Any, tensors: Iterable[Tensor]) -> Any:
         """Return a copy of the batch with other tensors, and with proxies for these values."""

@@ -22,6 +22,7 @@ from tests.training.fits import (
     compare,
     fit_twice,
     line,
+    loader_of,
     prepare,
 )
 
@@ -153,6 +154,26 @@ def test_validate_test_and_predict(backend: str, tmp_path: Path, inference_mode:
                 assert_nothing_left(fit)
         found.append(results)
     assert found[0] == found[1]
+
+
+class Passing(Net):
+    """Predicts with names and numbers of its batch, which no graph knows."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {**batch, "of": batch_idx, "output": self.net(batch["x"]), "kind": None}
+
+
+def test_a_prediction_passes_on_what_its_batch_holds(backend: str, tmp_path: Path) -> None:
+    def data() -> list[dict[str, Any]]:
+        named = enumerate(batches(10))
+        return [{**b, "names": [f"{i}.{k}" for k in range(8)], "n": i} for i, b in named]
+
+    found = []
+    for captured in (False, True):
+        fit = prepare(backend, tmp_path, captured, module=Passing, validation=0)
+        found.append(repr(fit.trainer.predict(fit.module, loader_of(data()))))
+    assert found[0] == found[1]
+    assert counts(fit, "predict_step") == (5, 5, 1)
 
 
 # ---------------------------------------------------------------------- what stays eager
