@@ -26,8 +26,10 @@ from lightning_graphs.lightning.metrics import (
 from lightning_graphs.lightning.private import (
     batch_size_of,
     bound_log_redirected,
+    present_hook,
     present_results,
     result_key,
+    within_hook,
 )
 from lightning_graphs.lightning.strategy import ProgressValues, log_exchanged
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
@@ -85,6 +87,7 @@ class _LogCall:
 
     def __post_init__(self) -> None:
         self._results = present_results(self.module.trainer)
+        self._hook = present_hook(self.module)  # also while it is logged again
         self._key = result_key(self.module.trainer, self.name, self.options)
         self._size: Any = None
         is_tensor = isinstance(self.value, Tensor) and self.now is None
@@ -95,7 +98,8 @@ class _LogCall:
         results = self._results
         entry = results.get(self._key) if results is not None else None
         if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
-            self.base(self.name, value, **self.options)
+            with within_hook(self.module, self._hook):
+                self.base(self.name, value, **self.options)
             return None
         if size is None:
             size = batch_size_of(results, entry, self.options.get("batch_size"))

@@ -12,6 +12,7 @@ import logging
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -65,14 +66,30 @@ def logs_snapshot(trainer: Trainer) -> PythonSnapshot:
     return kept
 
 
+_HOOK = "_current_fx_name"
+
+
+def present_hook(module: LightningModule) -> str | None:
+    """Return the name of the method that Lightning has called, by which ``self.log`` is keyed.
+
+    No public API tells. Fallback: none, and each hook logs under the name of the present one.
+    """
+    # Not read as an attribute: a capture would make a guard of it
+    return vars(module).get(_HOOK)
+
+
+def within_hook(module: LightningModule, hook: str | None) -> AbstractContextManager[None]:
+    """Let the body log as if Lightning had called this method."""
+    return nullcontext() if hook == present_hook(module) else replaced(module, _HOOK, hook)
+
+
 def result_key(trainer: Trainer, name: str, options: Mapping[str, Any]) -> str:
     """Return the key in :func:`present_results` of what the present step logs as ``name``.
 
     Args:
         options: Further arguments of ``self.log``, by name.
     """
-    # Not read as an attribute: a capture would make a guard of it
-    key = f"{vars(trainer.lightning_module)['_current_fx_name']}.{name}"
+    key = f"{present_hook(trainer.lightning_module)}.{name}"
     loader = getattr(present_results(trainer), "dataloader_idx", None)
     is_apart = loader is not None and options.get("add_dataloader_idx", True)
     return f"{key}.{loader}" if is_apart else key

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -249,7 +250,9 @@ def overrides(instance: object, method: str) -> bool:
 
 
 def _observers(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> tuple[str, ...]:
-    owners = [*trainer.callbacks, module]  # type: ignore[attr-defined]
+    owners: list[Any] = [*trainer.callbacks]  # type: ignore[attr-defined]
+    if module.automatic_optimization:  # else its hooks are a part of the step
+        owners.append(module)
     pairs = ((owner, hook) for hook in hooks for owner in owners if overrides(owner, hook))
     return tuple(f"{type(owner).__name__}.{hook}" for owner, hook in pairs)
 

@@ -229,6 +229,21 @@ class ScheduledEarly(Manual):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.875)]
 
 
+class Hooked(Gan):
+    """Hooks of the module are a part of its steps, with logs of their own."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [p.grad.norm() for group in optimizer.param_groups for p in group["params"]]
+        which = "generator" if optimizer is self.trainer.optimizers[0] else "critic"
+        self.log(f"norm_{which}", torch.stack(norms).norm(), on_step=True, on_epoch=True)
+        self.log("judging", norms[0])  # under the name of this hook
+
+    def on_after_backward(self) -> None:
+        for parameter in self.critic.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+
 class Reading(Manual):
     def last(self, loss: Tensor) -> Any:
         if loss.item() > 1e6:  # read
@@ -257,7 +272,7 @@ class Keeping(Manual):
 ROWS = (
     table(
         row(Gan, also="bf16; auto"),
-        *(Untoggled, ToggledLate, Penalized, Closures, Frozen),
+        *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked),
         *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping),
         data=lambda: batches(12),
     )

@@ -27,6 +27,7 @@ from tests.programs.test_refusals import Layer, Layered
 from tests.programs.test_trainer import Storing
 from tests.training.fits import (
     Fit,
+    GradientTrace,
     Net,
     Trace,
     assert_nothing_left,
@@ -526,11 +527,9 @@ class TestSingleObstacles:
                 self.optimizers().step()
                 self.untoggle_optimizer(self.optimizers())
 
-            def on_after_backward(self) -> None:
-                pass
-
-        eager = prepare(backend, tmp_path, False, module=Manual).run()
-        fit = examined(backend, tmp_path, module=Manual, capture={"scope": "auto"})
+        looked_at = {"module": Manual, "trace": GradientTrace}
+        eager = prepare(backend, tmp_path, False, **looked_at).run()
+        fit = examined(backend, tmp_path, capture={"scope": "auto"}, **looked_at)
         (row,) = rows(fit, "configuration")
         assert row.effect == "submodules become graphs"
         assert "the whole step cannot be one, because the module optimizes manually" in row.observed
