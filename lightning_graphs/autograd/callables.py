@@ -112,7 +112,7 @@ class CallableCapture:
         known: KnownOfCall | None = None,
     ) -> None:
         modes = Modes.current(settings.pool.backend.device_type)
-        self._signature, tensors = Signature.of(args, kwargs, modes=modes)
+        self._signature, tensors = Signature.of(args, kwargs, modes=modes, host_values=True)
         self._function = function
         self._original = original or _original_of(function)
         self._inputs = StaticInputs(tensors)

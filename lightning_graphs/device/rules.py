@@ -485,6 +485,12 @@ def _reads_lengths(args: Sequence[object], kwargs: Mapping[str, object]) -> Obst
     return CTC_LOSS if any(isinstance(given, Tensor) for given in lengths) else None
 
 
+def _reads_packed(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
+    """A packed sequence has its lengths on the host, where recurrent layers read them."""
+    lengths = args[1] if len(args) > 1 else None
+    return HOST_READ if isinstance(lengths, Tensor) and lengths.dtype is torch.int64 else None
+
+
 def _reads_for_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
     return HOST_READ if in_forward_mode() else None
 
@@ -493,10 +499,15 @@ def _rounds_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Ob
     return TANGENTS if in_forward_mode() else None
 
 
+RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+"""Functions of recurrent layers."""
+
 _Rule = Callable[[Sequence[object], Mapping[str, object]], Obstacle | None]
 FUNCTION_RULES: Mapping[str, _Rule] = {
     "to": _moves_to_host,
     "ctc_loss": _reads_lengths,
+    **dict.fromkeys(("_pack_padded_sequence", "_pad_packed_sequence"), _reads_packed),
+    **dict.fromkeys(RECURRENT, _reads_packed),
     "prod": _reads_for_tangents,
     **dict.fromkeys(WITH_OTHER_TANGENTS - {"prod"}, _rounds_tangents),
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),

@@ -330,7 +330,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     def wait(self, call: tuple[Any, ...], key: Signature) -> None:
         self._waits = True
         why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
-        step = key, why, self._values.why, self._facts.reads.codes
+        step = key, why, self._values.why, self._facts.reads.codes, self._cache.by_key.values()
         if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
             self._fail()
 

@@ -47,6 +47,12 @@ def out_of_sight() -> Iterator[None]:
         show()
 
 
+def functions_out_of_sight() -> AbstractContextManager[None]:
+    """Call functions of torch that no mode sees, while modes see the operators in them."""
+    hidden: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return hidden
+
+
 def hide_modes() -> Callable[[], None]:
     """Hide operators from this thread's modes; return a function that ends it."""
     modes = [_python_dispatch._pop_mode() for _ in dispatch_modes()]

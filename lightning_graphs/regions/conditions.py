@@ -27,6 +27,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import in_words, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
+from lightning_graphs.watch.host import HostReads
 
 # ------------------ Keys and checks
 
@@ -125,7 +126,9 @@ def _bare(name: str) -> str:
 def differences(before: Signature, after: Signature) -> list[str]:
     """Describe what tells two captures apart, a line each."""
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
-    return lines + conditions_of(before).diff(conditions_of(after))
+    lines += conditions_of(before).diff(conditions_of(after))
+    reads = [part for key in (before, after) for part in key.extra if isinstance(part, HostReads)]
+    return lines + (reads[0].changes(reads[1]) if len(reads) == 2 else [])
 
 
 def conditions_of(signature: Signature) -> CaptureKey:

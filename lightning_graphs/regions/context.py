@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import CodeType, FunctionType, MethodType
@@ -24,6 +24,7 @@ from lightning_graphs.regions.conditions import (
     Observers,
     conditions_of,
     differences,
+    without_values,
 )
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics, listed
@@ -31,12 +32,20 @@ from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
+from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.user_code import CompiledCode
 
 # ------------------ Messages about whole steps
+
+
+class _WithHost(Protocol):
+    """A plan of a whole step."""
+
+    key: Signature
+    host: HostProgram | None
 
 
 class StepMessages:
@@ -66,9 +75,10 @@ class StepMessages:
         self,
         signature: Signature,  # of the step
         why_not: str,  # why it is not captured
-        # What reads a Python value of the batch that was another one before, if anything
+        # What reads a value of the batch that was another one before, if anything
         read: CaptureError | None,
         codes: Iterable[CodeType],  # what captured steps have run
+        plans: Collection[_WithHost],  # those that are there
         *,
         is_new: bool,  # no step before had a batch like this one
         at_once: bool,  # do not wait for more of them
@@ -76,6 +86,7 @@ class StepMessages:
         """Say once why steps run eagerly, after many in a row."""
         before = self._latest
         moved = _moved(before, signature) if before is not None else []
+        read = read or (_read_on_host(signature, plans) if plans else None)
         say = read is None and not moved
         is_time = self._messages.waits(
             signature, why_not, differences, is_new=is_new, at_once=at_once, say=say
@@ -107,6 +118,22 @@ class StepMessages:
             )
         else:
             self._messages.note(f"a {self._step} runs eagerly", error)
+
+
+def _read_on_host(key: Signature, plans: Iterable[_WithHost]) -> CaptureError | None:
+    """Return the error for a step that reads otherwise on the host than those of its shape did."""
+    shape = without_values(key)
+    hosts = [plan.host for plan in plans if without_values(plan.key) == shape][::-1]
+    why = next((host.why_missed for host in hosts if host is not None), "")
+    if not why:
+        return None
+    return CaptureError(
+        "A graph has the values that a step reads on the host, and these are others in most "
+        "batches.",
+        why,
+        "pad to a few fixed lengths; or compute with a mask of the lengths instead of packing, "
+        "which keeps them on the device",
+    )
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:

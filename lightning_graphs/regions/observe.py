@@ -107,7 +107,9 @@ class ObservedCall:
         # Torch's switches are in `kernels`, as they were; those of now are equal for all calls.
         modes = Modes.current("cpu")
         try:
-            signature: Hashable = Signature.of(self.args, self.kwargs, modes=modes)[0]
+            signature: Hashable = Signature.of(
+                self.args, self.kwargs, modes=modes, host_values=True
+            )[0]
         except CaptureError:
             signature = None
         return self.name, signature, self.autocast, self.grad_enabled, self.frozen, self.training

@@ -193,6 +193,9 @@ class StepCapture(StepBody):
                 f"{', '.join(self.observers.before_backward)} may read them",
                 "read parameters in on_after_backward or later",
             )
+        if any(t.device.type != self.module.device.type for t in tensors):
+            # Kernels are given numbers of the host as constants; recurrent layers read lengths.
+            self._facts.has_host_program = True
         attempt = partial(self._captured, arguments, tensors, signature, watch, unread)
         while (outcome := self._attempted(attempt, unread)) is Outcome.LEARNED:
             pass

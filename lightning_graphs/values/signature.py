@@ -132,6 +132,8 @@ class Signature:
         # Names of Python values, and of containers of such, that do not count; with ``EVERYTHING``
         # their types do not count either
         unread: Container[str] = (),
+        # Whether values of tensors on the host count, beside those of the device
+        host_values: bool = False,
     ) -> tuple[Signature, list[Tensor]]:
         """Return the signature of a call and its tensor leaves, in order."""
         arg_names = tuple(names or ())
@@ -142,15 +144,20 @@ class Signature:
         keyword = flatten(dict(kwargs), "kwargs", found)
         tree = Node(tuple, 2, (positional, keyword), ("", "kwargs"))
 
+        tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
+        has_device = host_values and any(t.device.type != "cpu" for t in tensors)
+
         def leaf_of(name: str, value: Any) -> Leaf:
             if isinstance(value, Tensor):
-                return TensorSpec.of(value, name)
+                spec = TensorSpec.of(value, name)
+                is_read = has_device and value.device.type == "cpu"
+                is_read |= host_values and name.endswith(_PACKED)
+                return spec.with_values(value, name) if is_read else spec
             if name in unread:
                 return Unread(object if unread is EVERYTHING else type(value))
             return Constant.of(value)
 
         leaves = tuple(leaf_of(name, value) for name, value in found)
-        tensors = [leaf for _, leaf in found if isinstance(leaf, Tensor)]
         if modes is None:
             modes = Modes.current(tensors[0].device.type if tensors else "cpu")
         leaf_names = tuple(name for name, _ in found)
@@ -192,6 +199,9 @@ class Signature:
         return [f"{names[i]}: {text(i, a)} -> {text(i, b)}" for i, (a, b) in pairs if a != b]
 
 
+_PACKED = ".batch_sizes"
+"""End of the name of the tensor that a packed sequence has on the host, on any device."""
+
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 """Of these no tensor is a lazily negated or conjugated view."""
 
@@ -231,6 +241,9 @@ class CallPlan:
             )
             for place, s in zip(tensors, signature.specs, strict=True)
         ]
+        # Of tensors of the host, by their index among the tensors
+        specs = enumerate(signature.specs)
+        self._values = [(i, [*s.values]) for i, s in specs if s.values is not None]
         alike: dict[TensorSpec, list[int]] = defaultdict(list)
         for i, spec in enumerate(signature.specs):
             if 0 not in spec.shape:
@@ -326,6 +339,9 @@ class CallPlan:
                 tensors.append(tensor)
         except RuntimeError:  # a nested one was asked for its shape, or a compressed sparse one
             return None
+        for i, values in self._values:
+            if tensors[i].flatten().tolist() != values:
+                return None
         for place_of, group, firsts in self._alike:
             known: dict[int, int] = {}
             where = map(place_of, map(tensors.__getitem__, group))
@@ -342,9 +358,9 @@ class CallPlan:
             now = Modes.current(modes.device_type)
             modes = now if self._all_modes else replace(now, grad_enabled=grad, inference=inference)
         try:
-            signature, tensors = Signature.of(
-                args, kwargs, names=expected.arg_names, modes=modes, extra=expected.extra
-            )
+            how: dict[str, Any] = {"modes": modes, "host_values": bool(self._values)}
+            names, extra = expected.arg_names, expected.extra
+            signature, tensors = Signature.of(args, kwargs, names=names, extra=extra, **how)
         except CaptureError as error:
             raise SignatureError(rule, error.observed, error.remedy) from error
         if signature != expected:

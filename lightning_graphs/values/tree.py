@@ -48,6 +48,10 @@ from lightning_graphs.values.guards import (
 _SHORT_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
 
 
+_MOST_ON_HOST = 4096
+"""Elements of a tensor of the host that are compared in each call."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Properties of a tensor on which captured kernels depend, apart from values."""
@@ -58,6 +62,7 @@ class TensorSpec:
     device: torch.device
     requires_grad: bool
     kind: type[Tensor] = Tensor  # its class, if that is one without operators of its own
+    values: tuple[Any, ...] | None = None  # of a tensor of the host, which kernels do not read
 
     @classmethod
     def of(cls, tensor: Tensor, name: str = "tensor") -> TensorSpec:
@@ -73,6 +78,21 @@ class TensorSpec:
         own = Tensor if type(tensor) is Parameter else type(tensor)
         shape, stride = tuple(tensor.shape), tensor.stride()
         return cls(shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, own)
+
+    def with_values(self, tensor: Tensor, name: str) -> TensorSpec:
+        """Return the spec of a tensor of the host whose values a capture bakes in.
+
+        Raises:
+            CaptureError: It has too many, and is called ``name``.
+        """
+        if tensor.numel() > _MOST_ON_HOST:
+            raise CaptureError(
+                "A tensor of the host that a graphed callable is given beside those of the device "
+                "must be small, because a graph has its values.",
+                f"got {self} as {name}",
+                "move the tensor to the device ahead of the call",
+            )
+        return replace(self, values=tuple(tensor.flatten().tolist()))
 
     def __str__(self) -> str:
         # In a diff with its like on the CPU, without a gradient.
@@ -91,6 +111,8 @@ class TensorSpec:
         if not contiguous or (self.shape == other.shape and self.stride != other.stride):
             text += f" stride ({_commas(self.stride)})"
         text += f" on {self.device}" if self.device != other.device else ""
+        if self.values != other.values and self.values is not None:
+            text += f" of {reprlib.repr(list(self.values))}"
         return text + (" requires_grad" if self.requires_grad and not other.requires_grad else "")
 
 

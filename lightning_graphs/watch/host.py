@@ -16,20 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import reprlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.nn.utils.rnn import invert_permutation
 
+from lightning_graphs.device.rules import RECURRENT
 from lightning_graphs.device.trace import OperatorCall, tensors_in
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.generators import HostGenerator
 from lightning_graphs.private.torch import generator_identity, memory_of, out_of_sight, storage_uses
 
@@ -71,6 +75,7 @@ class HostOperation:
     results: list[int]  # the registers of the tensors that it returns
     draws: HostGenerator | None = None  # the generator that it draws from
     read: Any = None  # what Python read by it, for an operator that returns no tensor
+    site: CallSite | None = None  # where
     # Where its registers stand: in its arguments and in lists among them, under which key
     places: list[tuple[Any, Any, int]] = field(init=False)
 
@@ -83,6 +88,35 @@ class HostOperation:
             for key, value in held
             if isinstance(value, Register)
         ]
+
+
+class HostReads(NamedTuple):
+    """What Python has read of values that every replay computes again."""
+
+    values: tuple[Any, ...]
+    sites: tuple[CallSite | None, ...]  # where, in the user's code
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostReads) and self.values == other.values
+
+    def __hash__(self) -> int:
+        return hash(self.values)
+
+    def changes(self, to: HostReads) -> list[str]:
+        """Describe the first value that another capture has read otherwise."""
+        triples = zip(self.values, to.values, to.sites, strict=False)
+        found = [_read_otherwise(a, b, site) for a, b, site in triples if not _same(a, b)]
+        return found[:1]
+
+
+def _read_otherwise(before: Any, now: Any, site: CallSite | None) -> str:
+    a, b = (reprlib.repr(list(v[1]) if _is_table(v) else v) for v in (before, now))
+    where = f" at {site.describe()}" if site is not None and site.line else ""
+    return f"{a} -> {b} is read on the host{where}"
+
+
+def _is_table(value: Any) -> bool:
+    return type(value) is tuple and len(value) == 2 and type(value[0]) is torch.Size
 
 
 class Draw:
@@ -105,14 +139,17 @@ class HostProgram:
     inputs: Sequence[tuple[int, int]]  # registers, and which input of the graph is copied to each
     held: Sequence[Tensor]  # memory that the graph reads
     _begun: dict[HostGenerator, Any] = field(default_factory=dict, init=False)
+    # What Python would have read otherwise in the last step that the graph did not fit
+    missed: tuple[HostOperation, Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.generators = list({o.draws: None for o in self.operations if o.draws is not None})
 
     @property
-    def read(self) -> tuple[Any, ...]:
-        """List what Python has read of values that every replay computes again."""
-        return tuple(o.read for o in self.operations if not o.results)
+    def read(self) -> HostReads:
+        """What Python has read of values that every replay computes again."""
+        reads = [o for o in self.operations if not o.results]
+        return HostReads(tuple(o.read for o in reads), tuple(o.site for o in reads))
 
     @torch.no_grad()
     def run(self, copies: Callable[[], Sequence[Tensor | None]]) -> bool:
@@ -121,7 +158,7 @@ class HostProgram:
         If not, the generators are put back, and the graph does not fit this step.
         """
         values = self.values
-        self._begun = {}
+        self._begun, self.missed = {}, None
         if self.inputs:
             given = copies()
             for register, i in self.inputs:
@@ -135,6 +172,7 @@ class HostProgram:
             result = operation.func(*operation.args, **operation.kwargs)
             if not operation.results:
                 if not _same(result, operation.read):
+                    self.missed = operation, result
                     self.restore()
                     return False
             elif type(result) is Tensor:
@@ -143,6 +181,14 @@ class HostProgram:
                 for register, tensor in zip(operation.results, tensors_in(result), strict=True):
                     values[register] = tensor
         return True
+
+    @property
+    def why_missed(self) -> str:
+        """Why the graph did not fit the last step that it was tried for; empty if it did."""
+        if self.missed is None:
+            return ""
+        operation, result = self.missed
+        return _read_otherwise(operation.read, result, operation.site)
 
     def restore(self) -> None:
         """Put the generators back to their states before the last :meth:`run`."""
@@ -175,8 +221,22 @@ READS = frozenset(
 SHAPES = (
     *("aten::nonzero", "aten::masked_select", "aten::bincount"),
     *("aten::_unique2", "aten::unique_consecutive", "aten::unique_dim"),
+    "aten::repeat_interleave",
 )
 """Operators that tell it the shape of their result."""
+
+PACKING, PADDING = "_pack_padded_sequence", "_pad_packed_sequence"
+READS_LENGTHS = frozenset({PACKING, PADDING, *RECURRENT})
+"""Functions that read tensors of the host out of the dispatcher's sight."""
+
+
+def fully_written(function: Any, caller: FrameType) -> Any:
+    """Return what makes a tensor of which all is written next, in a way that the host can follow.
+
+    The values of an empty tensor are no one's; of a permutation's inverse none is left.
+    """
+    inverts = function is torch.empty_like and caller.f_code is invert_permutation.__code__
+    return torch.zeros_like if inverts else function
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -258,7 +318,18 @@ class HostTape:
     def compare(self, func: Callable[..., Any], tensor: Tensor) -> None:
         """Let replays compare what Python reads of a tensor of the host."""
         if (register := self._registers[tensor]) is not None:
-            self.operations.append(HostOperation(func, [register], {}, [], read=func(tensor)))
+            site = self._sites.here()
+            made = HostOperation(func, [register], {}, [], read=func(tensor), site=site)
+            self.operations.append(made)
+
+    def frozen(self, tensor: Tensor) -> Tensor:
+        """Return a constant copy of a tensor of the host; replays compare its values."""
+        self.know(aten.clone.default, tensor)
+        with out_of_sight():
+            self.compare(numbers, tensor)
+            known = tensor.clone()
+        self.constant(known)
+        return known
 
     def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Draw:
         """Draw from a generator of Python or NumPy, and let replays draw."""
@@ -339,8 +410,9 @@ class HostTape:
             self.refuse(f"{func} is called")
         results = [self._meet(tensor).index for tensor in outputs]
         read = None if outputs else result
+        site = None if outputs else self._sites.here()
         self.operations.append(
-            HostOperation(func, [*own.args], own.kwargs, results, generator, read)
+            HostOperation(func, [*own.args], own.kwargs, results, generator, read, site)
         )
         return result
 

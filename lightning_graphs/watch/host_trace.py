@@ -31,18 +31,27 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import PythonGenerator, comparable
-from lightning_graphs.private.torch import memory_of, out_of_sight, run_kernel
+from lightning_graphs.private.torch import (
+    functions_out_of_sight,
+    memory_of,
+    out_of_sight,
+    run_kernel,
+)
 from lightning_graphs.values.memory import extent
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import (
     OF_SHAPES,
+    PACKING,
+    PADDING,
     READS,
+    READS_LENGTHS,
     REMEDY,
     RULE,
     SHAPES,
     SMALL,
     HostProgram,
     HostTape,
+    fully_written,
     is_exact,
     name_of,
     numbers,
@@ -192,8 +201,8 @@ class HostTracer(OperatorMode):
             if not self._emulated and target is not None and target.type != "cpu":
                 return self._copied(call.args[0], kwargs)
             return self._of_a_known_shape(call.func, self.tape.run(call))
-        if any(map(self._is_host, call.written)):
-            return call.run()  # a host read, which the recorder refuses
+        if any(map(self._is_host, call.written)) or func is aten._pack_padded_sequence.default:
+            return call.run()  # a host read, which the recorder refuses; or one of constants
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
         call = call.mapped(move)
         return self._follow(call, call.run())
@@ -360,6 +369,12 @@ class HostTracer(OperatorMode):
                 return func(value, *args[1:], **kwargs)
         if name == "ctc_loss":
             args = self._with_lengths(*args)
+        func = fully_written(func, sys._getframe(2))
+        if name in READS_LENGTHS and any(map(self._is_of_host, args)):
+            return self._with_packed(func, name, args, kwargs)
+        moves = self._emulated and _asks_for_host(name, args, kwargs) and not self._is_host(args[0])
+        if moves and (shadow := self._shadow(args[0])) is not None:
+            return self.tape.run(OperatorCall(aten.clone.default, (shadow,), {}))
         if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
             return None
         is_full = name in _OF_A_NUMBER and is_made_ahead(name, args, kwargs)
@@ -430,6 +445,31 @@ class HostTracer(OperatorMode):
 
         return (log_probs, targets, *map(traced, given[:2]), *given[2:])
 
+    def _is_of_host(self, value: Any) -> bool:
+        """Return whether a function reads an argument on the host: lengths, or numbers of rows."""
+        is_whole = isinstance(value, Tensor) and value.dtype is torch.int64
+        return is_whole and self._shadow(value) is not None
+
+    def _with_packed(
+        self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Pack, unpack or compute with a packed sequence: of its lengths a graph has the values."""
+
+        def constant(value: Any) -> Any:
+            shadow = self._shadow(value) if self._is_of_host(value) else None
+            return value if shadow is None else self._frozen(shadow)
+
+        with functions_out_of_sight():
+            result = func(*map(constant, args), **kwargs)
+        if name in (PACKING, PADDING):
+            self.tape.constant(result[1])  # a rehearsal would write its memory again
+            result = result[0], self._frozen(result[1])
+        return result
+
+    def _frozen(self, value: Tensor) -> Tensor:
+        self._read_in_place.append(self.tape.frozen(value))
+        return self._read_in_place[-1]
+
     def _index(self, tensor: Tensor, index: Any) -> Any:
         """An index without lists and tensors of the host: autograd would keep them as they are."""
         if isinstance(index, tuple):
@@ -485,6 +525,12 @@ class HostTracer(OperatorMode):
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
         result = value if on_host else self._copied(value, {})
         return result.requires_grad_() if grad else result
+
+
+def _asks_for_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function moves a tensor to the host, and calls that by its name."""
+    named = "cpu" in [*(a for a in args[1:] if type(a) is str), kwargs.get("device")]
+    return name == "cpu" or (name == "to" and named)
 
 
 def _filled(tensor: Tensor, index: Any, number: float) -> bool:

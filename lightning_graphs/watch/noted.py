@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -42,11 +43,26 @@ from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.values.tree import MAPPINGS, item_label, leaves_of
 from lightning_graphs.watch.batch import objects_of
-from lightning_graphs.watch.host import OF_SHAPES, READS, SHAPES, SMALL, HostTape, is_exact, name_of
+from lightning_graphs.watch.host import (
+    OF_SHAPES,
+    PACKING,
+    PADDING,
+    READS,
+    READS_LENGTHS,
+    SHAPES,
+    SMALL,
+    HostTape,
+    fully_written,
+    is_exact,
+    name_of,
+)
 from lightning_graphs.watch.host_trace import FACTORIES, FROM_PYTHON, is_made_ahead
 from lightning_graphs.watch.numbers import WAYS, Numbers, form_of
 from lightning_graphs.watch.side_effects import SideEffects
 from lightning_graphs.watch.tracers import TracedNumber
+
+_GIVES_TO_HOST = frozenset({"cpu", "to", PACKING, PADDING})
+"""Functions that give a tensor of the host, of one that the host has."""
 
 # ------------------ Operators
 
@@ -133,6 +149,7 @@ class Observer(Recorder):
         self.answers: list[str] = []  # what Python has read by it in this step
         self._updated: set[float] = set()
         self._on_host = {self.know(tensor).id for tensor in on_host}
+        self._of_host: set[int] = set()  # those that code has moved there
 
     @contextlib.contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -170,13 +187,17 @@ class Observer(Recorder):
         if obstacle is not None:
             lengths = name == "ctc_loss" and len(args) > 3 and args[1].dtype is torch.int64
             asked = args[2:4] if lengths else args[:1]
+            asked = args[1:2] if name in READS_LENGTHS else asked
             read = name in FROM_PYTHON and obstacle is HOST_READ  # tensors in a list
             self.answered = answered = not read and self._host_has(tensors_in(asked))
             self.refuse(name, obstacle)
             self._count(name, leaves_of(args))
             with self.looking_away():  # the operators inside of it belong to this obstacle
                 result = super(Recorder, self).call(func, args, kwargs)
-            return self._tell(result, answered)
+            if answered and name in _GIVES_TO_HOST:
+                self._put_on_host(result)
+            return self._tell(result, answered and name not in READS_LENGTHS)
+        func = fully_written(func, sys._getframe(2))
         device = kwargs.get("device")
         self._makes_on_host = not self._on_gpu and name in FACTORIES and device in (None, "cpu")
         result = REHEARSED.get(func, func)(*args, **kwargs)
@@ -184,6 +205,12 @@ class Observer(Recorder):
             self._on_host.add(self.know(result).id)
             self._makes_on_host = False
         return result
+
+    def _put_on_host(self, result: Any) -> None:
+        """Note that a result is a tensor of the host: with it all operators run there."""
+        tensor = result if isinstance(result, Tensor) else result[1]
+        self._of_host.add(self.know(tensor, born=True).id)
+        self._on_host.add(self.know(tensor).id)
 
     def _tell(self, result: Any, answered: bool) -> Any:
         """Remember what Python reads, if the host has it."""
@@ -221,7 +248,10 @@ class Observer(Recorder):
         result = self._tell(super()._run(call), self.answered)
         outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
         given = call.inputs if name_of(call.func) not in OF_SHAPES else []
-        follows = is_exact(call.func, outputs, SMALL) and self._host_has(given)
+        inside = bool(given) and all(self.know(t).id in self._of_host for t in given)
+        if inside:
+            self._of_host.update(self.know(tensor, born=True).id for tensor in outputs)
+        follows = (inside or is_exact(call.func, outputs, SMALL)) and self._host_has(given)
         follows = follows and all(self.know(tensor).born for tensor in call.written)
         change = self._on_host.update if follows else self._on_host.difference_update
         change(self.know(tensor, born=True).id for tensor in (*outputs, *call.written))

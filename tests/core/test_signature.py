@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.utils.rnn import pack_padded_sequence
 from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_graphs.errors import CaptureError, SignatureError
@@ -294,6 +295,24 @@ def test_a_class_without_operators_of_its_own_is_a_part_of_the_spec() -> None:
     assert str(TensorSpec.of(given)) == "Tagged f32[3]"
     (buffer,) = StaticInputs([given]).tensors
     assert type(buffer) is Tagged
+
+
+def test_a_packed_sequence_is_known_by_its_lengths() -> None:
+    x = torch.zeros(4, 3, 2)
+    call, other = (
+        (pack_padded_sequence(x, torch.tensor(lengths), batch_first=True),)
+        for lengths in ([3, 2, 2, 1], [3, 3, 1, 1])
+    )
+    assert call[0].data.shape == other[0].data.shape
+    plan = CallPlan(Signature.of(call, {}, host_values=True)[0])
+    assert plan.match(call, {}) is not None
+    with pytest.raises(
+        SignatureError, match=r"batch_sizes: i64\[3\] of \[4, 3, 1\] -> .* \[4, 2, 2\]"
+    ):
+        plan.tensors(other, {})
+    many = pack_padded_sequence(torch.zeros(1, 5000, 1), torch.tensor([5000]), batch_first=True)
+    with pytest.raises(CaptureError, match=r"got i64\[5000\] as args\[0\].batch_sizes"):
+        Signature.of((many,), {}, host_values=True)
 
 
 def test_parameters_and_buffers_are_plain_tensors() -> None:
