@@ -283,12 +283,17 @@ class Doctor:
         self._following.add((code.co_filename, code.co_name))
         return self._observer.looking_away()
 
-    def _asked(self, asked: Question) -> bool | None:
-        """Answer code that asks for a truth only to raise."""
-        if self._observer.silent or asked.way(self._module.device) is None:
+    def _asked(self, asked: Question) -> Any:
+        """Answer code that asks for a truth, or compares a number, only to raise."""
+        if self._observer.silent:
             return None
+        device, only_raises = self._module.device, True
+        if asked.way(device) is None:
+            only_raises = not asked.is_compared(device)
+            if only_raises:
+                return None
         with self._observer.looking_away():
-            return bool(asked.condition())
+            return bool(asked.condition()) if only_raises else asked.tensors[0].item()
 
     def _look_at_call(self, module: nn.Module, _: object) -> None:
         if not self._calls_any and module is not self._module:

@@ -8,26 +8,30 @@ The error comes late, then: the steps since have been made, and nothing of them 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any, NamedTuple, NoReturn, Protocol
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
+from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import in_transform, is_strided
-from lightning_graphs.watch.branches import NotKept, Raising, Way, way_on
-from lightning_graphs.watch.tracers import OURS
+from lightning_graphs.watch.branches import NotKept, Raising, Way, compares_to_raise, way_on
+from lightning_graphs.watch.tracers import OURS, TracedNumber
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 
@@ -51,6 +55,7 @@ class Question(NamedTuple):
     condition: Callable[[], Tensor]  # computes it on the device
     called: bool = True  # by a function of torch, and not by Python itself
     is_number: bool = False  # what it gets is a number, of which only nought is known
+    is_item: bool = False  # it asks for the number itself
 
     def way(self, device: torch.device) -> Way | None:
         """Return how code goes on that asks values of a device only to raise; else None."""
@@ -59,9 +64,16 @@ class Question(NamedTuple):
         way = way_on(self.frame, called=self.called)
         return None if way is not None and way.outcome and self.is_number else way
 
+    def is_compared(self, device: torch.device) -> bool:
+        """Whether code compares the number of a tensor, and that only to raise."""
+        (tensor, *_), is_here = self.tensors, not in_transform()
+        is_one = is_here and _is_plain(tensor, device) and tensor.numel() == 1
+        is_real = is_one and not tensor.is_complex()
+        return self.is_item and is_real and compares_to_raise(self.frame)
+
 
 def truths_exchanged(
-    answer: Callable[[Question], bool | None],
+    answer: Callable[[Question], Any],
 ) -> AbstractContextManager[None]:
     """Let a function answer where code of this thread asks tensors for a plain truth.
 
@@ -101,7 +113,8 @@ def _asked_by_python(frame: FrameType, tensor: Tensor) -> Question:
 
 
 def _asked_for_item(frame: FrameType, tensor: Tensor) -> Question:
-    return Question(frame, [tensor], lambda: tensor, is_number=tensor.dtype is not torch.bool)
+    is_number = tensor.dtype is not torch.bool
+    return Question(frame, [tensor], lambda: tensor, is_number=is_number, is_item=True)
 
 
 def _asked_if_equal(frame: FrameType, one: Tensor, other: Tensor) -> Question:
@@ -118,6 +131,71 @@ class _Held:
 
     place: int
     dtype: torch.dtype
+
+
+class _NumberOfDevice(TracedNumber):
+    """The number of a tensor, in code that compares it only to raise."""
+
+    def __init__(self, assertions: Assertions, tensor: Tensor) -> None:
+        nobody = SimpleNamespace(bounds=[])
+        super().__init__(nobody, "the number", lambda: None, None, False, HOST_READ)
+        self._assertions, self._tensor = assertions, tensor
+
+    def refuse(self) -> NoReturn:
+        raise HOST_READ.refused_here("a number of the device is read")
+
+    def seen(self, function: Callable[..., Any], *args: Any) -> NoReturn:
+        self.refuse()
+
+    def converted(self, kind: type, module: str) -> NoReturn:
+        self.refuse()
+
+    def _on_device(self, function: Callable[..., Any], operands: Sequence[Any]) -> Tensor:
+        """Compute with Python's numbers, which have 64 bits."""
+        whole = (
+            not any(type(o) is float for o in operands) and not self._tensor.dtype.is_floating_point
+        )
+        found = []
+        for operand in operands:
+            if isinstance(operand, _NumberOfDevice):
+                operand = operand._tensor.long() if whole else operand._tensor.double()
+            elif isinstance(operand, TracedNumber):
+                self.refuse()
+            found.append(operand)
+        with torch.no_grad():
+            return function(*found)  # type: ignore[no-any-return]
+
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        if function not in _EXACT:
+            self.refuse()
+        return _NumberOfDevice(self._assertions, self._on_device(function, operands))
+
+    def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        return _TruthOfDevice(self._assertions, self._on_device(function, operands))
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        if function in _TESTS:
+            return self.outcome("", _TESTS[function], *args)
+        return self.computed("", function, *args)
+
+
+_EXACT = (operator.add, operator.sub, operator.mul, operator.neg, abs)
+_TESTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    getattr(module, name): getattr(torch, name)
+    for module in (math, numpy)
+    for name in ("isnan", "isinf", "isfinite")
+}
+
+
+@dataclass(eq=False)
+class _TruthOfDevice:
+    """Whether a comparison of a number of the device is true."""
+
+    assertions: Assertions
+    tensor: Tensor
+
+    def __bool__(self) -> bool:
+        return self.assertions.holds(self.tensor, sys._getframe(1))
 
 
 class MakesError(Protocol):
@@ -158,28 +236,52 @@ class Assertions:
             pinned = device.type == "cuda"
             self._seen = torch.zeros(_ROOM + 1, dtype=torch.int64, pin_memory=pinned)
         self._numbers_held = 0
+        self._places: dict[tuple[CodeType, int], int] = {}  # of the line that asked last
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
         return truths_exchanged(self._answer)
 
-    def _answer(self, asked: Question) -> bool | None:
-        if self._is_over or len(self.found) == _ROOM or any(map(self._is_host, asked.tensors)):
+    def _answer(self, asked: Question) -> Any:
+        if self._is_over or any(map(self._is_host, asked.tensors)):
             return None
         if (way := asked.way(self._device)) is None:
-            return None
+            compared = asked.is_compared(self._device)
+            return (
+                _NumberOfDevice(self, asked.tensors[0].detach().reshape(())) if compared else None
+            )
+        return self._asserted(asked, way)
+
+    def holds(self, truth: Tensor, frame: FrameType) -> bool:
+        """Answer whether a comparison is true that code makes only to raise."""
+        asked = Question(frame, [truth], lambda: truth, called=False)
+        way = asked.way(self._device)
+        found = None if way is None or self._is_over else self._asserted(asked, way)
+        if found is None:
+            raise HOST_READ.refused_here("a number of the device is read")
+        return found
+
+    def _asserted(self, asked: Question, way: Way) -> bool | None:
         with torch.no_grad():
             value = asked.condition()
             if value.numel() != 1:  # torch says so
                 return None
-            place = len(self.found) + 1
-            raising = Raising(way, lambda value: self._held(value, place))
             value = value.detach().reshape(())
             if not way.outcome:
                 value = value.logical_not()
-        code = asked.frame.f_code
-        site = CallSite(code.co_filename, asked.frame.f_lineno, code.co_name)
-        self.require(value, site, raising)
+            code, line = asked.frame.f_code, asked.frame.f_lineno
+            known = self._places.get((code, line))
+            if known is not None and len(self.found) >= _ROOM // 2:  # a loop: any of its turns
+                self._holds[known].logical_and_(value)
+                error = Raising(way, lambda value: tree_map_only(Tensor, NotKept, value))
+                self.found[known - 1] = Assertion(self.found[known - 1].site, error)
+                return way.outcome
+            if len(self.found) == _ROOM:
+                return None
+            place = len(self.found) + 1
+            self._places[code, line] = place
+            raising = Raising(way, lambda value: self._held(value, place))
+        self.require(value, CallSite(code.co_filename, line, code.co_name), raising)
         return way.outcome
 
     def require(self, condition: Tensor, site: CallSite, error: MakesError) -> None:

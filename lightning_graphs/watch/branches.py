@@ -35,6 +35,14 @@ _CALLS = frozenset({"CALL", "CALL_KW", "CALL_METHOD"}) | {
     f"CALL_FUNCTION{kind}" for kind in ("", "_KW", "_EX")
 }
 _NAMES = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_METHOD", "LOAD_ATTR", "LOAD_FAST", "LOAD_DEREF")
+_LOADS = (
+    *("LOAD_", "COPY", "SWAP", "ROT_", "DUP_", "PUSH_NULL", "PRECALL", "COMPARE_OP"),
+    *("UNARY_N", "NOP", "EXTENDED_ARG", "CACHE", "TO_BOOL"),
+)
+_TESTS = ("isnan", "isinf", "isfinite", "abs")
+_EXACT = ("+", "-", "*", "BINARY_ADD", "BINARY_SUBTRACT", "BINARY_MULTIPLY")
+"""Arithmetic that gives the same 64 bits everywhere, as Python versions call it."""
+_COMPARISON = 24  # instructions from a number to what is done by a comparison with it, at most
 
 
 class Way(NamedTuple):
@@ -106,17 +114,39 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
     return Way(not outcome, asking, min(ends[outcome]))
 
 
+def compares_to_raise(frame: FrameType) -> bool:
+    """Return whether code compares the number that it calls for now, and that only to raise."""
+    listing = _listing(frame.f_code)
+    at, _ = _read_again(listing, listing.at(frame.f_lasti) + 1, False)
+    compares = False
+    for instruction in listing.instructions[at : at + _COMPARISON]:
+        name = instruction.opname
+        if "JUMP" in name and "IF" in name:
+            ends = [bool(_raises(listing, at, outcome)) for outcome in (True, False)]
+            caught = any(map(_may_catch, _of_users(frame)))
+            return compares and sorted(ends) == [False, True] and not caught
+        is_test = name in _CALLS and _called(listing, at) in _TESTS
+        compares |= name == "COMPARE_OP" or is_test
+        computes = name.startswith("BINARY_") and (instruction.argrepr or name) in _EXACT
+        if not (is_test or computes or name.startswith(_LOADS)):
+            return False
+        at += 1
+    return False
+
+
 def _called(listing: _Listing, at: int) -> str:
     """Return the name of what an instruction calls; empty if that is not plain."""
-    count, depth = listing.instructions[at].arg or 0, 0
+    count, depth, attribute = listing.instructions[at].arg or 0, 0, ""
     for instruction in reversed(listing.instructions[:at]):
         if instruction.opname in ("PRECALL", "KW_NAMES") and depth == 0:
             continue
         if "JUMP" in instruction.opname:
             return ""
         depth += dis.stack_effect(instruction.opcode, instruction.arg)
-        if depth > count and instruction.opname.startswith(_NAMES):
-            return str(instruction.argval)
+        if depth == count and instruction.opname == "LOAD_ATTR":  # of a module
+            attribute = attribute or instruction.argval
+        elif depth > count and instruction.opname.startswith(_NAMES):
+            return attribute or str(instruction.argval)
     return ""
 
 

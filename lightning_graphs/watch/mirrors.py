@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -80,13 +81,19 @@ class Mirrors:
         return bool(new)
 
 
+_mirrors: WeakValueDictionary[int, Mirror] = WeakValueDictionary()
+"""Mirrors by the ``id`` of their tensors: training and evaluation share those of one module."""
+
+
 def held_numbers(named: Iterable[tuple[str, Tensor]]) -> dict[int, Mirror]:
     """Make mirrors for those tensors that hold one whole number or flag."""
-    return {
-        id(tensor): Mirror(name, tensor)
-        for name, tensor in named
-        if tensor.numel() == 1 and tensor.dtype in _WHOLE and not tensor.is_inference()
-    }
+    found = {}
+    for name, tensor in named:
+        if tensor.numel() == 1 and tensor.dtype in _WHOLE and not tensor.is_inference():
+            known = _mirrors.get(id(tensor))
+            found[id(tensor)] = Mirror(name, tensor) if known is None else known
+    _mirrors.update(found)
+    return found
 
 
 def _member(owner: Any, name: str, instead: Callable[..., Any]) -> Member:

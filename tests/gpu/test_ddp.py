@@ -15,6 +15,7 @@ from tests.training.rank_differences import (
     dying,
     failing,
     failing_when_verified,
+    require_ended,
     require_together,
     stopped,
 )
@@ -45,6 +46,7 @@ def _killed(root: Path) -> None:
 RUNS: dict[str, Callable[[Path], None]] = {
     "a killed rank ends all": _killed,
     "an exception on one rank ends all": _exception,
+    "an assertion of one rank ends all": partial(require_ended, "cuda", every=50, ends=20),
     "an exception in a verification ends all": _verified,
     "a signal to one rank stops all after the same step": _signal,
     **{f"one rank differs: {k}": partial(require_together, "cuda", kind=k) for k in KINDS},

@@ -5,6 +5,7 @@ PYTEST_DONT_REWRITE: the assertions in it are those of programs.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -73,6 +74,28 @@ def caught(self: Any, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch["x"]).sum() * 0.0
 
 
+def in_a_loop(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """More of them than a graph has room for."""
+    loss: Tensor = self.loss(batch)
+    for _ in range(300):
+        assert torch.isfinite(loss), loss
+    return loss
+
+
+def as_numbers(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As code compares what ``item()`` gives."""
+    loss: Tensor = self.loss(batch)
+    assert loss.item() < self.limit, f"{loss} is too much"
+    if math.isnan(loss.item()) or abs(loss.item() - 1) > 1e9:
+        raise ValueError("no number")
+    largest = batch["y"].max().item()
+    if largest >= 3:
+        raise IndexError(largest)
+    assert 0.0 <= loss.item() <= self.limit
+    assert int(batch["y"].max().item()) < 3  # of the host
+    return loss
+
+
 def as_plain_truths(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """As code writes it that makes a bool of a tensor first."""
     loss: Tensor = self.loss(batch)
@@ -117,6 +140,8 @@ ROWS = {
         by_a_function,
         of_a_library,
         as_plain_truths,
+        as_numbers,
+        in_a_loop,
         also="cut; accumulated; verified; bf16; modules, verified",
         graphs=range(1, 3),
     ),

@@ -368,3 +368,12 @@ def asserting(rank: int, backend: str, root: Path, every: int) -> Any:
         made.run()
     assert made.statistics.replayed > 0
     return raised.typename, str(raised.value), made.trainer.global_step
+
+
+def require_ended(backend: str, root: Path, every: int, ends: int) -> None:
+    """Assert that both end where a step is logged, or after an epoch, when NaN has reached both."""
+    other, odd = run_on_ranks(asserting, backend, root, every, seconds=60)
+    assert odd[::2] == ("ValueError", ends)
+    assert "raised by step 17" in odd[1]
+    assert other[::2] == ("PartedError" if every == 1 else "ValueError", ends)
+    assert ("rank 1: ValueError: broken" if every == 1 else "raised by step 18") in other[1]
