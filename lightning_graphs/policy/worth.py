@@ -237,8 +237,9 @@ _FIRST_CAPTURE = 5.0, 150.0
 """What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
 _FURTHER_CAPTURE = 0.5
 """What another one is expected to cost, as a part of the first, which loads what they find."""
-_DEARER = 2.5
-"""How much more a capture costs in which every operator is looked at, or call by call."""
+_DEARER = 3.5
+"""How many times more steps a capture costs in which every operator is looked at, or call by
+call."""
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
 _LEAST_SAVED = 0.02
@@ -279,7 +280,7 @@ class CapturePolicy:
         self._steps_left = steps_left
         self.is_over = False  # no graph can pay off in this fit any more, and there is none
         self._costs: list[float] = []
-        self._dearer = 1.0  # how much more a capture is expected to cost than usual
+        self._dearer = 1.0  # how many times more steps a capture is expected to cost than usual
         self._part = 1.0  # the part of a step's work that graphs can take over
         self._goes_on = True
         self._expected = 0.0  # how many uses the signature that was asked about last will have
@@ -364,7 +365,7 @@ class CapturePolicy:
         """Estimate the milliseconds that the next capture costs."""
         if not self._costs:
             steps, constant = _FIRST_CAPTURE
-            return (steps * median(times.eager) + constant) * self._dearer
+            return steps * median(times.eager) * self._dearer + constant
         first, *further = self._costs
         return median(further) if further else _FURTHER_CAPTURE * first
 

@@ -122,6 +122,17 @@ def test_one_shape_is_captured_after_the_warm_up(monkeypatch: pytest.MonkeyPatch
     assert (fit.statistics.eager, fit.statistics.replayed) == (3, 97)
 
 
+@pytest.mark.parametrize(("refused", "least"), [(0.0, 42), (50.0, 69)])
+def test_a_short_fit_of_short_steps_has_three_eager_ones(
+    monkeypatch: pytest.MonkeyPatch, refused: float, least: int
+) -> None:
+    times = Times(eager=12.0, replay=2.0, first=150.0, refused=refused)
+    fit = Fit(monkeypatch, times=times).run(["x"] * least)
+    assert (fit.graphs, fit.statistics.eager) == (["x"], 3)
+    assert fit.seconds < 0.85 * least * 0.012
+    assert Fit(monkeypatch, times=times).run(["x"] * (least - 2)).graphs == []
+
+
 @pytest.mark.parametrize("steps", [15, 20])
 def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
     fit = Fit(monkeypatch).run(["x"] * steps)
@@ -247,7 +258,7 @@ def test_a_part_of_each_step_is_worth_less(
     fit.run(["x"] * 3)
     fit.done = len(fit.steps) - left
     assert fit.cache.is_due("x") is True
-    # 2.5 times 5 steps and 150 ms, one and a half times, at that part of 42 ms a step.
+    # 3.5 times 5 steps, and 150 ms, one and a half times, at that part of 42 ms a step.
     assert fit.policy.goes_on_with_part(part) is goes_on
     assert fit.cache.is_due("x") is goes_on
     if not goes_on:
