@@ -27,7 +27,6 @@ from tests.programs.test_refusals import Layer, Layered
 from tests.programs.test_trainer import Storing
 from tests.training.fits import (
     Fit,
-    GradientTrace,
     Net,
     Trace,
     assert_nothing_left,
@@ -527,7 +526,11 @@ class TestSingleObstacles:
                 self.optimizers().step()
                 self.untoggle_optimizer(self.optimizers())
 
-        looked_at = {"module": Manual, "trace": GradientTrace}
+        class Looking(Callback):
+            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+                pass
+
+        looked_at = {"module": Manual, "callbacks": lambda: [Looking()]}
         eager = prepare(backend, tmp_path, False, **looked_at).run()
         fit = examined(backend, tmp_path, capture={"scope": "auto"}, **looked_at)
         (row,) = rows(fit, "configuration")
