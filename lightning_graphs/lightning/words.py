@@ -276,6 +276,8 @@ def _why_not_by_hand(trainer: Trainer, module: LightningModule) -> str:
         return "the module optimizes manually, which whole steps of several ranks do not allow"
     if not counts_manual_steps(trainer):
         return "the module optimizes manually, and this version of Lightning counts in another way"
+    if not trainer.optimizers:
+        return "the module optimizes manually, without an optimizer of Lightning's"
     observers = observers_of(trainer, module)
     for hook in (*observers.before_backward, *observers.before_step):
         return f"the module optimizes manually, and {hook} looks into its step"

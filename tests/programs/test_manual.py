@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -244,6 +245,35 @@ class Hooked(Gan):
                 parameter.grad.mul_(0.5)
 
 
+class Mixing(Manual):
+    """Computes on the host, too: a weight that NumPy draws, and a table."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        share = numpy.random.beta(0.5, 0.5)
+        x = share * batch["x"] + (1 - share) * batch["x"].flip(0)
+        weights = torch.tensor([0.5, share, 2.0]).to(self.device)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.net(x).float(), batch["y"], weights)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log_dict({"loss": loss, "share": share})
+
+
+class Without(Manual):
+    """Has no optimizer that Lightning knows of."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for parameter in self.net.parameters():
+                parameter -= 0.125 * parameter.grad
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+
 class Reading(Manual):
     def last(self, loss: Tensor) -> Any:
         if loss.item() > 1e6:  # read
@@ -273,7 +303,7 @@ ROWS = (
     table(
         row(Gan, also="bf16; auto"),
         *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked),
-        *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping),
+        *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping, Mixing),
         data=lambda: batches(12),
     )
     | table(
@@ -285,6 +315,7 @@ ROWS = (
         data=lambda: batches(24),
     )
     | table(row(Reading), said="if loss.item")
+    | table(row(Without), said="without an optimizer", replayed=0, placed=False, found=None)
     | table(row(Plateau), said="stepped with a value")
     | table(row(ScheduledEarly), said="steps after its scheduler", found="rule remedy")
     | table(row(Leaving), said="requires_grad of 2", placed=False, found=None)
