@@ -521,7 +521,8 @@ class _Capture(CallableCapture):
             made = self.finish(stores, partial(_of_module, self.observed.name))
         if (pending := self._assertions.pending(self._open_assertions)) is not None:
             self._open_assertions.is_used = True
-            made.follow(pending.launched)
+            made.follow(pending.note)
+            made.follow(pending.look)
         return GraphedCall(
             key=(self.observed.key(), self.observed.kernels, self._guards.values),
             checks=((BackendFlags.now, self.observed.kernels), *checks),

@@ -198,6 +198,8 @@ class StepPlan(Plan):
         if name in self.stores:
             yield partial(set_again, self.stores[name])
         if name == "forward":
+            if self.assertions is not None:
+                yield self.assertions.note
             if self.clocks is not None:
                 yield self.clocks.end
             yield self.logs
@@ -209,7 +211,7 @@ class StepPlan(Plan):
             if self.advance is not None:
                 yield self.advance
             if self.assertions is not None:
-                yield self.assertions.launched
+                yield self.assertions.look
 
     def loads(self) -> Iterator[Instruction]:
         """Yield what loads the gradients of earlier steps, to which this one adds its own."""

@@ -25,13 +25,20 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import HOST_READ
+from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import in_transform, is_strided
-from lightning_graphs.watch.branches import NotKept, Raising, Way, compares_to_raise, way_on
-from lightning_graphs.watch.tracers import OURS, TracedNumber
+from lightning_graphs.watch.branches import (
+    NotKept,
+    Raising,
+    Way,
+    compares_to_raise,
+    ends_a_loop,
+    way_on,
+)
+from lightning_graphs.watch.tracers import OURS, TracedNumber, Tracer
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 
@@ -62,7 +69,9 @@ class Question(NamedTuple):
         if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
             return None
         way = way_on(self.frame, called=self.called)
-        return None if way is not None and way.outcome and self.is_number else way
+        if way is None or (way.outcome and self.is_number) or ends_a_loop(way):
+            return None
+        return way
 
     def is_compared(self, device: torch.device) -> bool:
         """Whether code compares the number of a tensor, and that only to raise."""
@@ -118,7 +127,12 @@ def _asked_for_item(frame: FrameType, tensor: Tensor) -> Question:
 
 
 def _asked_if_equal(frame: FrameType, one: Tensor, other: Tensor) -> Question:
-    return Question(frame, [one, other], lambda: (one == other).all())
+    def are_equal() -> Tensor:
+        if one.shape != other.shape:  # which `==` would broadcast
+            return one.new_zeros((), dtype=torch.bool)
+        return (one == other).all()
+
+    return Question(frame, [one, other], are_equal)
 
 
 def _asked_if_close(frame: FrameType, one: Tensor, other: Tensor, *how: Any, **by: Any) -> Question:
@@ -131,6 +145,13 @@ class _Held:
 
     place: int
     dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A counter in a message, of which the host notes the value of each replay."""
+
+    place: int
 
 
 class _NumberOfDevice(TracedNumber):
@@ -201,6 +222,9 @@ class _TruthOfDevice:
 class MakesError(Protocol):
     """Makes the error of a failed assertion."""
 
+    reads_late: bool
+    """Whether it may read attributes that have changed since."""
+
     def make(self, now: Callable[[Any], Any]) -> BaseException:
         """Return the error; ``now`` gives the present value of what the graph has kept."""
 
@@ -227,6 +251,7 @@ class Assertions:
         self._device, self._is_host = device, is_host
         self._is_over = False
         self.found: list[Assertion] = []
+        self._noted: list[Callable[[], Any]] = []  # give counters in messages
         # What a graph allocates itself is written by what ran before, in every replay. The first
         # of each counts the replays themselves.
         with torch.inference_mode(False):
@@ -296,8 +321,15 @@ class Assertions:
             self._holds[len(self.found)].logical_and_(condition)
 
     def _held(self, value: Any, place: int) -> Any:
-        """Replace tensors in a value by what outlives a replay."""
+        """Replace tensors and counters in a value by what outlives a replay."""
+        value = tree_map_only(Tracer, self._to_note, value)
         return tree_map_only(Tensor, lambda tensor: self._kept(tensor, place), value)
+
+    def _to_note(self, tracer: Tracer) -> Any:
+        if not (isinstance(tracer, TracedNumber) and tracer.obstacle is COUNTER):
+            return tracer
+        self._noted.append(tracer.now)
+        return _Noted(len(self._noted) - 1)
 
     def _kept(self, tensor: Tensor, place: int) -> NotKept | _Held:
         is_number = _is_plain(tensor, self._device) and tensor.numel() == 1
@@ -326,7 +358,7 @@ class Assertions:
             return None
         count = len(self.found) + 1
         memory = self._holds, self._times, self._numbers
-        return PendingAssertions(fit, self.found, self._seen[:count], memory)
+        return PendingAssertions(fit, self.found, self._seen[:count], memory, self._noted)
 
 
 @dataclass(eq=False)
@@ -337,25 +369,26 @@ class PendingAssertions:
     assertions: list[Assertion]
     seen: Tensor  # how often each held before it first failed, behind the number of replays
     memory: tuple[Tensor, Tensor, Tensor]  # what the graph writes on the device
-    _steps: deque[int] = field(default_factory=deque)  # of replays that may be under way
+    noted: Sequence[Callable[[], Any]]  # give the counters in messages
+    # Of replays that may be under way, with these counters
+    _steps: deque[tuple[int, list[Any]]] = field(default_factory=deque)
     _known: int = 0  # how many replays came before those
 
     def __post_init__(self) -> None:
         self._values = self.seen.numpy()
 
     def note(self) -> None:
-        """Note a replay of the present step."""
-        self._steps.append(self.fit.step())
+        """Note a replay of the present step, before counters move on; an instruction of a plan."""
+        self._steps.append((self.fit.step(), [read() for read in self.noted]))
         self.fit.open[self] = None
 
-    def launched(self) -> None:
-        """Note a replay, and look at what is known of those before; an instruction of a plan.
+    def look(self) -> None:
+        """Look at what is known of the replays that were noted; an instruction of a plan.
 
         Raises:
             Exception: The error of an assertion that has failed.
         """
         fit = self.fit
-        self.note()
         if fit.is_lasting():
             fit.settle()
         elif fit.ranks.are_one:
@@ -376,23 +409,27 @@ class PendingAssertions:
             return None
         assertion = self.assertions[times.index(first)]
         numbers = self.memory[2].tolist()
-
-        def number(held: _Held) -> Tensor:
-            return torch.tensor(numbers[held.place], dtype=torch.float64).to(held.dtype)
-
-        error = assertion.raising.make(lambda value: tree_map_only(_Held, number, value))
         place = first - self._known
         steps = [*self._steps]
-        step = steps[place] if 0 <= place < len(steps) else steps[-1]
-        return _told(error, assertion.site, step, steps[-1])
+        step, noted = steps[place] if 0 <= place < len(steps) else steps[-1]
+
+        def number(held: _Held | _Noted) -> Any:
+            if isinstance(held, _Noted):
+                return noted[held.place]
+            return torch.tensor(numbers[held.place], dtype=torch.float64).to(held.dtype)
+
+        error = assertion.raising.make(lambda value: tree_map_only((_Held, _Noted), number, value))
+        return _told(error, assertion, step, steps[-1][0])
 
 
-def _told(error: BaseException, site: CallSite, step: int, last: int) -> BaseException:
+def _told(error: BaseException, assertion: Assertion, step: int, last: int) -> BaseException:
     """Let an error say which step it is of, and that it comes late."""
     late = f"; updates up to step {last} have been made" if last != step else ""
+    if assertion.raising.reads_late:
+        late += "; attributes in its message are as they are now"
     text = (
-        f"(raised by step {step}, at {site.describe()}; a graph has computed the condition, and "
-        f"the update of that step was made{late})"
+        f"(raised by step {step}, at {assertion.site.describe()}; a graph has computed the "
+        f"condition, and the update of that step was made{late})"
     )
     first = error.args[0] if error.args else ""
     if isinstance(error, GraphError):

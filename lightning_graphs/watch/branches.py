@@ -251,13 +251,47 @@ def _may_catch(frame: FrameType) -> bool:
         last = node.body[-1].end_lineno or 0
         if not node.body[0].lineno <= frame.f_lineno <= last:
             continue
-        if isinstance(node, ast.Try) and node.handlers:
+        given = node.items if isinstance(node, ast.With) else []
+        made = (_found_by(item.context_expr, frame) for item in given)
+        if _takes_away(node) or any(map(_catches, made)):
             return True
-        if isinstance(node, ast.With):
-            names = [n for item in node.items for n in _names_in(item.context_expr)]
-            if any(name in _CATCHING for name in names):
-                return True
     return False
+
+
+def _takes_away(node: ast.AST) -> bool:
+    """Return whether a statement, by its own words, may take away the errors of its body."""
+    if isinstance(node, ast.With):
+        names = (name for item in node.items for name in _names_in(item.context_expr))
+        return any(name in _CATCHING for name in names)
+    return isinstance(node, ast.Try) and bool(node.handlers)
+
+
+def _found_by(node: ast.expr, frame: FrameType) -> Any:
+    """Return what makes a context, or the context itself; None if its expression is not plain."""
+    node = node.func if isinstance(node, ast.Call) else node
+    if not all(isinstance(n, (ast.Name, ast.Attribute, ast.Load)) for n in ast.walk(node)):
+        return None
+    with contextlib.suppress(Exception):  # the frame may have bound a name again
+        code = compile(ast.Expression(node), frame.f_code.co_filename, "eval", dont_inherit=True)
+        return eval(code, frame.f_globals, frame.f_locals)
+    return None
+
+
+def _catches(context: Any) -> bool:
+    """Return whether a context may take an error away, by its code."""
+    function = inspect.unwrap(getattr(context, "__func__", context))
+    if not inspect.isfunction(function):  # else the generator of a context
+        kind = context if isinstance(context, type) else type(context)
+        function = getattr(kind, "__exit__", None)
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType) or is_library(code.co_filename):
+        return False
+    tree = _tree(code)
+    nodes = [] if tree is None else [*ast.walk(tree)]
+    if code.co_name != "__exit__":
+        return any(map(_takes_away, nodes))
+    returned = [n.value for n in nodes if isinstance(n, ast.Return) and n.value is not None]
+    return not all(isinstance(value, ast.Constant) and not value.value for value in returned)
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
@@ -309,6 +343,12 @@ class Raising:
     def __init__(self, way: Way, held: Callable[[Any], Any]) -> None:
         frame, statements = way.frame, _statements(way)
         self._file = frame.f_code.co_filename
+        nodes = [node for statement in statements for node in ast.walk(statement)]
+        called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+        # Whether its message has attributes, which may have changed since
+        self.reads_late = any(
+            isinstance(node, ast.Attribute) and id(node) not in called for node in nodes
+        )
         self._code: CodeType | None = None
         if statements:
             module = ast.fix_missing_locations(ast.Module(statements, []))
@@ -343,6 +383,12 @@ class Raising:
         except BaseException as error:
             return error
         return AssertionError()
+
+
+def ends_a_loop(way: Way) -> bool:
+    """Return whether a way raises what ends a loop of callers, and not the program."""
+    raised = [node for node in _statements(way) if isinstance(node, ast.Raise)]
+    return any("StopIteration" in _names_in(node.exc) for node in raised if node.exc is not None)
 
 
 def _statements(way: Way) -> list[ast.stmt]:

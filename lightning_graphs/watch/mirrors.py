@@ -136,6 +136,8 @@ def reads_noted(
 class _Moved:
     """Makes the error for a number that was written past torch's sight."""
 
+    reads_late = False
+
     def __init__(self, name: str) -> None:
         self._name = name
 

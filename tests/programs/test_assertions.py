@@ -5,7 +5,9 @@ PYTEST_DONT_REWRITE: the assertions in it are those of programs.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -106,6 +108,8 @@ def as_plain_truths(self: Any, batch: Any, batch_idx: int) -> Tensor:
         raise ValueError(f"{loss}")
     if not is_known(batch["y"]):
         raise IndexError
+    if torch.equal(loss, loss[None].expand(4)):  # of another shape
+        raise ValueError("as if it was broadcast")
     if not torch.equal(loss, loss + 0.0) or not torch.allclose(loss, loss.abs(), atol=1e-3):
         raise ValueError("it differs")
     return loss
@@ -131,6 +135,43 @@ def more_than_a_raise(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
+@contextlib.contextmanager
+def skipping() -> Iterator[None]:
+    with contextlib.suppress(ValueError):
+        yield
+
+
+class Skipping:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, *_: object) -> bool:
+        return kind is ValueError
+
+
+def caught_by_a_context(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss: Tensor = self.loss(batch)
+    with skipping():
+        if torch.isnan(loss):  # read
+            raise ValueError
+    return loss
+
+
+def caught_by_an_object(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss: Tensor = self.loss(batch)
+    with Skipping():
+        if torch.isnan(loss):  # read
+            raise ValueError
+    return loss
+
+
+def ends_its_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Lightning takes that error for the end of the data."""
+    loss: Tensor = self.loss(batch)
+    if torch.isnan(loss):  # read
+        raise StopIteration
+    return loss
+
+
 ROWS = {
     **stepping(
         Asserting,
@@ -145,7 +186,16 @@ ROWS = {
         also="cut; accumulated; verified; bf16; modules, verified",
         graphs=range(1, 3),
     ),
-    **stepping(Asserting, each={caught: "cannot", more_than_a_raise: "cannot"}),
+    **stepping(
+        Asserting,
+        each=dict.fromkeys(
+            (
+                *(caught, caught_by_a_context, caught_by_an_object),
+                *(ends_its_epoch, more_than_a_raise),
+            ),
+            "cannot",
+        ),
+    ),
 }
 
 

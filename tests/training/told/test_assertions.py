@@ -32,8 +32,25 @@ class Raising(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if not torch.isfinite(loss):
-            raise NotFinite(f"a loss of {loss:.1f} for {tuple(batch['x'].shape)}")  # raised
+            size = tuple(batch["x"].shape)
+            raise NotFinite(f"a loss of {loss:.1f} for {size} in batch {batch_idx}")  # raised
         return loss
+
+
+class ByHand(Net):
+    """Its update and its count come ahead of the error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        if not torch.isfinite(loss):
+            raise NotFinite(f"batch {batch_idx} of {self.trainer.max_epochs} epochs")  # raised
 
 
 class Asserting(Net):
@@ -74,7 +91,8 @@ def broken() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("module", "error", "said"),
     [
-        (Raising, NotFinite, r"a loss of nan for \(8, 8\)\n"),
+        (Raising, NotFinite, r"a loss of nan for \(8, 8\) in batch 8\n"),
+        (ByHand, NotFinite, r"batch 8 of 2 epochs\n(?s:.*)attributes in its message are as they"),
         (Asserting, AssertionError, r"<float32 tensor of shape \(8, 8\), whose values are gone>\n"),
         (Unreadable, NotFinite, r"^\("),
         (Acting, ValueError, r"constraint IndependentConstraint(?s:.*)gone>\n"),
@@ -98,7 +116,7 @@ def test_the_error_of_the_step_is_raised(
     assert captured.statistics.replayed > 0
     assert captured.statistics.fallbacks == []
     if every == 1:
-        assert captured.trainer.global_step == FAILING
+        assert captured.trainer.global_step == FAILING + (module is ByHand)
     assert_nothing_left(captured)
 
 
