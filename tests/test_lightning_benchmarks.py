@@ -256,3 +256,12 @@ class TestLibraries:
         other.steps[2]["loss"] += 1e-6
         assert one.differs(other) == "step 2: loss"
         assert 0 < one.difference(other) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_optimizers_are_measured(script: Any, lab: Any) -> None:
+    optimizers = script("optimizers")
+    found = [optimizers.measure(name, lab) for name in ("SGD", "Adagrad")]
+    assert [row["update"] for row in found] == ["in the graph", "eager"]
+    assert [(row["differs"], row["repeatable"]) for row in found] == [("", True)] * 2
+    assert "| Adagrad | eager | yes | Adagrad: " in optimizers.table(found)

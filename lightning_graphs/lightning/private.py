@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
-import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,11 +20,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops import fetchers, fit_loop, training_epoch_loop
-from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -311,45 +305,6 @@ def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
     finally:
         handlers[at] = own
         connector.received_sigterm = sigterm.received
-
-
-_LOOPS_READ = (2, 6, 0), (2, 6, 6)
-"""The first and the last version whose training loop was read."""
-
-
-def is_known_loop(trainer: Trainer) -> bool:
-    """Tell whether :mod:`~lightning_graphs.lightning.loop` may stand for the training loop.
-
-    No public API leaves out what Lightning's ``advance`` does around hooks that are not overridden,
-    and around metrics that are not read, 0.3 to 1 ms a step. Fallback: Lightning's own loop.
-    """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)$", lightning.__version__)
-    if found is None or not _LOOPS_READ[0] <= tuple(map(int, found.groups())) <= _LOOPS_READ[1]:
-        return False
-    loop = trainer.fit_loop.epoch_loop
-    parts = {
-        fit_loop._FitLoop: trainer.fit_loop,
-        training_epoch_loop._TrainingEpochLoop: loop,
-        automatic._AutomaticOptimization: loop.automatic_optimization,
-        _ResultCollection: loop._results,
-        _LoggerConnector: trainer._logger_connector,
-    }
-    return (
-        all(type(part) is kind for kind, part in parts.items())
-        and vars(loop).keys().isdisjoint(("advance", "on_advance_end", "run"))
-        and not logging.getLogger(call.__name__).isEnabledFor(logging.DEBUG)  # it names each hook
-    )
-
-
-def plain_fetchers() -> tuple[type, ...]:
-    """Return the classes of fetchers that hand out batch after batch, not an iterator."""
-    return fetchers._DataFetcher, fetchers._PrefetchDataFetcher
-
-
-def is_unrecorded(trainer: Trainer) -> bool:
-    """Tell whether :func:`cheap_contexts` is in force: no profiler records the fit."""
-    profiler = trainer.profiler  # type: ignore[attr-defined]
-    return vars(profiler).get("profile") is Unrecorded
 
 
 def is_profiled(trainer: Trainer) -> bool:

@@ -9,6 +9,7 @@ from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
@@ -43,7 +44,12 @@ from lightning_graphs.regions.conditions import (
 from lightning_graphs.regions.context import CaptureFacts, StepMessages
 from lightning_graphs.regions.gradients import KEPT_LATE
 from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, Region
-from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, capture_obstacle
+from lightning_graphs.regions.optimizer import (
+    CapturableOptimizer,
+    StateAwaited,
+    UpdateRefused,
+    capture_obstacle,
+)
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified import Verification
@@ -81,9 +87,6 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._life: Lifecycle[tuple[Any, ...], StepPlan]
         self._life = Lifecycle(self, fit, self._verifier, lru_cache(without_values))
         self._cache = self._life.cache
-        self.plans: Mapping[Signature, StepPlan] = self._cache.by_key  # those of the present
-        # The plan of the coming step, or None, if it was looked for ahead of the methods
-        self.found: tuple[StepPlan | None, ...] = ()
         self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
         self._captures_unseen = True
         self._moved = ""
@@ -132,13 +135,13 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._capture = StepCapture(self._fit, self._facts, in_graphs, self._observers)
         self._verification = Verification(self._verifier, self._capture, self._facts.places)
         guards = [one.guard for one in self._in_graphs]
-        found = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
-        if self._by_hand:  # gradients of any parameter may be those of earlier steps
-            found = [*dict.fromkeys([*found, *self._module.parameters()])]
-        self._watch = ReplayGuards(self._module, guards, found, self._facts, self._client_guards())
-        is_alone = self._ranks.are_one and self._ranks.ddp is None and not self._by_hand
-        # Nothing but one graph runs between the batch and the end of the step
-        self.is_undivided = is_alone and not self._observers and self._fit.watch.scaler is None
+        trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp
+        if not self._by_hand:  # a replayed step asks
+            optimizer = self._optimizers[0]
+            is_present = lambda: trainer.optimizers[0] is optimizer  # noqa: E731
+        own = _client_guards(trainer, self._phase, is_present, synced=ddp is not None)
+        parts = guards, self._with_old_gradients(), self._facts, own
+        self._watch = ReplayGuards(self._module, *parts)
 
     def _present(self) -> list[Optimizer]:
         """List the optimizers that steps call: all of them if these optimize manually."""
@@ -149,25 +152,10 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         now = self._present()
         return len(now) == len(self._optimizers) and all(map(is_, now, self._optimizers))
 
-    def _client_guards(self) -> ClientGuards:
-        trainer, plugin = self._trainer, self._trainer.precision_plugin
-        is_present = self._are_present
-        if not self._by_hand:  # a replayed step asks
-            optimizer = self._optimizers[0]
-            is_present = lambda: trainer.optimizers[0] is optimizer  # noqa: E731
-        synced = partial(syncs, trainer) if self._ranks.ddp is not None else bool
-        return ClientGuards(
-            phase=self._phase,
-            epoch=partial(attrgetter("current_epoch"), trainer),
-            flags=(partial(_CLIPPING, trainer), synced),
-            of_all=(
-                (
-                    (partial(_PLUGIN, trainer), plugin),
-                    lambda: "the trainer's precision was changed",
-                ),
-                ((is_present, True), lambda: "the optimizer was replaced"),
-            ),
-        )
+    def _with_old_gradients(self) -> list[Tensor]:
+        """List the parameters whose gradients of earlier steps the coming step may read."""
+        found = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+        return [*dict.fromkeys([*found, *self._module.parameters()])] if self._by_hand else found
 
     def _phase(self) -> Phase:
         """Tell which part of an accumulation window the coming step is."""
@@ -233,8 +221,12 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._messages.note(_WRAPPED)
         self._stepping = own
         try:
-            if not own or self.capturables.get(optimizer) is None:
-                return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+            capturable = self.capturables.get(optimizer)
+            if not own or capturable is None or not capturable.takes_closure_once:
+                returned = self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+                if own and capturable is not None and (error := capturable.closure_refused()):
+                    self._leave_update(error)
+                return returned
             result = closure()
         finally:
             self._stepping = False
@@ -308,8 +300,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             ranks.leave(NOT_REDUCED)
         if ranks.lost:
             self._rebind(ranks.lost)
-        found, self.found = self.found, ()
-        return self._life.plan_for(args, *found)
+        return self._life.plan_for(args)
 
     def _count_key(self, args: tuple[Any, ...]) -> None:
         """Count the key of a warm-up batch, so that captures begin with the keys that return."""
@@ -399,7 +390,15 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         if self._is_unseen(key):
             self._captures_unseen = False
             return True
+        if isinstance(error, UpdateRefused):
+            self._leave_update(error)
+            return True
         return self._awaited.may_come(key, error, *self._optimizers)
+
+    def _leave_update(self, error: UpdateRefused) -> None:
+        """Let the optimizer step be eager; the rest of the step may be captured."""
+        self._obstacle = error.observed
+        self._rebind()
 
     def refuse(self, error: GraphError) -> None:
         self.may_follow_values = may_follow_values(error)
@@ -473,6 +472,28 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._bind()
 
 
+def _client_guards(
+    trainer: Trainer, phase: Callable[[], Phase], is_present: Callable[[], bool], *, synced: bool
+) -> ClientGuards:
+    """List what of a trainer the graphs of its steps depend on."""
+    plugin = trainer.precision_plugin
+    return ClientGuards(
+        phase=phase,
+        epoch=partial(attrgetter("current_epoch"), trainer),
+        flags=(partial(_CLIPPING, trainer), partial(syncs, trainer) if synced else bool),
+        of_all=(
+            (
+                (partial(_PLUGIN, trainer), plugin),
+                lambda: "the trainer's precision was changed",
+            ),
+            (
+                (is_present, True),
+                lambda: "the optimizer was replaced",
+            ),
+        ),
+    )
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     """Stands for ``zero_grad`` after a replay that has zeroed the gradients."""
 
@@ -530,7 +551,6 @@ class StrategyHandler:
         self._table: dict[str, Any] = {}
         self._methods: dict[str, Any] = {}
         self._open = contextlib.ExitStack()
-        self._again: Callable[..., Any] | None = None  # repeats a step that :meth:`replay` began
 
     def take_over(self, strategy: Strategy) -> None:
         """Exchange the strategy's methods, also those that user code has set."""
@@ -563,16 +583,13 @@ class StrategyHandler:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and run it again if graphs have caused an out-of-memory error."""
         recovery, timing, counts = self._recovery, self._timing, self._statistics
-        again, self._again = self._again, None
-        if again is not None:
-            return again(*args, **kwargs)
         if self._by_hand and self.runner.has_failed:  # later it would be within the step
             self._change_scope()
         if timing is not None:
             timing.begin(args)
         if recovery.is_open and recovery.begin_step():
             return self._own(*args, **kwargs)
-        recovery.counted = counts.eager, counts.replayed
+        recovery.counted, again = (counts.eager, counts.replayed), None
         try:
             result = self.runner.training_step(*args, **kwargs)
         except Exception as error:
@@ -619,51 +636,6 @@ class StrategyHandler:
         if not self._by_hand:
             self._end_step(timing)
         return result
-
-    # ------------------------------------------------------------------ steps without the methods
-
-    def whole_steps(self) -> StepRunner | None:
-        """Return the runner if it has graphs of whole steps, and no method is timed or exchanged.
-
-        None: only the strategy's methods may run steps.
-        """
-        runner, table = self.runner, self._table
-        if self._timing is not None or not isinstance(runner, StepRunner) or not runner.plans:
-            return None
-        for name, method in self._methods.items():
-            if table.get(name) != method:  # also if the callback has switched itself off
-                return None
-        return runner
-
-    def replay(self, runner: StepRunner, args: tuple[Any, ...], *, stepping: bool) -> Any:
-        """Replay a step as the three methods do, and return what it returns.
-
-        None: the methods are to run it. They go on from the plan that was :attr:`found` here.
-        """
-        recovery, counts, life = self._recovery, self._statistics, runner._life
-        if recovery.is_open or runner._warmup_left > 0 or not runner.is_undivided:
-            return None
-        recovery.counted = counts.eager, counts.replayed
-        runner._stepping = stepping
-        try:
-            plan = life.find(args)
-            if plan is None or plan.steps is not stepping or not life.is_ready(plan):
-                runner.found = (plan,)
-                return None
-            runner._active, plan.present.batch = plan, args[0]
-            returned = runner._replay(plan)
-            vars(runner._optimizers[0]).pop("zero_grad", None)
-            plan.attach(bound=runner._kept.bound is plan.gradients)
-            if runner._kept.tracked is not plan.gradients:
-                runner._kept.track(plan.gradients)
-        except Exception as error:
-            self._again = recovery.repetition_after(error)
-            if self._again is None:
-                raise
-            return None
-        finally:
-            runner._stepping, runner._active = False, None
-        return returned
 
     def _end_step(self, timing: StepTiming) -> None:
         """End a timed step, and the timing itself once it has seen enough of them."""

@@ -154,8 +154,11 @@ class ModuleRunner:
         if update is not None and optimizer is not update.optimizer:
             update.follow(optimizer)
             update = None
-        if update is None or self._warmup_left > 0:
-            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+        if update is None or self._warmup_left > 0 or not update.takes_closure_once:
+            returned = self._calls.optimizer_step(optimizer, closure, model, **kwargs)
+            if update is not None:
+                update.refuse_closure()
+            return returned
         with zeroed_quickly(optimizer):
             result = closure()
         if result is None or not update.step():

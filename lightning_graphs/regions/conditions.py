@@ -202,7 +202,7 @@ _State = list[tuple[Any, dict[str, Any], list[Any]]]
 class OptimizerGuard:
     """Notices other groups, other state and hooks of an optimizer whose step is captured."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, freezes_rates: bool = False) -> None:
         self._optimizer = optimizer
         self.groups, self.state = optimizer.param_groups, optimizer.state
         self._epoch = -1
@@ -215,7 +215,8 @@ class OptimizerGuard:
         self._witnesses: _State = []
         self._hooks = step_hook_tables(optimizer)
         # Groups, and names of what a capture freezes in them
-        frozen = [(g, k) for g in self.groups for k in g if k not in _LIVE and not is_tensor(g[k])]
+        live = _LIVE - {"lr"} if freezes_rates else _LIVE
+        frozen = [(g, k) for g in self.groups for k in g if k not in live and not is_tensor(g[k])]
         self._frozen = [group for group, _ in frozen], [name for _, name in frozen]
 
     def numbers(self) -> Values:
@@ -534,6 +535,3 @@ class Observers:
     before_backward: tuple[str, ...]  # they run after the forward pass and before the backward pass
     before_step: tuple[str, ...]  # they run after the backward pass and before the optimizer step
     own_zero_grad: bool  # the module decides by itself how gradients are zeroed
-
-    def __bool__(self) -> bool:
-        return bool(self.before_backward or self.before_step or self.own_zero_grad)

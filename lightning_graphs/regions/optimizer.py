@@ -15,15 +15,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
+from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import SCHEDULED
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, in_one_line, is_out_of_memory
 from lightning_graphs.policy.worth import defragment
 from lightning_graphs.private.engine import local
-from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.exchange import Absence, nothing, replaced
 from lightning_graphs.private.torch import count_for_schedulers, step_hook_tables
 from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
-from lightning_graphs.values.snapshot import Gradients, OptimizerState
+from lightning_graphs.values.snapshot import (
+    Gradients,
+    OptimizerState,
+    PythonSnapshot,
+    iter_inside,
+)
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.environment import (
     NumberPlaces,
@@ -49,12 +55,10 @@ def capture_obstacle(
 ) -> str | None:
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
     name = type(optimizer).__name__
-    own = getattr(torch.optim, name, None) is type(optimizer)
     if any(step_hook_tables(optimizer)):
         return f"{name} has step hooks, which a replay would not call"
-    as_torch = type(optimizer).step.__module__.startswith("torch.optim")
-    if not own and not ("capturable" in optimizer.defaults and as_torch):
-        return f"{name} is not one of torch.optim and does not say that it is capturable"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS calls the training step several times for each update"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
     if (sparse := _sparse_embedding(module)) is not None:
@@ -62,20 +66,35 @@ def capture_obstacle(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(devices := sorted({str(p.device) for p in parameters})) > 1:
         return f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
-    if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
-        return "parameters are float64, and a captured learning rate has 32 bits"
     if not (why := _why_not_fused(optimizer)):
-        return None
+        return _too_precise(parameters, device_type)
     if _is_sharded(optimizer):
         return f"over DTensors only a fused step can be captured, and {name} here has none"
     if scaler_of(plugin) is not None:
         reads = f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
         return f"{reads}, and it {why}"
+    if _is_tried(optimizer):
+        return None
     if device_type == "cpu":
         return f"a rehearsal captures fused steps alone, and {name} {why}"
-    if "capturable" not in optimizer.defaults:
-        return f"{name} has no capturable=True, and {why}"
+    return _too_precise(parameters, device_type)
+
+
+def _too_precise(parameters: Iterable[Tensor], device_type: str) -> str | None:
+    if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
+        return "parameters are float64, and a captured learning rate has 32 bits"
     return None
+
+
+def _is_tried(optimizer: Optimizer) -> bool:
+    """Whether only a capture shows that graphs can take the step: torch has no form for them."""
+    if _steps_as_torch(optimizer) and "capturable" in optimizer.defaults:
+        return False
+    return not _fusable(optimizer)
+
+
+def _steps_as_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).step.__module__.startswith("torch.optim")
 
 
 def _sparse_embedding(module: nn.Module) -> str | None:
@@ -96,7 +115,9 @@ def _why_not_fused(optimizer: Optimizer) -> str:
     of whole numbers, since these have no gradient.
     """
     is_sgd = isinstance(optimizer, torch.optim.SGD)
-    if not isinstance(optimizer, _FUSED) or (is_sgd and _is_sharded(optimizer)):
+    if not (isinstance(optimizer, _FUSED) and _steps_as_torch(optimizer)) or (
+        is_sgd and _is_sharded(optimizer)
+    ):
         return "has no fused kernel for graphs"
     groups = optimizer.param_groups
     if any(group.get("fused") is False for group in groups):
@@ -165,6 +186,10 @@ class NoStateError(CaptureError):
     """An optimizer has no state for parameters that it steps for the first time."""
 
 
+class UpdateRefused(CaptureError):
+    """The step of one optimizer cannot be captured; what precedes it may be."""
+
+
 class StateAwaited:
     """Remembers captures that found no optimizer state, which the next eager step makes."""
 
@@ -214,22 +239,27 @@ class CapturableOptimizer:
     floats there; a capture reads tensors on the device, which :meth:`refresh` fills after a
     scheduler has changed the float. All other numbers of a group (betas, momentum, weight decay)
     are constants of a capture, and part of its key. :meth:`restore` undoes everything.
+
+    An optimizer for which torch has no such form runs as it is: its learning rates are constants of
+    a capture, too, and a capture in which its step changes a number on the host is refused.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self._device = device
-        self._fused = _fusable(optimizer)
+        self._fused, self._is_tried = _fusable(optimizer), _is_tried(optimizer)
         # It runs torch's fused kernel, and without graphs would run another one
         self.runs_other_kernel = self._fused and not all(
             group.get("fused") for group in optimizer.param_groups
         )
+        # Its step only calls a closure, once; of one that is tried, its first step tells
+        self.takes_closure_once = not self._is_tried
         # Its state exists. A gradient scaler may skip the first steps of a fit.
         self.has_stepped = bool(optimizer.state)
         self._is_restored = False
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
-        self.guard = OptimizerGuard(optimizer)
+        self.guard = OptimizerGuard(optimizer, freezes_rates=self._is_tried)
         self._groups = self.guard.groups
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
         self._convert_state()
@@ -245,6 +275,8 @@ class CapturableOptimizer:
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:
             if self._is_restored:  # in the middle of a step, which is taken once more
                 return step(closure)
+            if self._is_tried:
+                return self._step_as_it_is(step, closure)
             returned = None
             if closure is not None:
                 with torch.enable_grad():
@@ -258,6 +290,53 @@ class CapturableOptimizer:
 
         count_for_schedulers(self.optimizer, stand_in)
         return stand_in
+
+    def _step_as_it_is(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
+        """Take the step; refuse it if a capture cannot hold it, or if it computes on the host.
+
+        Raises:
+            UpdateRefused: It has failed in a capture, or has changed a value on the host.
+        """
+        calls = 0
+
+        def counted() -> Any:
+            nonlocal calls
+            calls += 1
+            assert closure is not None
+            return closure()
+
+        if not is_current_stream_capturing():
+            returned = step(None if closure is None else counted)
+            self.has_stepped = True
+            self.takes_closure_once = calls == 1 or closure is None
+            return returned
+        before = _HostState(self.optimizer, self._device)
+        try:
+            returned = step(closure)
+        except Exception as error:
+            before.restore()
+            if is_out_of_memory(error):
+                raise
+            raise self._refused(in_one_line(error)) from error
+        if moved := before.moved():
+            before.restore()
+            names = ", ".join(f"`{name}`" for name in moved[:3])
+            raise self._refused(f"it computes {names} on the host, anew in every step")
+        return returned
+
+    def closure_refused(self) -> UpdateRefused | None:
+        """Return why a step with a closure of its own use cannot be captured; None if it can."""
+        if self.takes_closure_once or not self.has_stepped:
+            return None
+        return self._refused("it does not call its closure once, ahead of all else")
+
+    def _refused(self, observed: str) -> UpdateRefused:
+        return UpdateRefused(
+            "A captured optimizer step must compute on the device alone.",
+            f"{type(self.optimizer).__name__}: {observed}",
+            "keep counters in tensors on the device of the parameters, and compute with these; the "
+            "step of this optimizer runs eagerly until then",
+        )
 
     @contextlib.contextmanager
     def _flags_exchanged(self) -> Iterator[bool]:
@@ -307,12 +386,19 @@ class CapturableOptimizer:
     @property
     def refreshing(self) -> Instruction:
         """The instruction that updates the learning rates before a replay."""
+        if self._is_tried:
+            return nothing
         if any(isinstance(group["lr"], Tensor) for group in self._groups):
             return self.refresh
         return where_moved((each(itemgetter("lr"), self._groups), self._filled), self.refresh)
 
-    def live_rates(self) -> list[Tensor]:
-        """Refresh the learning rates on the device, and return them: a scalar for each group."""
+    def live_rates(self) -> list[Any]:
+        """Refresh the learning rates on the device, and return them: a scalar for each group.
+
+        Those of an optimizer that runs as it is are returned as they are.
+        """
+        if self._is_tried:
+            return [group["lr"] for group in self._groups]
         self.refresh()
         return self._rates
 
@@ -362,7 +448,7 @@ class CapturableOptimizer:
 
     def _move_steps(self, *, to_host: bool) -> None:
         """Move ``step`` counters to the device, or back to where the optimizer keeps them."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or self._is_tried:
             return
         for group in self.optimizer.param_groups:
             if to_host and not self._counts_on_host(group):
@@ -374,6 +460,8 @@ class CapturableOptimizer:
 
     def neutral(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a saved state as it would be without graphs, to be loaded without them, too."""
+        if self._is_tried:
+            return {**state_dict}
         on_host = {
             index
             for group in state_dict["param_groups"]
@@ -463,6 +551,37 @@ def _all_exchanged(places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
 def takes_value(*given: Any) -> bool:
     """Whether a scheduler is handed a value of the step."""
     return any(isinstance(leaf, (Tensor, Tracer)) for leaf in leaves_of(given))
+
+
+class _HostState:
+    """What an optimizer has on the host: values in its state and attributes, and CPU tensors.
+
+    Tensors of a CPU count only where parameters are elsewhere.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._tables: list[dict[Any, Any]] = [*optimizer.state.values(), vars(optimizer)]
+        self._values = PythonSnapshot(iter_inside(("state", table) for table in self._tables[:-1]))
+        self._values.add("", vars(optimizer))
+        here = (v for v in self._tensors() if v.device.type == "cpu" != device.type)
+        self._known = [(tensor, tensor.clone()) for tensor in here]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        held = chain.from_iterable(table.values() for table in self._tables)
+        return (value for value in held if isinstance(value, Tensor))
+
+    def moved(self) -> list[str]:
+        """List the names of what has another value now."""
+        found = list(self._values.changes())
+        names = {str(c.key) if c.key is not Absence.ABSENT else c.name for c in found}
+        changed = {id(tensor) for tensor, was in self._known if not torch.equal(tensor, was)}
+        names |= {str(k) for table in self._tables for k, v in table.items() if id(v) in changed}
+        return sorted(names)
+
+    def restore(self) -> None:
+        self._values.restore()
+        for tensor, was in self._known:
+            tensor.copy_(was)
 
 
 _FLAGS = ("capturable", "fused", "foreach")

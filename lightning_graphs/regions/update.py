@@ -23,6 +23,7 @@ from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
     StateAwaited,
+    UpdateRefused,
     capture_obstacle,
     state_undone,
 )
@@ -70,6 +71,17 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
         self._body = StepBody(self._context, {self.optimizer: self.capturable}, self._observers)
         self._checks = Verification(self._verifier, self._body)
+
+    @property
+    def takes_closure_once(self) -> bool:
+        """Whether its closure may run ahead of the step, as that is known to do itself."""
+        return self.capturable is None or self.capturable.takes_closure_once
+
+    def refuse_closure(self) -> None:
+        """Leave the step eager if the last one has used its closure otherwise; said once."""
+        error = None if self.capturable is None else self.capturable.closure_refused()
+        if error is not None and not self._churn.obstacle:
+            self.refuse(error)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Go on with another optimizer, if it is now the trainer's only one."""
@@ -160,6 +172,8 @@ class CapturedUpdate(Region[Hashable, Plan]):
         if self._context.options.on_failure == "raise" and isinstance(error, VerificationError):
             raise error
         self._context.messages.note("the optimizer step runs eagerly", error)
+        if isinstance(error, UpdateRefused):
+            self._churn.obstacle = error.observed
 
     def discard(self, plan: Plan) -> None:
         self._pool.release(plan.parts["step"].graph)

@@ -404,7 +404,8 @@ def number_places(
     def rate(name: str, group: int, table: dict[str, Any], key: str, *item: int) -> Any:
         read = _reading(table, key, *item)
         if rates is not None and (number is None or isinstance(read(), Tensor)):
-            return rates[group].detach()
+            given = rates[group]
+            return given.detach() if isinstance(given, Tensor) else given
         return make(_of_group(name, group, index), read)
 
     for n, scheduler in enumerate(schedulers):

@@ -97,25 +97,119 @@ def test_other_optimizer(backend: str, tmp_path: Path, name: str, trace: type[Tr
     assert len(captured.statistics.fallbacks) == 1
 
 
-def test_optimizer_of_somebody_else(backend: str, tmp_path: Path) -> None:
-    class Signs(optim.Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": RATE})
+class Own(optim.Optimizer):
+    """An optimizer of user code: a step in operators of torch, parameter by parameter."""
 
-        def step(self, closure: Any = None) -> Any:
-            loss = closure() if closure is not None else None
+    def __init__(self, params: Any, update: Callable[..., None], **numbers: Any) -> None:
+        super().__init__(params, {"lr": RATE, **numbers})
+        self.update = update
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
             for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.data.sub_(parameter.grad.sign(), alpha=group["lr"])
-            return loss
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.update(p, p.grad, self.state[p], group)
+        return loss
 
-    eager = prepare(backend, tmp_path, False, module=made(Signs)).run()
-    captured = prepare(backend, tmp_path, True, module=made(Signs))
-    with pytest.warns(UserWarning, match=r"Signs is not one of torch\.optim"):
+
+def signs(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    p.data.sub_(g.sign(), alpha=group["lr"])
+
+
+def lion(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    average = state.setdefault("exp_avg", torch.zeros_like(p))
+    p.mul_(1 - group["lr"] * group["decay"])
+    p.add_(average.clone().mul_(0.9).add(g, alpha=0.1).sign_(), alpha=-group["lr"])
+    average.mul_(0.99).add_(g, alpha=0.01)
+
+
+def lars(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    ratio = p.norm() / (g.norm() + 2**-4)
+    momentum = state.setdefault("momentum_buffer", torch.zeros_like(p))
+    momentum.mul_(0.75).add_(g * torch.where(ratio > 0, ratio, 1.0))
+    p.add_(momentum, alpha=-group["lr"])
+
+
+def muon(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    momentum = state.setdefault("momentum_buffer", torch.zeros_like(g))
+    momentum.lerp_(g, 0.25)
+    x = momentum.reshape(len(momentum), -1)
+    x = x / (x.norm() + 2**-4)
+    for _ in range(3):
+        gram = x @ x.T
+        x = 1.5 * x - 0.5 * gram @ x
+    p.add_(x.reshape(p.shape), alpha=-group["lr"])
+
+
+def counted(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["count"] = state.get("count", 0) + 1
+    p.add_(g, alpha=-group["lr"] / state["count"])
+
+
+def attributed(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    group["k"] += 1
+    p.add_(g, alpha=-group["lr"] / group["k"])
+
+
+def measured(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    p.add_(g, alpha=-group["lr"] / (1 + float(g.abs().max())))
+
+
+def renewed(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["average"] = state.get("average", torch.zeros_like(p)) * 0.5 + g
+    p.add_(state["average"], alpha=-group["lr"])
+
+
+def listed(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    history = state.setdefault("history", [torch.zeros_like(p)])
+    history[0] = history[0] * 0.5 + g
+    p.add_(history[0], alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("update", [signs, lion, lars, muon])
+def test_an_optimizer_of_user_code_is_captured(backend: str, tmp_path: Path, update: Any) -> None:
+    compare(*fit_twice(backend, tmp_path, module=made(lambda p: Own(p, update, decay=0.25))))
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize(
+    ("update", "why"),
+    [
+        (counted, "Own: it computes `count` on the host"),
+        (attributed, "a scheduler or a hook moves k"),
+        (measured, "test_optimizers.py"),
+        (renewed, "Own: it computes `average` on the host"),
+        (listed, "Own: it computes"),
+    ],
+)
+def test_an_optimizer_that_computes_on_the_host(
+    backend: str, tmp_path: Path, update: Any, why: str, scope: str
+) -> None:
+    options = {"module": made(lambda p: Own(p, update, k=0)), **in_scope(scope)}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    with pytest.warns(UserWarning, match=f"the optimizer step runs eagerly: .*{why}"):
         captured.run()
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed > 10
+
+
+def test_a_rate_that_moves_in_every_step(backend: str, tmp_path: Path) -> None:
+    """It is a constant of the graph where torch has no form of the step that reads it."""
+
+    def configured(module: nn.Module) -> Any:
+        optimizer = Own(module.parameters(), lion, decay=0.25)
+        moving = optim.lr_scheduler.ExponentialLR(optimizer, 0.75)
+        return [optimizer], [{"scheduler": moving, "interval": "step"}]
+
+    eager = prepare(backend, tmp_path, False, module=lambda: Net(configured)).run()
+    captured = prepare(backend, tmp_path, True, module=lambda: Net(configured))
+    with pytest.warns(UserWarning, match="a scheduler or a hook moves lr time and again"):
+        captured.run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 5
 
 
 def test_step_hooks_are_called(backend: str, tmp_path: Path) -> None:
