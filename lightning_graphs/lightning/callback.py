@@ -355,8 +355,10 @@ class GraphCapture(Callback):
         self._release()
         self._statistics = Statistics()
         device, options = trainer.strategy.root_device, self.options
-        is_inactive = device.type == "cpu" and options.backend == "auto"
-        if is_inactive or options.diagnose or not self._evaluates(trainer):
+        if options.diagnose:
+            self._observe_evaluation(trainer, module, name)
+            return
+        if (device.type == "cpu" and options.backend == "auto") or not self._evaluates(trainer):
             return
         if reason := _reason_to_stay_out(trainer, options):
             self._statistics.fallbacks.append(reason)
@@ -428,9 +430,19 @@ class GraphCapture(Callback):
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
             self._fit.enter_context(BatchTransfer(trainer).installed())
         why = why_no_whole_step(trainer, module)
-        doctor = Doctor(trainer, module, calls_of(strategy), self.options, why_none, why)
+        watch = TrainerWatch(trainer, module)
+        doctor = Doctor(trainer, watch, calls_of(strategy), self.options, why_none, why)
         self._fit.callback(doctor.finish)
         self._statistics.diagnosis = doctor.diagnosis
+        self._observe_evaluation(trainer, module, "validation_step")
+
+    def _observe_evaluation(self, trainer: Trainer, module: LightningModule, name: str) -> None:
+        from lightning_graphs.lightning.doctor import EvaluationDoctor
+
+        if self._evaluates(trainer):
+            doctor = EvaluationDoctor(trainer, module, self.options, name)
+            self._fit.callback(doctor.finish)
+            self._statistics.evaluation[name] = Statistics(diagnosis=doctor.diagnosis)
 
     def _is_active(self, trainer: Trainer, module: LightningModule) -> bool:
         device = trainer.strategy.root_device

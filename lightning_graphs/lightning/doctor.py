@@ -37,11 +37,18 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning import words as findings
+from lightning_graphs.lightning.evaluation_runner import EvaluationWatch, remedy_for
 from lightning_graphs.lightning.logs import LOGGED_NUMBER, METRIC_LATER, LoggedNumbers
 from lightning_graphs.lightning.manual import ScheduleWatch
 from lightning_graphs.lightning.metrics import METRIC_VALUE, metrics_exchanged
 from lightning_graphs.lightning.private import takes_no_closure
-from lightning_graphs.lightning.strategy import StrategyCalls, copies_on_host, intercepted, loss_of
+from lightning_graphs.lightning.strategy import (
+    StrategyCalls,
+    calls_of,
+    copies_on_host,
+    intercepted,
+    loss_of,
+)
 from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.callsite import (
@@ -60,6 +67,7 @@ from lightning_graphs.private.torch import (
     current_autograd_node,
     is_compiled,
 )
+from lightning_graphs.regions.evaluation import outside_inference_mode
 from lightning_graphs.regions.step import refuse_iterator
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.values.memory import tensors_returned
@@ -91,7 +99,12 @@ from lightning_graphs.watch.tracers import (
     drawn_by,
     draws_exchanged,
 )
-from lightning_graphs.watch.user_code import CompiledCode, bound_by_hooks
+from lightning_graphs.watch.user_code import (
+    CompiledCode,
+    UnregisteredTensors,
+    bound_by_hooks,
+    iter_objects,
+)
 
 _BETWEEN: Effect = "stays eager between them"
 
@@ -110,7 +123,7 @@ class Doctor:
     def __init__(
         self,
         trainer: Trainer,
-        module: LightningModule,
+        watch: TrainerWatch,
         calls: StrategyCalls,
         options: Options,
         reason: str,
@@ -118,7 +131,7 @@ class Doctor:
     ) -> None:
         self.diagnosis = Diagnosis()
         self._trainer = trainer
-        self._module = module
+        self._module = module = trainer.lightning_module
         self._calls = calls
         self._all = options.warmup_steps
         self._rehearsal = options.backend == "emulated"
@@ -136,10 +149,10 @@ class Doctor:
             generators.append(torch.cuda.default_generators[device.index or 0])
         self._sites = sites = CallSiteFinder()
         self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
-        self._watch = TrainerWatch(trainer, module)
+        self._watch = watch
         self._metrics = self._watch.metrics
-        self._step = definition_of(module.training_step)
-        self._returned = returned_by(module.training_step)
+        self._step = definition_of(self._watch.function)
+        self._returned = returned_by(self._watch.function)
         self._numbers = NotedNumbers(self._used, follow=not self._only_submodules)
         self._logs = LoggedNumbers(self._is_live, self._observer.looking_away, self._metric_logged)
         # Those that the step computes, with the values that they had where they were logged
@@ -149,7 +162,7 @@ class Doctor:
         self._following: set[tuple[str, str]] = set()  # files and functions; see `_followed`
         self._drawing_functions: set[DrawingFunction] = set()  # have drawn
         self._functions: set[DrawingFunction] = set()  # are called by replays
-        self._values = BatchValues(module.training_step)
+        self._values = BatchValues(self._watch.function)
         self._reads = BatchReads(self._observer, sites)
         self._signatures: list[Signature] = []
         # Path that a step took -> the calls of the last step on it, and its index
@@ -179,7 +192,8 @@ class Doctor:
         if len(known) == len(self._signatures) > 2:
             change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
             self.diagnosis.add(findings.CHANGING_SHAPE, "batch", observed=change[:400])
-        if self._trainer.is_global_zero:
+        is_told = self.diagnosis.kind == "training" or self.diagnosis.findings
+        if self._trainer.is_global_zero and is_told:
             print(self.diagnosis)
 
     # ------------------------------------------------------------------ strategy methods
@@ -505,3 +519,58 @@ class Doctor:
                 self.diagnosis.add(*row, observed=change.what, effect=effect)
         if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
             self._earlier[way] = calls, self.diagnosis.steps - 1
+
+
+class EvaluationDoctor(Doctor):
+    """Observes the first steps of an evaluation; its findings are told if there are any.
+
+    The steps run outside of inference mode, in which operators of torch are not seen one by one.
+
+    Args:
+        name: The method of strategy and module, one of
+            :data:`~lightning_graphs.lightning.evaluation_runner.EVALUATIONS`.
+    """
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: Options, name: str
+    ) -> None:
+        self._name, strategy = name, trainer.strategy
+        self._evaluation = EvaluationWatch(trainer, module, name)
+        calls = replace(calls_of(strategy), training_step=getattr(strategy, name))
+        whole = replace(options, scope="step", modules=None, exclude=())
+        super().__init__(trainer, self._evaluation, calls, whole, "", "")
+        self._methods.close()
+        self._methods.enter_context(replaced(strategy, name, self.training_step))
+        self.diagnosis.findings.clear()  # those are of training
+        self.diagnosis.kind = name.removesuffix("_step")
+
+    def finish(self) -> None:
+        """Give the strategy back and print what was found; may be called again."""
+        super().finish()
+        self._name_hooks()
+
+    def _name_hooks(self) -> None:
+        for finding in self.diagnosis.findings:
+            finding.remedy = remedy_for(self._name, finding.remedy)
+            finding.code = remedy_for(self._name, finding.code)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Observe a step; after the last one, finish and run the step unobserved."""
+        self._evaluation.given = args
+        module = self._module
+        held = UnregisteredTensors(module, iter_objects(module)).tensors
+        known = (*module.parameters(), *module.buffers(), *held, *leaves_of(args, Tensor))
+        if any(tensor.is_inference() for tensor in known):  # they can be written in it alone
+            self.finish()
+        if self._finished:
+            return self._calls.training_step(*args, **kwargs)
+        with outside_inference_mode():
+            returned = super().training_step(*args, **kwargs)
+        self._name_hooks()
+        return returned
+
+    def _judge_returned(self, returned: Any) -> None:
+        """Judge nothing but objects: replays return values of the batch and counters, too."""
+        if not (leaves_of(returned, Noted) or leaves_of(returned, BatchValue)):
+            with self._refusals_noted(self._name, self._returned):
+                tensors_returned(returned)

@@ -40,6 +40,12 @@ def _in_words(name: str) -> str:
     return name.replace("_", " ").replace("predict", "prediction")
 
 
+def remedy_for(name: str, remedy: str) -> str:
+    """Write a remedy with the names of an evaluation's methods in place of those of training."""
+    hook = f"on_{name.removesuffix('_step')}_batch"
+    return remedy.replace("training_step", name).replace("on_train_batch", hook)
+
+
 class EvaluationWatch(TrainerWatch):
     """The trainer in an evaluation, as client of the engine.
 
@@ -150,12 +156,7 @@ class EvaluationRunner(StepRunner):
 
     def refuse(self, error: GraphError) -> None:
         """Tell that such steps run eagerly, or raise, with remedies for an evaluation."""
-        kind = self._client.name.removesuffix("_step")
-        for word, own in (
-            ("training_step", f"{kind}_step"),
-            ("on_train_batch", f"on_{kind}_batch"),
-        ):
-            error.remedy = error.remedy.replace(word, own)
+        error.remedy = remedy_for(self._client.name, error.remedy)
         super().refuse(error)
 
     def _replay(self, plan: StepPlan) -> Any:

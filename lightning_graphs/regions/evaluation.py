@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,18 @@ class NoOptimizer(Optimizer):
     def __init__(self) -> None:
         super().__init__([{"params": []}], {})
         self.param_groups.clear()
+
+
+def outside_inference_mode() -> AbstractContextManager[None]:
+    """Leave inference mode in the body, in the grad mode that is the present one now."""
+    return _outside_inference_mode(torch.is_grad_enabled())
+
+
+@contextlib.contextmanager
+def _outside_inference_mode(is_grad_enabled: bool) -> Iterator[None]:
+    # Leaving inference mode turns autograd on, whatever it was
+    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+        yield
 
 
 class EvaluationOutputs(OutputPlan):
@@ -73,12 +86,8 @@ class EvaluationBody(StepBody):
 
     @contextlib.contextmanager
     def surrounded(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        is_enabled = torch.is_grad_enabled()
-        with (
-            super().surrounded(*args, **kwargs),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(is_enabled),  # leaving inference mode has turned it on
-        ):
+        modes = outside_inference_mode()  # made here, in the grad mode of the loop
+        with super().surrounded(*args, **kwargs), modes:
             yield
 
     def outputs_of(self, returned: Any) -> OutputPlan:

@@ -82,11 +82,13 @@ class Diagnosis:
     """What ``GraphCapture(diagnose=True)`` found: ``report.diagnosis``.
 
     Attributes:
-        steps: Training steps that were observed.
+        steps: Steps that were observed.
+        kind: What they are: ``"training"``, ``"validation"``, ``"test"`` or ``"predict"``.
         findings: What was found, in the order of its first appearance.
     """
 
     steps: int = 0
+    kind: str = "training"
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -146,7 +148,7 @@ class Diagnosis:
         return what
 
     def __str__(self) -> str:
-        observed = f"{self.steps} training step{'s' * (self.steps != 1)} observed"
+        observed = f"{self.steps} {self.kind} step{'s' * (self.steps != 1)} observed"
         lines = [f"GraphCapture, doctor: {self.summary} ({observed})"]
         groups: dict[tuple[str, str], list[Finding]] = {}  # what one remedy mends, together
         for finding in sorted(self.findings, key=lambda one: one not in self.obstacles):

@@ -259,6 +259,6 @@ def render(report: Report, *, is_part: bool = False) -> str:
     lines = [form.format(*row).rstrip() for row in table if report.graphs]
     lines += _notes(report, is_part=is_part)
     for name, part in report.evaluation.items():
-        if part.graphs or part.fallbacks:
+        if part.graphs or part.fallbacks or (part.diagnosis and part.diagnosis.findings):
             lines += [f"{name}:", indent(render(part, is_part=True), "  ")]
     return "\n".join(lines)

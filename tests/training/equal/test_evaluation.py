@@ -20,6 +20,7 @@ from tests.training.fits import (
     assert_nothing_left,
     batches,
     compare,
+    examined,
     fit_twice,
     line,
     loader_of,
@@ -289,3 +290,32 @@ def test_modes_are_a_part_of_the_key(backend: str, tmp_path: Path) -> None:
     compare(*fits)
     assert repr(fits[1].module.kept) == repr(fits[0].module.kept)
     assert counts(fits[1])[2] == 2
+
+
+# ---------------------------------------------------------------------- observed
+
+
+def test_the_doctor_finds_what_a_capture_refuses(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"module": Reading, "validation": 4}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    observed = examined(backend, tmp_path, **options)
+    compare(eager, observed, replayed=False)
+    diagnosis = observed.capture.report.evaluation["validation_step"].diagnosis
+    (found,) = diagnosis.obstacles
+    assert (found.kind, found.line) == ("host-read", line(Reading.validation_step, "read"))
+    assert "3 validation steps observed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [Logging, Measured, Passing])
+def test_the_doctor_finds_nothing_else(backend: str, tmp_path: Path, kind: Any) -> None:
+    observed = prepare(
+        backend, tmp_path, True, module=kind, validation=0, capture={"diagnose": True}
+    )
+    loaders = [loader_of(batches(4)), loader_of(batches(4))][: 1 + (kind is Measured)]
+    for name in ("predict",) if kind is Passing else ("validate",):
+        getattr(observed.trainer, name)(observed.module, loaders)
+        (found,) = observed.capture.report.evaluation.values()
+        assert found.diagnosis is not None
+        assert (found.diagnosis.steps, found.diagnosis.obstacles) == (3, [])
