@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from operator import attrgetter, getitem, is_, itemgetter
+from operator import attrgetter, getitem, gt, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -381,14 +381,22 @@ class ReplayGuards:
         reads = self.attributes(), self._with_gradients()
         return CaptureKey(self._client.phase(), self._numbers(), self._are_training(), *reads)
 
-    def checks(self, key: CaptureKey) -> tuple[Check, ...]:
-        """Return what a plan with this key compares before its replays."""
+    def checks(self, key: CaptureKey, *, reads_old: bool = True) -> tuple[Check, ...]:
+        """Return what a plan with this key compares before its replays.
+
+        Args:
+            reads_old: The step may read gradients of earlier ones. Else it drops those that there
+                were at the capture, and some of them may be missing.
+        """
+        gradients: Check = (self._with_gradients, key.gradients)
+        if not reads_old:
+            gradients = (lambda: any(map(gt, self._with_gradients(), key.gradients)), False)
         own, values = key.attributes[: len(OF_LIBRARIES)], key.attributes[len(OF_LIBRARIES) :]
         return (
             (self._client.phase, key.phase),
             (self._numbers, key.hyper_parameters),
             (self._are_training, key.training),
-            *([(self._with_gradients, key.gradients)] if key.gradients else ()),
+            *([gradients] if key.gradients else ()),
             (_same_values(self._facts.reads.now, values), True),
             (self._of_libraries, tuple(value for _, value in own)),
             *(check for check, _ in reversed(self._of_all)),

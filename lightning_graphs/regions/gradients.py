@@ -600,6 +600,7 @@ class StepGradients(NamedTuple):
     outside: GradientBuffers
     replaced: GradientBuffers | None = None
     visible: GradientBuffers | None = None
+    reads_old: bool = True  # whether it may read gradients of earlier steps
 
 
 class GradientTargets:

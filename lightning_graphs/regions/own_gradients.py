@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_graphs.device.rules import refuse_sparse_gradients
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.engine import local
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients, StepGradients
 
 
@@ -38,12 +45,44 @@ class OwnGradients:
         self._trained = [p.requires_grad for p in self.parameters]
         self._before = [p for p in self.parameters if p.grad is not None]
         self._new: list[Parameter] = []
+        self._dropped: set[Parameter] = set()  # before anything has read their old gradients
+        self._reads_old = False
         self._unforeseen = unforeseen
 
     def begin(self) -> None:
         """Let ``.grad`` be what the step would find of earlier ones."""
         for parameter in self._before:
             parameter.grad = self._buffers[parameter]
+        self._versions = {p: version_of(self._buffers[p]) for p in self._before}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note whether the body, the step's own code, reads gradients of earlier steps.
+
+        It does not if it sets ``.grad`` of each of them first, as ``zero_grad`` does. Autograd adds
+        to them in place, or sets ``.grad`` unseen.
+        """
+        gradient: Any = Tensor.grad
+
+        def is_old(parameter: Any, value: Tensor | None) -> bool:
+            return value is not None and value is self._buffers.get(parameter)
+
+        def read(parameter: Any) -> Any:
+            value = gradient.__get__(parameter)
+            if is_old(parameter, value):
+                code = sys._getframe(1).f_code
+                zeroes = code.co_name == "zero_grad" and is_library(code.co_filename)
+                self._reads_old |= not zeroes
+            return value
+
+        def write(parameter: Any, value: Tensor | None) -> None:
+            old = gradient.__get__(parameter)
+            if is_old(parameter, old) and version_of(old) == self._versions.get(parameter):
+                self._dropped.add(parameter)
+            gradient.__set__(parameter, value)
+
+        with replaced(Parameter, "grad", property(read, write)):
+            yield
 
     def keep(self) -> None:
         """Copy new gradients to their buffers; the last part of the captured step."""
@@ -95,6 +134,7 @@ class OwnGradients:
             outside=self._in_buffers(lasting, copied=copied),
             replaced=self._in_buffers(p for p in self._before if p not in stays),
             visible=self._in_buffers([*self._new, *lasting], copied=copied),
+            reads_old=self._reads_old or not self._dropped.issuperset(self._before),
         )
 
     def _in_buffers(

@@ -344,7 +344,9 @@ class StepCapture(StepBody):
             groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
             inside = (parameter for group in groups for parameter in group["params"])
             found = (*self.module.parameters(), *inside, *environment.leaves)
-            return OwnGradients(found, self.persistent, self._unforeseen)
+            own = OwnGradients(found, self.persistent, self._unforeseen)
+            self._old_gradients = own.watched()
+            return own
         trained = [p for p in self.module.parameters() if p.requires_grad]
         targets = GradientTargets(
             self.optimizer,
@@ -430,7 +432,7 @@ class StepCapture(StepBody):
         read = (*effects.signature, *([] if host is None else [host.read]))
         return StepPlan(
             key=replace(signature, extra=(conditions, *read)),
-            guards=watch.checks(conditions),
+            guards=watch.checks(conditions, reads_old=gradients.reads_old),
             are_kept=self._facts.kept.has_external_references,
             inputs=inputs,
             writes_batch=written,
@@ -470,7 +472,6 @@ class StepCapture(StepBody):
     def _surrounded(
         self, environment: Environment, recorder: Recorder, effects: SideEffects
     ) -> Iterator[None]:
-        self._old_gradients = nullcontext()
         if not self.client.optimizes_itself:  # there they are what an eager step has
             self._old_gradients = environment.old_gradients(effects.own)
         number, listed = self._numbers.number, environment.outside.listed

@@ -274,6 +274,27 @@ class Without(Manual):
         return []
 
 
+class Remembering(Manual):
+    """Looks at the gradients of the step before, which a validation drops."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        old = [p.grad for p in self.net.parameters() if p.grad is not None]
+        self.log("old", sum((g.norm() for g in old), torch.zeros((), device=self.device)))
+        return super().training_step(batch, batch_idx)
+
+
+class Twice(Manual):
+    """Adds to gradients of steps before out of place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        logits = self.net(batch["x"].float())
+        logits.float().square().mean().backward(create_graph=True)
+        optimizer.step()
+        for parameter in self.net.parameters():
+            parameter.grad = parameter.grad.detach() * 0.5
+
+
 class Reading(Manual):
     def last(self, loss: Tensor) -> Any:
         if loss.item() > 1e6:  # read
@@ -301,9 +322,9 @@ class Keeping(Manual):
 
 ROWS = (
     table(
-        row(Gan, also="bf16; auto"),
+        row(Gan, also="bf16; auto", graphs=1, check=lambda fit: fit.statistics.eager <= 5),
         *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked),
-        *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping, Mixing),
+        *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping, Mixing, Remembering),
         data=lambda: batches(12),
     )
     | table(
@@ -315,6 +336,7 @@ ROWS = (
         data=lambda: batches(24),
     )
     | table(row(Reading), said="if loss.item")
+    | table(row(Twice, ignored="Using backward.. with create_graph=True", data=lambda: batches(12)))
     | table(row(Without), said="without an optimizer", replayed=0, placed=False, found=None)
     | table(row(Plateau), said="stepped with a value")
     | table(row(ScheduledEarly), said="steps after its scheduler", found="rule remedy")
