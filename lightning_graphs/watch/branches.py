@@ -13,11 +13,13 @@ import contextlib
 import dis
 import functools
 import inspect
+import os
 import tokenize
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_graphs.private.callsite import frames_of_region, is_library, raises_by_itself
@@ -104,7 +106,7 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
         if listing.instructions[at].opname not in _CALLS or _called(listing, at) != name:
             return None
         at += 1
-    if asking is None or any(map(_may_catch, _of_users(asking))):
+    if asking is None or any(map(_may_catch, _passed(asking))):
         return None
     ends = {outcome: _raises(listing, at, outcome is not inverted) for outcome in (True, False)}
     raising = [outcome for outcome, lines in ends.items() if lines]
@@ -123,7 +125,7 @@ def compares_to_raise(frame: FrameType) -> bool:
         name = instruction.opname
         if "JUMP" in name and "IF" in name:
             ends = [bool(_raises(listing, at, outcome)) for outcome in (True, False)]
-            caught = any(map(_may_catch, _of_users(frame)))
+            caught = any(map(_may_catch, _passed(frame)))
             return compares and sorted(ends) == [False, True] and not caught
         is_test = name in _CALLS and _called(listing, at) in _TESTS
         compares |= name == "COMPARE_OP" or is_test
@@ -218,6 +220,8 @@ def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:
 
 # ------------------ Source
 
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_MODULE = inspect.getfile(torch.nn.Module)  # calls hooks that are for errors, too
 _CATCHING = ("suppress", "raises", "assertRaises")
 """Names of contexts that take an error away."""
 
@@ -234,9 +238,15 @@ def _tree(code: CodeType) -> ast.Module | None:
     return None
 
 
-def _of_users(frame: FrameType) -> Iterator[FrameType]:
-    """Yield the frames through which an error would go, but those of libraries."""
-    return (f for f in frames_of_region(frame) if not is_library(f.f_code.co_filename))
+def _passed(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames through which an error would go, but those that only pass it on.
+
+    Of torch's own some try something else where they meet an error.
+    """
+    for found in frames_of_region(frame):
+        file = found.f_code.co_filename
+        if not is_library(file) or (file.startswith(_TORCH) and file != _MODULE):
+            yield found
 
 
 def _may_catch(frame: FrameType) -> bool:
