@@ -325,7 +325,11 @@ class StepCapture(StepBody):
         self._numbers = StepNumbers(*parts)
         named = ((f"self.{name}", buffer) for name, buffer in self.module.named_buffers())
         self._state = FollowedState(
-            self._facts.mirrors, held_numbers(named), self._numbers, self._assertions
+            self._facts.mirrors,
+            held_numbers(named),
+            self._numbers,
+            self._assertions,
+            is_synced=self.client.ddp is not None,
         )
         return self._host_tracer
 

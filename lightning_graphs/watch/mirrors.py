@@ -157,6 +157,7 @@ class FollowedState:
         candidates: What may be asked for.
         numbers: Makes tracers.
         assertions: Has the graph compare a number on the device with that of the host.
+        is_synced: A step begins with buffers of another rank, which are equal.
     """
 
     def __init__(
@@ -165,8 +166,11 @@ class FollowedState:
         candidates: Mapping[int, Mirror],
         numbers: StepNumbers,
         assertions: Assertions,
+        *,
+        is_synced: bool,
     ) -> None:
         self._mirrors, self._numbers, self._assertions = mirrors, numbers, assertions
+        self._is_synced = is_synced
         self._candidates = {**candidates, **mirrors.known}
         self._found: dict[Mirror, Any] = {}  # what the step has got or written last
         self._written: set[Mirror] = set()
@@ -206,8 +210,12 @@ class FollowedState:
         if id(mirror.tensor) not in self._mirrors.known:
             self._mirrors.asked[id(mirror.tensor)] = mirror
             raise HOST_READ.refused_here(f"{mirror.name} is read")
-        if version_of(mirror.tensor) != self._versions[mirror]:
-            self._found[mirror] = _UNKNOWN
+        version = version_of(mirror.tensor)
+        if version != self._versions[mirror]:
+            if self._is_synced and mirror not in self._found:
+                self._versions[mirror] = version  # the device tells if ranks differ
+            else:
+                self._found[mirror] = _UNKNOWN
         if mirror not in self._found:
             self._found[mirror] = number = self._numbers.number(mirror.name, mirror.now)
             if isinstance(number, ScalarTracer):
