@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.conditions import Observers, Phase, ReplayGuards
 from lightning_graphs.regions.gradients import GradientTargets
@@ -94,6 +97,22 @@ class EvaluationBody(StepBody):
         return EvaluationOutputs(returned)
 
 
+class _Gradients:
+    """Finds gradients of training that a capture changes."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._before = [(parameter, parameter.grad) for parameter in parameters]
+        self._versions = [version_of(g) for _, g in self._before if g is not None]
+
+    def restore(self) -> bool:
+        """Put back those that were exchanged; return whether any was changed."""
+        changed = [pair for pair in self._before if pair[0].grad is not pair[1]]
+        for parameter, gradient in changed:
+            parameter.grad = gradient
+        versions = [version_of(g) for _, g in self._before if g is not None]
+        return bool(changed) or versions != self._versions
+
+
 class EvaluationCapture(EvaluationBody, StepCapture):
     """Captures steps of one evaluation."""
 
@@ -106,7 +125,20 @@ class EvaluationCapture(EvaluationBody, StepCapture):
         unread: UnreadValues,
     ) -> StepPlan:
         unread.present = None
-        plan = super()._captured(given, tensors, signature, watch, unread)
+        gradients = _Gradients(self.module.parameters())
+        try:
+            plan = super()._captured(given, tensors, signature, watch, unread)
+        except BaseException:
+            gradients.restore()
+            raise
+        if gradients.restore():
+            for graph in plan.graphs.values():
+                self.context.pool.release(graph)
+            raise CaptureError(
+                "A captured step of an evaluation cannot change the gradients of parameters.",
+                f"{LIBRARIES.step} runs a backward pass that reaches them",
+                "use torch.autograd.grad(...), which returns gradients; or write evaluation=False",
+            )
         unread.present = partial(getattr, plan.present, "batch")
         return plan
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -206,6 +207,29 @@ def test_a_refusal_names_the_line_once(backend: str, tmp_path: Path) -> None:
     assert counts(captured) == (16, 0, 0)
     (said,) = said_of(captured)
     assert f":{line(Reading.validation_step, 'read')} in validation_step" in said
+
+
+class Accumulating(Logging):
+    """Adds to the gradients of its parameters, as a validation hardly should."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            loss = self.loss({key: value.clone() for key, value in batch.items()})
+            loss.backward()
+        self.log("val", loss.detach())
+
+    def on_validation_epoch_end(self) -> None:
+        self.kept += [p.grad.tolist() for p in self.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_gradients_of_training_are_refused(backend: str, tmp_path: Path) -> None:
+    capture = {"on_failure": "eager"}
+    fits = fit_twice(backend, tmp_path, module=Accumulating, validation=8, capture=capture)
+    compare(*fits)
+    assert fits[1].module.kept == fits[0].module.kept
+    assert "runs a backward pass that reaches them" in said_of(fits[1])[0]
+    assert counts(fits[1])[1] == 0
 
 
 class Frozen(Net):
