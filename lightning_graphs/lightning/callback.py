@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError, in_one_line
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
+from lightning_graphs.lightning.loop import replays_looped
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts, updates_loggers
 from lightning_graphs.lightning.ranks import (
@@ -333,6 +334,7 @@ class GraphCapture(Callback):
                 evaluation = EvaluationHandler(fit, "validation_step", beside=handler)
                 stack.callback(evaluation.close)
                 evaluation.take_over(trainer.strategy)
+            stack.enter_context(replays_looped(trainer, pl_module, handler))
             self._fit = stack.pop_all()
         self._handler, self._summary, self._assertions = handler, summary, fit.assertions
         self._evaluation = evaluation

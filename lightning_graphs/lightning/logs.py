@@ -24,6 +24,7 @@ from lightning_graphs.lightning.metrics import (
     metrics_exchanged,
 )
 from lightning_graphs.lightning.private import (
+    ResultsUpdate,
     batch_size_of,
     bound_log_redirected,
     present_hook,
@@ -97,16 +98,25 @@ class _LogCall:
         """Log a value, and return the batch size that weights it; None if Lightning finds that."""
         results = self._results
         entry = results.get(self._key) if results is not None else None
-        if results is None or entry is None or entry.has_reset or not isinstance(value, Tensor):
+        is_kind = isinstance(value, (Tensor, Metric))
+        if results is None or entry is None or entry.has_reset or not is_kind:
             with within_hook(self.module, self._hook):
                 self.base(self.name, value, **self.options)
             return None
         if size is None:
             size = batch_size_of(results, entry, self.options.get("batch_size"))
+        if isinstance(value, Metric):
+            results.update_metrics(self._key, value, size)
+            return size
         if value is not self._scalar:
             value = value.detach().squeeze()
         results.update_metrics(self._key, value.to(entry.value.device), size)
         return size
+
+    @property
+    def scalar(self) -> tuple[str, Tensor] | None:
+        """The key of its results and its value, if that is a tensor of the graph."""
+        return None if self._scalar is None else (self._key, self._scalar)
 
     def reissue(self, progress: ProgressValues | None) -> None:
         """Log again after a replay, and show a number of the host on the progress bar."""
@@ -118,6 +128,45 @@ class _LogCall:
                     progress.show(self.name, value)
                 value = _tensor_of(value, self.module.device)
         self._size = self.log(value, self._size)
+
+
+class LogUpdate:
+    """Calls of ``self.log`` in their order; after the first time one update does most of them."""
+
+    def __init__(self, calls: Sequence[MetricCall | _LogCall]) -> None:
+        self.rest: list[MetricCall | _LogCall] = []  # what is made by itself nevertheless
+        self._calls = [*calls]
+        self._sizes: list[int] = []
+        logged = [call for call in calls if isinstance(call, _LogCall) and call.scalar]
+        known = [call.scalar for call in logged if call.scalar is not None]
+        keys = [key for key, _ in known]
+        self._scalars = {key: value for key, value in known if keys.count(key) == 1}
+        self._given = {
+            key: c.options.get("batch_size") for c, key in zip(logged, keys, strict=True)
+        }
+        self._update: ResultsUpdate | None = None
+
+    def begin(self) -> list[MetricCall | _LogCall]:
+        """Update what can be updated at once, and return the calls that are to be made."""
+        update = self._update
+        if update is None or not update.is_valid:
+            return self._calls
+        update.apply(self._sizes)
+        return self.rest
+
+    def learn(self) -> None:
+        """Find what the next replay may update at once, after all calls were made."""
+        first = next((c for c in self._calls if isinstance(c, _LogCall)), None)
+        results = None if first is None else present_results(first.module.trainer)
+        if results is None or not self._scalars:
+            return
+        self._update = update = ResultsUpdate(results, self._scalars)
+        self._sizes, done = update.sizes(self._given), set(update.keys)
+        self.rest = [
+            call
+            for call in self._calls
+            if not isinstance(call, _LogCall) or call.scalar is None or call.scalar[0] not in done
+        ]
 
 
 class LogRecorder:
@@ -143,6 +192,7 @@ class LogRecorder:
         # Those that log a metric which the step computes, with its value then and the user's line
         self._objects: list[tuple[_LogCall, Any, str]] = []
         self._computed: list[tuple[str, Tensor]] = []  # what these are given, by name
+        self._update: LogUpdate | None = None
         self._at_end: list[Instruction] = []
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
@@ -246,7 +296,12 @@ class LogRecorder:
     def reissue(self) -> None:
         if self._progress is not None:
             self._progress.mirrored = self._mirrored
-        self._reissue(self._calls)
+        self._update = update = self._update or LogUpdate(self._calls)
+        calls = update.begin()
+        if calls:
+            self._reissue(calls)
+        if calls is not update.rest:
+            update.learn()
 
     @property
     def last(self) -> Instruction | None:

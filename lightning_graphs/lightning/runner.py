@@ -87,6 +87,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._life: Lifecycle[tuple[Any, ...], StepPlan]
         self._life = Lifecycle(self, fit, self._verifier, lru_cache(without_values))
         self._cache = self._life.cache
+        self.plans: Mapping[Signature, StepPlan] = self._cache.by_key  # those of the present
+        # The plan of the coming step, or None, if it was looked for ahead of the methods
+        self.found: tuple[StepPlan | None, ...] = ()
         self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
         self._captures_unseen = True
         self._moved = ""
@@ -142,6 +145,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         own = _client_guards(trainer, self._phase, is_present, synced=ddp is not None)
         parts = guards, self._with_old_gradients(), self._facts, own
         self._watch = ReplayGuards(self._module, *parts)
+        is_alone = self._ranks.are_one and self._ranks.ddp is None and not self._by_hand
+        # Nothing but one graph runs between the batch and the end of the step
+        self.is_undivided = is_alone and not self._observers and self._fit.watch.scaler is None
 
     def _present(self) -> list[Optimizer]:
         """List the optimizers that steps call: all of them if these optimize manually."""
@@ -300,7 +306,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             ranks.leave(NOT_REDUCED)
         if ranks.lost:
             self._rebind(ranks.lost)
-        return self._life.plan_for(args)
+        found, self.found = self.found, ()
+        return self._life.plan_for(args, *found)
 
     def _count_key(self, args: tuple[Any, ...]) -> None:
         """Count the key of a warm-up batch, so that captures begin with the keys that return."""
@@ -551,6 +558,7 @@ class StrategyHandler:
         self._table: dict[str, Any] = {}
         self._methods: dict[str, Any] = {}
         self._open = contextlib.ExitStack()
+        self._again: Callable[..., Any] | None = None  # repeats a step that :meth:`replay` began
 
     def take_over(self, strategy: Strategy) -> None:
         """Exchange the strategy's methods, also those that user code has set."""
@@ -583,13 +591,16 @@ class StrategyHandler:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a step, and run it again if graphs have caused an out-of-memory error."""
         recovery, timing, counts = self._recovery, self._timing, self._statistics
+        again, self._again = self._again, None
+        if again is not None:
+            return again(*args, **kwargs)
         if self._by_hand and self.runner.has_failed:  # later it would be within the step
             self._change_scope()
         if timing is not None:
             timing.begin(args)
         if recovery.is_open and recovery.begin_step():
             return self._own(*args, **kwargs)
-        recovery.counted, again = (counts.eager, counts.replayed), None
+        recovery.counted = counts.eager, counts.replayed
         try:
             result = self.runner.training_step(*args, **kwargs)
         except Exception as error:
@@ -636,6 +647,48 @@ class StrategyHandler:
         if not self._by_hand:
             self._end_step(timing)
         return result
+
+    # ------------------------------------------------------------------ steps without the methods
+
+    def whole_steps(self) -> StepRunner | None:
+        """Return the runner if it replays whole steps, and no method is timed or exchanged."""
+        runner, table = self.runner, self._table
+        if self._timing is not None or not isinstance(runner, StepRunner) or not runner.plans:
+            return None
+        for name, method in self._methods.items():
+            if table.get(name) != method:  # also if the callback has switched itself off
+                return None
+        return runner
+
+    def replay(self, runner: StepRunner, args: tuple[Any, ...], *, stepping: bool) -> Any:
+        """Replay a step as the three methods do, and return what it returns.
+
+        None: the methods are to run it. They go on from the plan that was :attr:`found` here.
+        """
+        recovery, counts, life = self._recovery, self._statistics, runner._life
+        if recovery.is_open or runner._warmup_left > 0 or not runner.is_undivided:
+            return None
+        recovery.counted = counts.eager, counts.replayed
+        runner._stepping = stepping
+        try:
+            plan = life.find(args)
+            if plan is None or plan.steps is not stepping or not life.is_ready(plan):
+                runner.found = (plan,)
+                return None
+            runner._active, plan.present.batch = plan, args[0]
+            returned = runner._replay(plan)
+            vars(runner._optimizers[0]).pop("zero_grad", None)
+            plan.attach(bound=runner._kept.bound is plan.gradients)
+            if runner._kept.tracked is not plan.gradients:
+                runner._kept.track(plan.gradients)
+        except Exception as error:
+            self._again = recovery.repetition_after(error)
+            if self._again is None:
+                raise
+            return None
+        finally:
+            runner._stepping, runner._active = False, None
+        return returned
 
     def _end_step(self, timing: StepTiming) -> None:
         """End a timed step, and the timing itself once it has seen enough of them."""

@@ -314,6 +314,30 @@ def _needs_the_step_stream(leaf: Any) -> bool:
     return hasattr(leaf, "to") or is_object(leaf)
 
 
+_LEAVES = frozenset({int, float, bool, str, type(None)})
+
+
+def rebuilt(batch: Any, device: torch.device) -> Any:
+    """Return what moving a batch to a device gives if all is there: its containers anew.
+
+    None if it may give something else: the batch is moved then.
+    """
+    kind = type(batch)
+    if kind is Tensor:
+        return batch if batch.device == device else None
+    if kind not in (list, tuple, dict):
+        return None
+    moved = list(batch.values() if kind is dict else batch)
+    for i, value in enumerate(moved):
+        if type(value) is Tensor and value.device == device:
+            continue
+        if type(value) not in _LEAVES:
+            moved[i] = rebuilt(value, device)
+            if moved[i] is None:
+                return None
+    return dict(zip(batch, moved, strict=True)) if kind is dict else kind(moved)
+
+
 def open_simple_batch(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
     """Return the tensors of a simple batch, and what rebuilds it; None for any other batch.
 

@@ -543,3 +543,6 @@ class Observers:
     before_backward: tuple[str, ...]  # they run after the forward pass and before the backward pass
     before_step: tuple[str, ...]  # they run after the backward pass and before the optimizer step
     own_zero_grad: bool  # the module decides by itself how gradients are zeroed
+
+    def __bool__(self) -> bool:
+        return bool(self.before_backward or self.before_step or self.own_zero_grad)

@@ -286,12 +286,13 @@ class Lifecycle(Generic[Call, P]):
         self.is_failing = False  # this rank gives up as soon as all do
         self.has_failed = False  # all ranks gave up
 
-    def plan_for(self, call: Call) -> P | None:
+    def plan_for(self, call: Call, *found: P | None) -> P | None:
         """Find the plan for a replay of this call; capture and verify one if it is due.
 
-        None: the call runs eagerly.
+        None: the call runs eagerly. ``found`` is what :meth:`find` gave for the call, if it was
+        asked before.
         """
-        region, key, plan = self._region, None, self._find(call)
+        region, key, plan = self._region, None, found[0] if found else self.find(call)
         if plan is not None:
             choice, wish = plan.number, plan.unverified and self._policy.affords_verification
         else:
@@ -314,8 +315,8 @@ class Lifecycle(Generic[Call, P]):
         again = verifier is not None and verifier.every > 0 and verifier.is_due
         return self._verified(plan, call) if wish or again else plan
 
-    def _find(self, call: Call) -> P | None:
-        """Find the first plan that fits, from the one that was used last on."""
+    def find(self, call: Call) -> P | None:
+        """Find the first plan that fits, from the one that was used last on; it is then ready."""
         plans = self.cache.by_key
         for place, (key, plan) in enumerate(reversed(plans.items())):
             if plan.fits(call):
@@ -323,6 +324,12 @@ class Lifecycle(Generic[Call, P]):
                     plans[key] = plans.pop(key)
                 return plan
         return None
+
+    def is_ready(self, plan: P) -> bool:
+        """Whether a plan that fits may be replayed with nothing else to decide, on one rank."""
+        verifier = self._verifier
+        again = verifier is not None and verifier.every > 0 and verifier.is_due
+        return not (plan.unverified or self.is_failing or self._policy.is_over or again)
 
     def _due_key(self, call: Call) -> Hashable | None:
         """Return the key of a call that is to be captured now; None for any other."""

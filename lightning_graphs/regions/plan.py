@@ -234,10 +234,16 @@ class StepPlan(Plan):
 
     def fits(self, call: tuple[Any, ...]) -> bool:
         """Whether the call and its conditions are those of the capture; it is then ready."""
-        if not self.holds():
-            return False
+        for read, known in self.checks:  # as :meth:`holds`, and below :meth:`take`, but for calls
+            if read() != known:
+                return False
         tensors = self.call.match(call[:1], {})
-        return tensors is not None and self.take(tensors)
+        if tensors is None:
+            return False
+        for instruction in self.takes:  # noqa: SIM110
+            if instruction(tensors) is False:
+                return False
+        return True
 
     def cancel(self) -> None:
         """Put the generators of the host back to where they were: there is no replay."""
@@ -253,7 +259,8 @@ class StepPlan(Plan):
         """Set attributes, log, and return what the step returns; "forward" was launched before."""
         present = self.present
         present.copies = copies
-        self.emit("forward")
+        for instruction in self.parts["forward"].after:
+            instruction()
         if present.tensors:
             self._write_batch()
         hand_out = self.outputs.copies if copies else self.outputs.give_away

@@ -35,6 +35,7 @@ from lightning_graphs.values.tree import alias_groups, flatten, substitute
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRADIENT = attrgetter("grad")
+_STORAGE, _BEGIN = Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
@@ -131,10 +132,10 @@ class _CopyPlan:
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        sources = [tensors[i] for i in self._leaves]
+        sources = [*map(tensors.__getitem__, self._leaves)]
         for k, span in self._spans:
             sources[k] = linear(sources[k], span)
-        if not self._storages.isdisjoint([s.untyped_storage().data_ptr() for s in sources]):
+        if not self._storages.isdisjoint(map(_BEGIN, map(_STORAGE, sources))):
             # Some lie in our own buffers, at their places or at others.
             pairs = zip(sources, self.targets, strict=True)
             pending = [
@@ -573,6 +574,7 @@ class OutputPlan:
         self._aliased: dict[int, AliasedBuffer] = {}
         template = substitute(value, self.tensors)
         self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)
+        self._is_one = isinstance(value, Tensor) and not self._itself
         if isinstance(value, Tensor):
             self._build = itemgetter(0)
         elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
@@ -589,6 +591,7 @@ class OutputPlan:
         if index not in self._aliased:
             self._aliased[index] = AliasedBuffer(self.tensors[index])
             self._itself.add(index)
+            self._is_one = False
         return self._aliased[index]
 
     def track_aliases(self) -> None:
@@ -606,6 +609,8 @@ class OutputPlan:
 
     def copies(self, owing: Owing) -> Any:
         """Return copies of a call's result, and pending gradients of tensors in it."""
+        if self._is_one and not self._gradients:
+            return self.tensors[0].clone()
         return self._built(self._take(range(len(self.tensors))), owing)
 
     def _built(self, found: list[Tensor], owing: Owing) -> Any:

@@ -1,4 +1,4 @@
-"""Which files of the package a step enters: a replayed one nine, from top to bottom."""
+"""Which files of the package a step enters: a replayed one eleven, from top to bottom."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.training.fits import batches
 
 PACKAGE = Path(lightning_graphs.__file__).parent
 REPLAYED = (
+    "lightning/loop",
     "lightning/runner",
     "regions/lifecycle",
     "regions/plan",
@@ -29,6 +30,7 @@ REPLAYED = (
     "values/memory",
     "device/graph",
     "lightning/logs",
+    "lightning/private",
 )
 STEPS = 60
 """After so many the callback has ended its own timing."""
@@ -107,7 +109,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Entered:
     return found
 
 
-def test_a_replayed_step_enters_nine_files_from_top_to_bottom(entered: Entered) -> None:
+def test_a_replayed_step_enters_eleven_files_from_top_to_bottom(entered: Entered) -> None:
     assert entered.steps[-1] == list(REPLAYED)
 
 

@@ -1,0 +1,385 @@
+"""Lightning's training loop while steps are replayed: what can be seen of it, and no more.
+
+``advance`` of Lightning's loop takes 0.3 to 1 ms a step around a graph that may take 0.1 ms: it
+opens a context of the profiler and looks up names around a dozen hooks, whether user code overrides
+them or not, and makes all metrics after each step, whether they are read or not.
+:class:`ReplayLoop` does the same in the same order, but for what no code can see. What is rare it
+leaves to Lightning's own functions, up to whole steps.
+
+This file stands for private functions of Lightning as they are in the versions that
+:func:`~lightning_graphs.lightning.private.is_known_loop` names, attributes included: a call for
+each of them would cost what is saved here. On other versions Lightning's own loop runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import repeat
+from math import inf
+from operator import attrgetter, is_
+from sys import getrefcount
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+
+from lightning_graphs.lightning.private import is_known_loop, is_unrecorded, plain_fetchers
+from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
+from lightning_graphs.lightning.strategy import rebuilt
+from lightning_graphs.lightning.words import overrides
+from lightning_graphs.private.exchange import replaced
+
+_FX = "_current_fx_name"
+_START, _END = "on_train_batch_start", "on_train_batch_end"
+_IDLE = vars(Callback)[_START], vars(Callback)[_END]
+_OF_MODULE = getattr(LightningModule, _START), getattr(LightningModule, _END)
+_CACHE = attrgetter("_forward_cache")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_SCHEDULERS = "torch.optim.lr_scheduler"
+
+_tables = SimpleNamespace(a={}, b={}, c={})
+_ALONE = max(map(getrefcount, (_tables.a, _tables.b, _tables.c)))
+"""References to a dict that is one attribute; versions of Python differ."""
+
+
+@contextlib.contextmanager
+def replays_looped(
+    trainer: Trainer, module: LightningModule, handler: StrategyHandler
+) -> Iterator[None]:
+    """Let a :class:`ReplayLoop` take the place of Lightning's ``advance``, where it is known."""
+    if not (is_known_loop(trainer) and _is_served(trainer, module)):
+        yield
+        return
+    loop = ReplayLoop(trainer, module, handler)
+    with replaced(trainer.fit_loop.epoch_loop, "advance", loop.advance):
+        yield
+
+
+def _is_served(trainer: Trainer, module: LightningModule) -> bool:
+    strategy: Any = trainer.strategy
+    of_base = (_START, "post_training_step")
+    return (
+        module.automatic_optimization
+        and trainer.world_size == 1
+        and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        and not strategy.handles_gradient_accumulation
+        and all(getattr(type(strategy), name) is getattr(Strategy, name) for name in of_base)
+        and vars(strategy).keys().isdisjoint(of_base)
+    )
+
+
+class ReplayLoop:
+    """Runs the steps of an epoch up to one whose end is Lightning's: validation, the last batch."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, handler: StrategyHandler) -> None:
+        loop: Any = trainer.fit_loop.epoch_loop
+        self._trainer: Any = trainer
+        self._module = module
+        self._names = vars(module)  # of the hook that runs, and of hooks that an instance has
+        self._handler = handler
+        self._strategy: Any = trainer.strategy
+        self._device = trainer.strategy.root_device
+        self._loop, self._own = loop, loop.advance
+        self._automatic = loop.automatic_optimization
+        self._connector: Any = trainer._logger_connector
+        # What the entries of results had of the step before, where the metrics are behind it
+        self._behind: list[Any] | None = None
+        self._given = 0  # arguments of ``training_step``
+        self._moves = True  # user code runs while a batch is moved
+        self._runner: StepRunner
+
+    # ------------------------------------------------------------------ whose step it is
+
+    def advance(self, fetcher: Any) -> None:
+        """Run one step as Lightning does, or steps up to the first that ends as Lightning's."""
+        runner = self._handler.whole_steps()
+        if runner is None or not self._may_begin(fetcher):
+            self._own(fetcher)
+            return
+        self._runner, self._behind = runner, None
+        try:
+            self._run(fetcher)
+        except BaseException:  # StopIteration, too
+            self._show_step_before()
+            raise
+
+    def _may_begin(self, fetcher: Any) -> bool:
+        """Whether an epoch is under way, in which nothing unusual is to be done."""
+        loop, trainer, module = self._loop, self._trainer, self._module
+        if (
+            self._connector._first_loop_iter is None
+            or loop._restarting
+            or loop.val_loop._restarting
+            or loop._skip_next_val
+            or type(fetcher) not in plain_fetchers()
+            or not is_unrecorded(trainer)
+            or not self._goes_on()
+        ):
+            return False
+        step = loop._build_kwargs({}, None, 0)
+        self._given = len(step)
+        owners = [module, *filter(None, [trainer.datamodule])]
+        converts = type(trainer.precision_plugin).convert_input is not Precision.convert_input
+        self._moves = converts or any(overrides(o, n) for o in owners for n in _TRANSFERS)
+        self._moves |= type(self._strategy).batch_to_device is not Strategy.batch_to_device
+        return True
+
+    def _goes_on(self) -> bool:
+        """Whether the next step may follow without Lightning's ``run``."""
+        return (
+            not self._trainer.should_stop
+            and not self._automatic._skip_backward
+            and torch.is_grad_enabled()
+            and self._handler.whole_steps() is not None
+        )
+
+    # ------------------------------------------------------------------ steps
+
+    def _run(self, fetcher: Any) -> None:
+        trainer, loop, progress = self._trainer, self._loop, self._loop.batch_progress
+        current, total = progress.current, progress.total
+        validates, signals = loop._should_check_val_epoch(), trainer._signal_connector
+        options = trainer.limit_val_batches, trainer.check_val_every_n_epoch
+        callbacks = trainer.callbacks
+        known = [*callbacks]
+        while True:
+            batch, index = self._begin(fetcher), current.ready - 1
+            output: Any = None
+            skips = False
+            if batch is None:
+                loop._warning_cache.warn(_NO_BATCH)
+            else:
+                skips = self._call_start_hooks(batch, index)
+                if skips:
+                    progress.increment_by(0, is_last_batch=True)
+                else:
+                    current.started += 1
+                    total.started += 1
+                    output = self._step(batch, index)
+            current.processed += 1
+            total.processed += 1
+            is_last = progress.is_last_batch or current.ready == trainer.fit_loop.max_batches
+            window = trainer.accumulate_grad_batches
+            steps = is_last or window == 1 or current.ready % window == 0
+            if steps and self._strategy.lr_scheduler_configs:
+                self._move_rates(index, is_last=is_last)
+            if skips:
+                raise StopIteration
+            self._call_end_hooks(output, batch, index)
+            window = trainer.accumulate_grad_batches  # which a hook may have changed
+            steps = is_last or window == 1 or current.ready % window == 0
+            updates = self._automatic.optim_progress.optimizer.step.total.completed
+            leaves = (
+                is_last
+                or signals.received_sigterm
+                or -1 != loop.max_steps <= updates
+                or not self._goes_on()
+                or (validates and self._validation_is_due(fetcher))
+                or trainer.callbacks is not callbacks
+                or len(callbacks) != len(known)
+                or not all(map(is_, callbacks, known))
+                or (trainer.limit_val_batches, trainer.check_val_every_n_epoch) != options
+            )
+            self._end(leaves=leaves, steps=steps)
+            batch = output = None  # nothing of it is held while the next one is fetched
+            if leaves:
+                return
+            if steps:
+                if self._strategy.lr_scheduler_configs:
+                    loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+                loop._batches_that_stepped += 1
+
+    def _begin(self, fetcher: Any) -> Any:
+        """Fetch a batch and move it to the device; None if the loader has none in its place."""
+        progress, results = self._loop.batch_progress, self._loop._results
+        batch = next(fetcher)[0]
+        progress.is_last_batch = fetcher.done
+        batch = self._moved(batch)
+        progress.current.ready += 1
+        progress.total.ready += 1
+        self._connector._first_loop_iter = False
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+        return batch
+
+    def _moved(self, batch: Any) -> Any:
+        names, strategy = self._names, self._strategy
+        if self._moves:
+            batch = self._trainer.precision_plugin.convert_input(batch)
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        elif "batch_to_device" not in vars(strategy):  # else it is exchanged
+            moved = rebuilt(batch, self._device)
+            if moved is not None:
+                return moved
+        before, names[_FX] = names[_FX], "batch_to_device"
+        batch = strategy.batch_to_device(batch, dataloader_idx=0)
+        names[_FX] = before
+        return batch
+
+    def _call_start_hooks(self, batch: Any, index: int) -> bool:
+        """Call ``on_train_batch_start`` where it is overridden; True: the epoch is to end."""
+        trainer, module, names = self._trainer, self._module, self._names
+        before, names[_FX], answer = names[_FX], _START, None
+        for owner in trainer.callbacks:  # the live list, to which hooks may add
+            own = type(owner).on_train_batch_start is not _IDLE[0] or _START in vars(owner)
+            if own and callable(hook := owner.on_train_batch_start):
+                hook(trainer, module, batch, index)
+        own = type(module).on_train_batch_start is not _OF_MODULE[0] or _START in names
+        if own and callable(hook := module.on_train_batch_start):
+            answer = hook(batch, index)
+        names[_FX] = before
+        return bool(answer == -1)
+
+    def _call_end_hooks(self, output: Any, batch: Any, index: int) -> None:
+        trainer, module, names = self._trainer, self._module, self._names
+        before, names[_FX] = names[_FX], _END
+        for owner in trainer.callbacks:
+            own = type(owner).on_train_batch_end is not _IDLE[1] or _END in vars(owner)
+            if own and callable(hook := owner.on_train_batch_end):
+                hook(trainer, module, output, batch, index)
+        own = type(module).on_train_batch_end is not _OF_MODULE[1] or _END in names
+        if own and callable(hook := module.on_train_batch_end):
+            hook(output, batch, index)
+        names[_FX] = before
+
+    def _step(self, batch: Any, index: int) -> Any:
+        """Replay a step as a whole, or let Lightning run it; return what hooks get of it."""
+        trainer, automatic, names = self._trainer, self._automatic, self._names
+        window, progress = trainer.accumulate_grad_batches, self._loop.batch_progress
+        ready = progress.current.ready
+        stepping = window == 1 or ready % window == 0 or progress.is_last_batch
+        stepping = stepping or ready == trainer.fit_loop.max_batches
+        given = (batch, index)[: self._given]
+        kind = type(self._module)
+        is_own = kind.optimizer_step is not LightningModule.optimizer_step
+        if is_own or "optimizer_step" in names or automatic._skip_backward:
+            return self._step_as_lightning(given, index)
+        updates = automatic.optim_progress.optimizer.step
+        updates.total.ready += stepping
+        updates.current.ready += stepping
+        before, names[_FX] = names[_FX], "training_step"
+        returned = self._handler.replay(self._runner, given, stepping=stepping)
+        names[_FX] = before
+        if returned is None:  # Lightning counts
+            updates.total.ready -= stepping
+            updates.current.ready -= stepping
+            return self._step_as_lightning(given, index)
+        if index % window == 0:
+            zeroing = automatic.optim_progress.optimizer.zero_grad
+            for tracker in (zeroing.total, zeroing.current):
+                tracker.ready += 1
+                tracker.started += 1
+                tracker.completed += 1
+        updates.total.completed += stepping
+        updates.current.completed += stepping
+        if isinstance(returned, Tensor):
+            return {"loss": returned / window}
+        extra = {key: value for key, value in returned.items() if key != "loss"}
+        return {"loss": returned["loss"] / window, **extra}
+
+    def _step_as_lightning(self, given: tuple[Any, ...], index: int) -> Any:
+        try:
+            kwargs = dict(zip(("batch", "batch_idx"), given, strict=False))
+            return self._automatic.run(self._trainer.optimizers[0], index, kwargs)
+        finally:
+            self._runner.found = ()  # also if it was not asked for
+
+    def _move_rates(self, index: int, *, is_last: bool) -> None:
+        """Step the schedulers of learning rates that are due after this step."""
+        loop, module, names = self._loop, self._module, self._names
+        configs = self._strategy.lr_scheduler_configs
+        is_own = (
+            type(module).lr_scheduler_step is not LightningModule.lr_scheduler_step
+            or "lr_scheduler_step" in names
+        )
+        if is_own or not all([type(c.scheduler).__module__ == _SCHEDULERS for c in configs]):
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        else:
+            progress = loop.scheduler_progress
+            for config in configs:
+                if (
+                    config.interval == "step"
+                    and not config.reduce_on_plateau
+                    and (index + 1) % config.frequency == 0
+                ):
+                    progress.total.ready += 1
+                    progress.current.ready += 1
+                    before, names[_FX] = names[_FX], "lr_scheduler_step"
+                    config.scheduler.step()
+                    names[_FX] = before
+                    progress.total.completed += 1
+                    progress.current.completed += 1
+        if is_last:
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def _validation_is_due(self, fetcher: Any) -> bool:
+        trainer, every = self._trainer, self._trainer.val_check_batch
+        if trainer._val_check_time_interval is not None or every is None or every == inf:
+            return bool(self._loop._should_check_val_fx(fetcher))
+        progress = self._loop.batch_progress
+        batches = progress.total if trainer.check_val_every_n_epoch is None else progress.current
+        return bool(batches.ready % every == 0)
+
+    def _end(self, *, leaves: bool, steps: bool) -> None:
+        """End a step; make its metrics where they are logged, or may be seen without being read."""
+        trainer, connector, loop = self._trainer, self._connector, self._loop
+        results, progress = loop._results, loop.batch_progress
+        every = trainer.log_every_n_steps
+        c = connector
+        tables = map(getrefcount, (c._callback_metrics, c._logged_metrics, c._progress_bar_metrics))
+        is_shown = (
+            leaves
+            or (steps and every and (loop._batches_that_stepped + 1) % every == 0)
+            or max(tables) > _ALONE
+        )
+        if is_shown:
+            connector.on_batch_end()
+        results.batch = results.batch_size = None
+        progress.current.completed += 1
+        progress.total.completed += 1
+        self._behind = None
+        if is_shown:
+            connector.update_train_step_metrics()
+        else:
+            self._behind = [*map(_CACHE, results.values())]
+
+    def _show_step_before(self) -> None:
+        """Update the dicts of metrics as they were at the end of the last whole step.
+
+        A value that was read since stays as it was read.
+        """
+        if (caches := self._behind) is None:
+            return
+        connector, results = self._connector, self._loop._results
+        entries = [*results.values()]
+        now = results.metrics(on_step=True)
+        present = [*map(_CACHE, entries)]
+        caches = [*caches, *repeat(None, len(entries) - len(caches))]
+        for entry, cache in zip(entries, caches, strict=True):
+            entry._forward_cache = cache
+        last = results.metrics(on_step=True)
+        for entry, cache in zip(entries, present, strict=True):
+            entry._forward_cache = cache
+        for table, kind in (
+            (connector._callback_metrics, "callback"),
+            (connector._logged_metrics, "log"),
+            (connector._progress_bar_metrics, "pbar"),
+        ):
+            for key, value in last[kind].items():
+                if key not in table or not _is_same(table[key], now[kind].get(key)):
+                    table[key] = value
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.data_ptr() == b.data_ptr()
+    return bool(a == b)
+
+
+_NO_BATCH = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
