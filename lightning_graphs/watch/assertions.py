@@ -399,8 +399,19 @@ class PendingAssertions:
                 self._steps.popleft()
                 self._known += 1
 
-    def error(self) -> BaseException | None:
-        """Return the error of the first assertion that has failed; no replay may be under way."""
+    @property
+    def last(self) -> int:
+        """The step of the last replay that was noted."""
+        return self._steps[-1][0]
+
+    def failure(self, last: int) -> tuple[int, BaseException] | None:
+        """Return the first step in which an assertion has failed, and its error.
+
+        No replay may be under way.
+
+        Args:
+            last: The last step of the fit.
+        """
         done, *times = self._values.tolist()
         first = min(times)
         if first == done:
@@ -419,7 +430,7 @@ class PendingAssertions:
             return torch.tensor(numbers[held.place], dtype=torch.float64).to(held.dtype)
 
         error = assertion.raising.make(lambda value: tree_map_only((_Held, _Noted), number, value))
-        return _told(error, assertion, step, steps[-1][0])
+        return step, _told(error, assertion, step, last)
 
 
 def _told(error: BaseException, assertion: Assertion, step: int, last: int) -> BaseException:
@@ -467,7 +478,8 @@ class OpenAssertions:
         """Wait, and return the error of an assertion that has failed on this rank."""
         if self.open and self.failed is None:
             self.synchronize()
-            errors = (pending.error() for pending in self.open)
-            self.failed = next((error for error in errors if error is not None), None)
+            last = max(pending.last for pending in self.open)
+            failures = [found for one in self.open if (found := one.failure(last)) is not None]
+            self.failed = min(failures, key=operator.itemgetter(0))[1] if failures else None
             self.open.clear()
         return self.failed
