@@ -543,19 +543,20 @@ def _save_nothing(trainer: Trainer) -> None:
     """Let the callbacks that follow in ``on_exception`` save no state behind a failed assertion."""
     stack, ended = contextlib.ExitStack(), trainer.strategy.on_exception
 
-    def refuse() -> bool:
-        rank_zero_warn(
-            "GraphCapture: no checkpoint is saved, since its state lies behind a failed assertion; "
-            "go on from the one before"
-        )
-        return False
-
     def end(exception: BaseException) -> None:
         stack.close()
         ended(exception)
 
-    stack.enter_context(saving_exchanged(trainer.strategy, refuse))
+    stack.enter_context(saving_exchanged(trainer.strategy, _refuse_save))
     stack.enter_context(replaced(trainer.strategy, "on_exception", end))
+
+
+def _refuse_save() -> bool:
+    rank_zero_warn(
+        "GraphCapture: no checkpoint is saved, since its state lies behind a failed assertion; "
+        "go on from the one before"
+    )
+    return False
 
 
 def _refused(reason: str) -> CaptureError:
@@ -598,7 +599,12 @@ def _context(
         pool.backend.synchronize,
         ranks,
     )
-    stack.enter_context(saving_exchanged(trainer.strategy, assertions.settle))
+
+    def may_save() -> bool:
+        assertions.settle()
+        return assertions.failed is None or _refuse_save()
+
+    stack.enter_context(saving_exchanged(trainer.strategy, may_save))
     raises = options.on_failure == "raise"
     return LightningContext(
         trainer=trainer,

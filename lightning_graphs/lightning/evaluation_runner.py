@@ -207,6 +207,7 @@ class EvaluationHandler(StrategyHandler):
             bool,  # nothing lasts before the end
             fit.pool.backend.synchronize,
             fit.ranks,
+            updates=False,
         )
         own = replace(
             fit,

@@ -34,8 +34,8 @@ from lightning_graphs.watch.branches import (
     NotKept,
     Raising,
     Way,
+    can_be_raised_late,
     compares_to_raise,
-    ends_a_loop,
     way_on,
 )
 from lightning_graphs.watch.tracers import OURS, TracedNumber, Tracer
@@ -69,7 +69,7 @@ class Question(NamedTuple):
         if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
             return None
         way = way_on(self.frame, called=self.called)
-        if way is None or (way.outcome and self.is_number) or ends_a_loop(way):
+        if way is None or (way.outcome and self.is_number) or not can_be_raised_late(way):
             return None
         return way
 
@@ -430,17 +430,21 @@ class PendingAssertions:
             return torch.tensor(numbers[held.place], dtype=torch.float64).to(held.dtype)
 
         error = assertion.raising.make(lambda value: tree_map_only((_Held, _Noted), number, value))
-        return step, _told(error, assertion, step, last)
+        return step, _told(error, assertion, self.fit, step, last)
 
 
-def _told(error: BaseException, assertion: Assertion, step: int, last: int) -> BaseException:
+def _told(
+    error: BaseException, assertion: Assertion, fit: OpenAssertions, step: int, last: int
+) -> BaseException:
     """Let an error say which step it is of, and that it comes late."""
-    late = f"; updates up to step {last} have been made" if last != step else ""
+    late = ", and the update of that step was made" if fit.updates else ""
+    if fit.updates and last != step:
+        late += f"; updates up to step {last} have been made"
     if assertion.raising.reads_late:
         late += "; attributes in its message are as they are now"
     text = (
         f"(raised by step {step}, at {assertion.site.describe()}; a graph has computed the "
-        f"condition, and the update of that step was made{late})"
+        f"condition{late})"
     )
     first = error.args[0] if error.args else ""
     if isinstance(error, GraphError):
@@ -461,6 +465,7 @@ class OpenAssertions:
     is_lasting: Callable[[], bool]  # whether something of the present step becomes lasting
     synchronize: Callable[[], None]  # waits for the device
     ranks: Ranks
+    updates: bool = True  # steps update parameters
     open: dict[PendingAssertions, None] = field(default_factory=dict)
     is_used: bool = False  # a plan has some, and so has one on every other rank
     failed: BaseException | None = None

@@ -346,7 +346,7 @@ class Raising:
     """Makes the error that a way raises.
 
     Args:
-        way: The way.
+        way: The way, whose error can be raised late.
         held: Makes what stands for a local value of which the message is made.
     """
 
@@ -359,24 +359,20 @@ class Raising:
         self.reads_late = any(
             isinstance(node, ast.Attribute) and id(node) not in called for node in nodes
         )
-        self._code: CodeType | None = None
-        if statements:
-            module = ast.fix_missing_locations(ast.Module(statements, []))
-            self._code = compile(module, self._file, "exec", dont_inherit=True)
-            (raised, exc) = statements[-1], statements[-1].exc  # type: ignore[attr-defined]
-            kind = exc.func if isinstance(exc, ast.Call) else exc
-            self._kind = compile(ast.Expression(kind), self._file, "eval", dont_inherit=True)
-            alone = ast.copy_location(ast.Raise(ast.Name(_ERROR, ast.Load()), None), raised)
-            module = ast.fix_missing_locations(ast.Module([alone], []))
-            self._raise = compile(module, self._file, "exec", dont_inherit=True)
-        names = () if self._code is None else self._code.co_names
+        module = ast.fix_missing_locations(ast.Module(statements, []))
+        self._code: CodeType = compile(module, self._file, "exec", dont_inherit=True)
+        (raised, exc) = statements[-1], statements[-1].exc  # type: ignore[attr-defined]
+        kind = exc.func if isinstance(exc, ast.Call) else exc
+        self._kind = compile(ast.Expression(kind), self._file, "eval", dont_inherit=True)
+        alone = ast.copy_location(ast.Raise(ast.Name(_ERROR, ast.Load()), None), raised)
+        module = ast.fix_missing_locations(ast.Module([alone], []))
+        self._raise = compile(module, self._file, "exec", dont_inherit=True)
+        names = self._code.co_names
         self._globals, known = frame.f_globals, frame.f_locals
         self._locals = {name: held(known[name]) for name in names if name in known}
 
     def make(self, now: Callable[[Any], Any]) -> BaseException:
         """Return the error; ``now`` gives the present value of what is held."""
-        if self._code is None:
-            return AssertionError()
         names = {**self._globals, **{name: now(value) for name, value in self._locals.items()}}
         try:
             exec(self._code, names)  # the user's own lines
@@ -395,10 +391,12 @@ class Raising:
         return AssertionError()
 
 
-def ends_a_loop(way: Way) -> bool:
-    """Return whether a way raises what ends a loop of callers, and not the program."""
-    raised = [node for node in _statements(way) if isinstance(node, ast.Raise)]
-    return any("StopIteration" in _names_in(node.exc) for node in raised if node.exc is not None)
+def can_be_raised_late(way: Way) -> bool:
+    """Return whether the error of a way can be made again, and does not end a loop of callers."""
+    statements = _statements(way)
+    raised = [node.exc for node in statements if isinstance(node, ast.Raise)]
+    loops = any("StopIteration" in _names_in(node) for node in raised if node is not None)
+    return bool(statements) and not loops
 
 
 def _statements(way: Way) -> list[ast.stmt]:

@@ -120,6 +120,13 @@ def test_the_error_of_the_step_is_raised(
     assert_nothing_left(captured)
 
 
+class Saving(Callback):
+    """Saves what there is when a fit ends, ahead of callbacks that are for checkpoints."""
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "saved.ckpt")
+
+
 @pytest.mark.filterwarnings("ignore:.*ckpt_path=")
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_no_checkpoint_holds_a_state_behind_it(
@@ -135,13 +142,13 @@ def test_no_checkpoint_holds_a_state_behind_it(
         True,
         module=Raising,
         data=broken,
-        callbacks=lambda: [saving, last],
+        callbacks=lambda: [Saving(), saving, last],
         enable_checkpointing=True,
     )
     with pytest.warns(UserWarning, match="no checkpoint is saved"), pytest.raises(NotFinite):
         fit.run()
     steps = [
-        torch.load(path, weights_only=False)["global_step"] for path in tmp_path.glob("*.ckpt")
+        torch.load(path, weights_only=False)["global_step"] for path in tmp_path.rglob("*.ckpt")
     ]
     assert sorted(steps) == list(range(1, FAILING + 1))
     fit.trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
