@@ -59,7 +59,7 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.assertions import Assertions
-from lightning_graphs.watch.batch import UnreadValues, objects_undone, written_tensors
+from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.environment import (
     Environment,
@@ -193,9 +193,6 @@ class StepCapture(StepBody):
                 f"{', '.join(self.observers.before_backward)} may read them",
                 "read parameters in on_after_backward or later",
             )
-        if any(t.device.type != self.module.device.type for t in tensors):
-            # Kernels are given numbers of the host as constants; recurrent layers read lengths.
-            self._facts.has_host_program = True
         attempt = partial(self._captured, arguments, tensors, signature, watch, unread)
         while (outcome := self._attempted(attempt, unread)) is Outcome.LEARNED:
             pass
@@ -388,7 +385,8 @@ class StepCapture(StepBody):
             inputs = StaticInputs(tensors)
             versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
             recording = self._follow_host(tensors, inputs)
-            own = unread.left_out(batch, inputs.tensors)
+            static = inputs.tensors if recording else of_host(inputs.tensors, self.module.device)
+            own = unread.left_out(batch, static)
             effects = self._facts.places.capturing(own)
             arguments = (own, *self.context.watch.arguments(rest, self._numbers.number))
             environment = self.context.watch.environment()

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_graphs.device.rules import BATCH_CHANGED, BATCH_VALUE
+from lightning_graphs.device.rules import BATCH_CHANGED, BATCH_VALUE, HOST_READ
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -22,7 +23,7 @@ from lightning_graphs.private.callsite import (
     site_using,
 )
 from lightning_graphs.private.exchange import Absence, bind, bound
-from lightning_graphs.private.torch import version_of
+from lightning_graphs.private.torch import of_class, version_of
 from lightning_graphs.values.guards import (
     Constant,
     attributes_of,
@@ -161,6 +162,34 @@ def new_results(batch: Any, known: Sequence[Tensor]) -> Iterator[Result]:
 
 
 # ------------------ Values of the batch
+
+
+class OfHost(Tensor):
+    """Tensor of the host in a batch of the device; captured code may use nothing but its shape."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        name = getattr(function.__self__, "__name__", "") if name == "__get__" else name
+        if name not in _OF_GEOMETRY:
+            raise HOST_READ.refused_here(f"{name} uses a tensor of the host in the batch")
+        return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+_OF_GEOMETRY = frozenset(
+    {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_nested"}
+    | {"size", "dim", "numel", "stride", "is_floating_point", "__len__", "_version"}
+)
+
+
+def of_host(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Let a use of tensors of the host ask for a host program, which compares or copies them.
+
+    Kernels are given numbers of the host as constants, and recurrent layers read lengths there.
+    """
+    return [t if t.device.type == device.type else of_class(OfHost, t) for t in tensors]
 
 
 def objects_of(batch: Any) -> PythonSnapshot:

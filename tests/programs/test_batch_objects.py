@@ -9,11 +9,15 @@ from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.torch import of_class
+from lightning_graphs.watch.batch import OfHost
 from tests.programs.table import Promises, copied, row
 from tests.training.fits import Net, batches
 
@@ -119,6 +123,14 @@ class Bag:
     @property
     def count(self) -> int:
         return len(self.x)
+
+
+class Scaled(Bag):
+    """An object with numbers that stay on the host, of which code uses one."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        super().__init__(x, y)
+        self.scale, self.slices = 1.0 + x[0, 0].abs(), {"x": y.cumsum(0)}
 
 
 class Linked(Bag):
@@ -243,6 +255,12 @@ class OfBags(Kept):
         return batch.z, batch.y
 
 
+class OfScaled(Kept):
+    def read(self, batch: Any) -> tuple[Tensor, Tensor]:
+        self.last = batch.x * batch.scale
+        return self.last, batch.y
+
+
 class OfTuples(Kept):
     def read(self, batch: Any) -> tuple[Tensor, Tensor]:
         self.last = batch
@@ -292,6 +310,7 @@ SERVED = {
     "graph of a class made at run time": (OfGraphs, type("Made", (Graph,), {"__module__": "abc"})),
     "registered": (OfRegistered, lambda x, y: Registered({"x": x, "y": y})),
     "object": (OfBags, Bag),
+    "numbers of the host": (OfScaled, Scaled),
     "namespace": (Kept, lambda x, y: SimpleNamespace(x=x, y=y)),
     "dataclass made at run time": (Kept, Made),
     "tuple with methods": (OfTuples, Labelled),
@@ -317,3 +336,18 @@ ROWS = {
 
 class TestBatchObjects(Promises):
     rows = ROWS
+
+
+def test_a_tensor_of_the_host_may_be_asked_for_its_shape() -> None:
+    tensor = of_class(OfHost, torch.ones(2, 3))
+    assert (tensor.shape, len(tensor), tensor.device.type) == ((2, 3), 2, "cpu")
+    uses: list[Callable[[Tensor], Any]] = [
+        Tensor.tolist,
+        torch.detach,
+        lambda given: given.T,
+        lambda given: torch.ones(3) * given,
+        lambda given: torch.cat([torch.ones(1, 3), given]),
+    ]
+    for use in uses:
+        with pytest.raises(CaptureError, match="uses a tensor of the host in the batch"):
+            use(tensor)
