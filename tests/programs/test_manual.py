@@ -295,6 +295,39 @@ class Twice(Manual):
             parameter.grad = parameter.grad.detach() * 0.5
 
 
+class Sign(torch.optim.Optimizer):
+    """An optimizer that a user has written."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 2**-7})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group["lr"])
+
+    def update(self, parameter: Tensor, rate: float) -> None:
+        parameter.add_(parameter.grad.sign(), alpha=-rate)
+
+
+class Cautious(Sign):
+    def update(self, parameter: Tensor, rate: float) -> None:
+        if parameter.grad.norm().item() > 2**-20:
+            super().update(parameter, rate)
+
+
+class Signed(Gan):
+    def configure_optimizers(self) -> Any:
+        return Sign(self.generator.parameters()), rates(self.critic.parameters())
+
+
+class SignedOnHost(Gan):
+    def configure_optimizers(self) -> Any:
+        return Cautious(self.generator.parameters()), rates(self.critic.parameters())
+
+
 class Reading(Manual):
     def last(self, loss: Tensor) -> Any:
         if loss.item() > 1e6:  # read
@@ -324,7 +357,17 @@ ROWS = (
     table(
         row(Gan, also="bf16; auto", graphs=1, check=lambda fit: fit.statistics.eager <= 5),
         *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked),
-        *(Torch, Counting, Clipping, Minibatches, Adversarial, Keeping, Mixing, Remembering),
+        *(
+            Torch,
+            Counting,
+            Clipping,
+            Minibatches,
+            Adversarial,
+            Keeping,
+            Mixing,
+            Remembering,
+            Signed,
+        ),
         data=lambda: batches(12),
     )
     | table(
@@ -338,6 +381,7 @@ ROWS = (
     | table(row(Reading), said="if loss.item")
     | table(row(Twice, ignored="Using backward.. with create_graph=True", data=lambda: batches(12)))
     | table(row(Without), said="without an optimizer", replayed=0, placed=False, found=None)
+    | table(row(SignedOnHost), said="reads nothing on the host", placed=False, found=None)
     | table(row(Plateau), said="stepped with a value")
     | table(row(ScheduledEarly), said="steps after its scheduler", found="rule remedy")
     | table(row(Leaving), said="requires_grad of 2", placed=False, found=None)
