@@ -154,6 +154,10 @@ class EvaluationRunner(StepRunner):
         with replaced(LIBRARIES, "step", self._client.name):
             return self._is_equal(plan, call)
 
+    def _finds_head(self, error: GraphError) -> bool:
+        """Return False: the steps of an evaluation have no head."""
+        return False
+
     def refuse(self, error: GraphError) -> None:
         """Tell that such steps run eagerly, or raise, with remedies for an evaluation."""
         error.remedy = remedy_for(self._client.name, error.remedy)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
-from operator import attrgetter, is_
+from functools import lru_cache
+from operator import is_
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
@@ -17,6 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
+from lightning_graphs.lightning.headed import HeadedSteps, refuse_unlike
+from lightning_graphs.lightning.logs import LOGGED_NUMBER
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
     Unrecorded,
@@ -26,15 +27,15 @@ from lightning_graphs.lightning.private import (
     skipping_backward,
     takes_no_closure,
 )
-from lightning_graphs.lightning.ranks import NOT_REDUCED, syncs
+from lightning_graphs.lightning.ranks import NOT_REDUCED
 from lightning_graphs.lightning.strategy import NAMES, StepHandler
-from lightning_graphs.lightning.trainer import LightningContext
+from lightning_graphs.lightning.trainer import LightningContext, client_guards, with_old_gradients
 from lightning_graphs.lightning.words import OPTIMIZER
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept, StepTiming
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.behind import HeadMissed, StepHead
 from lightning_graphs.regions.conditions import (
     CaptureKey,
-    ClientGuards,
     NewSeeds,
     Phase,
     ReplayGuards,
@@ -43,7 +44,7 @@ from lightning_graphs.regions.conditions import (
 )
 from lightning_graphs.regions.context import CaptureFacts, StepMessages
 from lightning_graphs.regions.gradients import KEPT_LATE
-from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, Region
+from lightning_graphs.regions.lifecycle import EAGER, Lifecycle
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
     StateAwaited,
@@ -51,14 +52,11 @@ from lightning_graphs.regions.optimizer import (
     capture_obstacle,
 )
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.step import StepCapture, refuse_iterator
-from lightning_graphs.regions.verified import Verification
+from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.report.messages import Statistics, capture_cost
-from lightning_graphs.values.signature import Modes, Signature
+from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 
-_CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
-_PLUGIN = attrgetter("precision_plugin")
 _BY_HAND = Phase(zeroing=False, stepping=True, window=1)
 _WRAPPED = (
     "the optimizer step runs eagerly: optimizer_step hands a closure of its own to the optimizer, "
@@ -67,7 +65,7 @@ _WRAPPED = (
 )
 
 
-class StepRunner(Region[tuple[Any, ...], StepPlan]):
+class StepRunner(HeadedSteps):
     """Runs the steps of a fit as whole graphs."""
 
     scope = step = "step"  # of its graphs, in the report; and what the user calls it
@@ -94,7 +92,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
-        self._facts = CaptureFacts(fit, self._forget_plans)
+        self._facts = CaptureFacts(fit, self._forget_plans, fit.recovery.gradients_held)
+        self._head = StepHead(fit, self._facts.places, [LOGGED_NUMBER.rule])
         self._kept = self._facts.kept
         self._values = BatchValues(fit.watch.function)
         self._seeds = NewSeeds.of(fit.module, fit.module.device)
@@ -126,8 +125,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         obstacle = self._obstacle = self._obstacle or next(filter(None, whys), None)
         self.capturables = dict.fromkeys(self._optimizers)
         for optimizer in self._optimizers if obstacle is None else ():
-            self.capturables[optimizer] = one = CapturableOptimizer(optimizer, self._module.device)
-            if one.runs_other_kernel:
+            self.capturables[optimizer] = made = CapturableOptimizer(optimizer, self._module.device)
+            if made.runs_other_kernel:
                 self._messages.runs_fused(type(optimizer).__name__)
         obstacle = obstacle or self._churn.obstacle
         if obstacle and not self._by_hand:
@@ -136,18 +135,15 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         in_graphs = dict.fromkeys(self._optimizers) if obstacle else self.capturables
         self._in_graphs = [one for one in in_graphs.values() if one is not None]
         self._capture = StepCapture(self._fit, self._facts, in_graphs, self._observers)
-        self._verification = Verification(self._verifier, self._capture, self._facts.places)
         guards = [one.guard for one in self._in_graphs]
         trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp
         if not self._by_hand:  # a replayed step asks
             optimizer = self._optimizers[0]
             is_present = lambda: trainer.optimizers[0] is optimizer  # noqa: E731
-        own = _client_guards(trainer, self._phase, is_present, synced=ddp is not None)
-        parts = guards, self._with_old_gradients(), self._facts, own
-        self._watch = ReplayGuards(self._module, *parts)
-        is_alone = self._ranks.are_one and self._ranks.ddp is None and not self._by_hand
-        # Nothing but one graph runs between the batch and the end of the step
-        self.is_undivided = is_alone and not self._observers and self._fit.watch.scaler is None
+        own = client_guards(trainer, self._phase, is_present, synced=ddp is not None)
+        old = with_old_gradients(self._optimizers, self._module if self._by_hand else None)
+        self._watch = ReplayGuards(self._module, guards, old, self._facts, own)
+        self._bind_head()
 
     def _present(self) -> list[Optimizer]:
         """List the optimizers that steps call: all of them if these optimize manually."""
@@ -157,11 +153,6 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         """Whether they are those that graphs were made for."""
         now = self._present()
         return len(now) == len(self._optimizers) and all(map(is_, now, self._optimizers))
-
-    def _with_old_gradients(self) -> list[Tensor]:
-        """List the parameters whose gradients of earlier steps the coming step may read."""
-        found = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
-        return [*dict.fromkeys([*found, *self._module.parameters()])] if self._by_hand else found
 
     def _phase(self) -> Phase:
         """Tell which part of an accumulation window the coming step is."""
@@ -307,6 +298,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         if ranks.lost:
             self._rebind(ranks.lost)
         found, self.found = self.found, ()
+        if self._head.now is not None:
+            self._begins_with_head = True
+            return None
         return self._life.plan_for(args, *found)
 
     def _count_key(self, args: tuple[Any, ...]) -> None:
@@ -329,6 +323,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         self._waits = True
         why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
         step = key, why, self._values.why, self._facts.reads.codes, self._cache.by_key.values()
+        if self._gives_up_head():
+            return
         if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
             self._fail()
 
@@ -336,17 +332,10 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         # Libraries choose and load their kernels for a shape in its first step.
         if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return False
-        if self._by_hand or not self._conditions.phase.stepping:
-            return True  # by hand it may step some of its optimizers only
-        return all(one.has_stepped for one in self._in_graphs)
-
-    def _signature_of(
-        self, args: tuple[Any, ...], conditions: CaptureKey
-    ) -> tuple[Signature, list[Tensor]]:
-        refuse_iterator(args[0])
-        modes = Modes.current(self._fit.pool.backend.device_type)
-        extra = (conditions, *self._facts.places.signature())
-        return self._values.signature(args[0], modes, extra)
+        steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
+        if steps and not all(one.has_stepped for one in self._in_graphs):
+            return False
+        return self._head.now is None or self._head.puts_off(key)
 
     def _is_unseen(self, signature: Signature) -> bool:
         return self._policy.measures and self._cache.is_new(signature)
@@ -354,9 +343,9 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
         if self._by_hand and self._eager_because:
             raise OPTIMIZER.refused(self._eager_because)
+        self._call = call
         if not len(self._cache):
             self._conditions = self._current_conditions(has_graphs=True)
-        signature, tensors = self._signature_of(call, self._conditions)
         with self._policy.timing_capture(), capture_cost(self._fit.pool.backend) as self._cost:
             self._recovery.before_capture(call)
             for plan in self._cache.plans():
@@ -364,6 +353,10 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
             self._kept.count()
             for one in self._in_graphs if not len(self._cache) else ():
                 one.defragment_state()
+            if self._head.now is not None:
+                parts = self._key_behind, self._phase(), self._watch
+                return self._capture.capture_behind(self._head, call, *parts)
+            signature, tensors = self._signature_of(call, self._conditions)
             return self._capture.capture(call, tensors, signature, self._watch)
 
     def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
@@ -373,11 +366,11 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         plan.record = self._statistics.captured(words, graphs, self._cost, scope=self.scope)
         self._kept.count()
         self._fit.assertions.is_used |= plan.assertions is not None
-        tensors = plan.call.match(call[:1], {})
-        assert tensors is not None, "it was captured from this batch"
-        plan.take(tensors)
+        plan.take_call(call)
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
+        if self._is_in_head:
+            return self._put_off(plan)
         self._recovery.forget_gradients(plan)
         self._kept.bound = None
         return self._is_equal(plan, call)
@@ -388,11 +381,14 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         except MemoryKept:
             self._rebind("code of a step keeps tensors that it has computed")
             return False
+        except HeadMissed:
+            return refuse_unlike(plan)
         return True
 
     def may_succeed(self, key: Signature, error: GraphError) -> bool:
         if isinstance(error, BatchValueRead):
-            self._values.read(error)
+            if not self._finds_head(error):
+                self._values.read(error)
             return True
         if self._is_unseen(key):
             self._captures_unseen = False
@@ -400,7 +396,7 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         if isinstance(error, UpdateRefused):
             self._leave_update(error)
             return True
-        return self._awaited.may_come(key, error, *self._optimizers)
+        return self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error)
 
     def _leave_update(self, error: UpdateRefused) -> None:
         """Let the optimizer step be eager; the rest of the step may be captured."""
@@ -423,6 +419,8 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
     # ------------------------------------------------------------------ eager and replayed
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._begins_with_head:
+            return self._run_head(args)
         self._statistics.eager += 1
         if self._fit.progress is not None:
             self._fit.progress.mirrored = frozenset()
@@ -477,28 +475,6 @@ class StepRunner(Region[tuple[Any, ...], StepPlan]):
         for capturable in filter(None, self.capturables.values()):
             capturable.restore()
         self._bind()
-
-
-def _client_guards(
-    trainer: Trainer, phase: Callable[[], Phase], is_present: Callable[[], bool], *, synced: bool
-) -> ClientGuards:
-    """List what of a trainer the graphs of its steps depend on."""
-    plugin = trainer.precision_plugin
-    return ClientGuards(
-        phase=phase,
-        epoch=partial(attrgetter("current_epoch"), trainer),
-        flags=(partial(_CLIPPING, trainer), partial(syncs, trainer) if synced else bool),
-        of_all=(
-            (
-                (partial(_PLUGIN, trainer), plugin),
-                lambda: "the trainer's precision was changed",
-            ),
-            (
-                (is_present, True),
-                lambda: "the optimizer was replaced",
-            ),
-        ),
-    )
 
 
 def _nothing(*_: Any, **__: Any) -> None:

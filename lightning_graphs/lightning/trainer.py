@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -28,7 +29,7 @@ from lightning_graphs.lightning.private import (
     bound_log_redirected,
     call_gradient_hooks,
 )
-from lightning_graphs.lightning.ranks import unseen_by_ddp, waits_for_gradients, wrapper_of
+from lightning_graphs.lightning.ranks import syncs, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.lightning.strategy import (
     ProgressValues,
     calls_of,
@@ -40,7 +41,7 @@ from lightning_graphs.lightning.words import observers_of, overrides
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed
 from lightning_graphs.private.torch import has_gradient_hooks
-from lightning_graphs.regions.conditions import Observers
+from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.verify import Tolerance, Verifier
@@ -77,6 +78,8 @@ _CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _LOGGERS = ("logger", "loggers")
 _CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
+_CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
+_PLUGIN = attrgetter("precision_plugin")
 _MANY = 10_000
 """Steps that are expected of a fit without an end."""
 
@@ -325,6 +328,37 @@ def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | No
 
 def _value_in(trainer: Trainer, key: str) -> Any:
     return getattr(trainer, key, Absence.ABSENT)
+
+
+def with_old_gradients(
+    optimizers: Sequence[Optimizer],
+    module: nn.Module | None,  # whose code may read gradients of all its parameters
+) -> list[Tensor]:
+    """List the parameters whose gradients of earlier steps the coming step may read."""
+    found = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return found if module is None else [*dict.fromkeys([*found, *module.parameters()])]
+
+
+def client_guards(
+    trainer: Trainer, phase: Callable[[], Phase], is_present: Callable[[], bool], *, synced: bool
+) -> ClientGuards:
+    """List what of a trainer the graphs of its steps depend on."""
+    plugin = trainer.precision_plugin
+    return ClientGuards(
+        phase=phase,
+        epoch=partial(attrgetter("current_epoch"), trainer),
+        flags=(partial(_CLIPPING, trainer), partial(syncs, trainer) if synced else bool),
+        of_all=(
+            (
+                (partial(_PLUGIN, trainer), plugin),
+                lambda: "the trainer's precision was changed",
+            ),
+            (
+                (is_present, True),
+                lambda: "the optimizer was replaced",
+            ),
+        ),
+    )
 
 
 def steps_left(trainer: Trainer) -> int:

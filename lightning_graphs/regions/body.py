@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_graphs.device.rules import OLD_GRADIENTS
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
+    CallSite,
     add_line,
     calls_observed,
     returned_by,
@@ -36,9 +38,11 @@ from lightning_graphs.regions.gradients import (
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.values.memory import OutputPlan
+from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.environment import (
     rates_exchanged,
 )
+from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.tracers import (
     refuse_tracers,
@@ -162,7 +166,7 @@ class StepBody:
         self, arguments: tuple[Any, ...], recorder: Recorder
     ) -> tuple[OutputPlan, Tensor | None]:
         """Run the step's own code; return what it returns, and the loss that is to be reduced."""
-        returned = self.client.run(*arguments)
+        returned = self._call(arguments)
         try:
             output = self.outputs_of(returned)
             loss = None
@@ -178,6 +182,9 @@ class StepBody:
         """Take what the step has returned, of which replays make their own."""
         refuse_tracers(returned)
         return OutputPlan(returned, static=False)
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
+        return self.client.run(*arguments)
 
     def _zero_grad(self) -> None:
         """Drop the gradients of a backward pass of the step's own code, as Lightning does."""
@@ -231,3 +238,35 @@ class StepBody:
         if self._scaler is not None:
             scaling_states(self._scaler)[id(self.optimizer)] = dict(scaling)
         self._step()
+
+
+# ------------------ What is captured
+
+Begin = Callable[["Given"], Sequence[Any]]
+"""Begins the capture of a call; what its code is to have in place of what was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A call that is captured: of a step, or of what follows its head."""
+
+    arguments: Sequence[Any]  # the batch first, or else what leaves the head
+    tensors: Sequence[Tensor]  # in the first of them
+    signature: Signature
+    step: CallSite  # the code that is captured
+    frames: Sequence[FrameType] = ()  # run already
+    # Tensors that the graph reads themselves, by their indices
+    given: Mapping[int, Tensor] = field(default_factory=dict)
+    name: str = "batch"  # of the first argument
+    # Readers of numbers in it that other steps have others for, by their keys
+    numbers: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    # Surrounds the code that is captured
+    inside: Callable[[], AbstractContextManager[object]] = nullcontext
+    head: ClassVar[Head | None] = None
+
+    def around(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def run(self, begin: Begin, code: Callable[..., Any]) -> Any:
+        """Run the code of the step, captured from its beginning on."""
+        return code(*begin(self))

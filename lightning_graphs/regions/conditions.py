@@ -376,6 +376,10 @@ class ReplayGuards:
 
     # ------------------------------------------------------------------ what tells steps apart
 
+    def are_as_in(self, known: CaptureKey) -> bool:
+        """Whether attributes and other values that code reads are as they were at a capture."""
+        return self.attributes() == known.attributes
+
     def conditions(self) -> CaptureKey:
         """Read what the coming step depends on next to its batch."""
         reads = self.attributes(), self._with_gradients()

@@ -299,7 +299,12 @@ class TrainingContext:
 class CaptureFacts:
     """What captures have learned of the steps of a fit; it outlives their graphs."""
 
-    def __init__(self, context: TrainingContext, on_change: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        context: TrainingContext,
+        on_change: Callable[[], object],
+        held: Callable[[], Sequence[int]] = tuple,  # see :class:`KeptGradients`
+    ) -> None:
         self.reads = AttributeGuards(context.watch.is_apart)  # attributes that captured steps read
         self.places = StepState(  # where steps store something
             context.module, self.reads, on_change, lambda: context.watch.optimizers
@@ -308,4 +313,4 @@ class CaptureFacts:
         self.has_host_program = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own
         self.is_unseen = True  # captures are hidden from libraries
-        self.kept = KeptGradients()  # whether user code keeps gradients past their step
+        self.kept = KeptGradients(held)  # whether user code keeps gradients past their step

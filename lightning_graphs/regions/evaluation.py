@@ -15,17 +15,16 @@ from torch.optim import Optimizer
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.torch import version_of
-from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.behind import Behind
+from lightning_graphs.regions.body import Given, StepBody
 from lightning_graphs.regions.conditions import Observers, Phase, ReplayGuards
 from lightning_graphs.regions.gradients import GradientTargets
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.values.memory import OutputPlan
-from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import RegionState, Result
 from lightning_graphs.values.tree import flatten, substitute
-from lightning_graphs.watch.batch import UnreadValues
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
@@ -116,18 +115,10 @@ class _Gradients:
 class EvaluationCapture(EvaluationBody, StepCapture):
     """Captures steps of one evaluation."""
 
-    def _captured(
-        self,
-        given: Sequence[Any],
-        tensors: Sequence[Tensor],
-        signature: Signature,
-        watch: ReplayGuards,
-        unread: UnreadValues,
-    ) -> StepPlan:
-        unread.present = None
+    def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
         gradients = _Gradients(self.module.parameters())
         try:
-            plan = super()._captured(given, tensors, signature, watch, unread)
+            plan = super()._captured(given, phase, watch)
         except BaseException:
             gradients.restore()
             raise
@@ -139,7 +130,8 @@ class EvaluationCapture(EvaluationBody, StepCapture):
                 f"{LIBRARIES.step} runs a backward pass that reaches them",
                 "use torch.autograd.grad(...), which returns gradients; or write evaluation=False",
             )
-        unread.present = partial(getattr, plan.present, "batch")
+        assert self._unread is not None, "made as the capture began"
+        self._unread.present = partial(getattr, plan.present, "batch")
         return plan
 
     def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:

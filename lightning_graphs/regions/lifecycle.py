@@ -313,7 +313,7 @@ class Lifecycle(Generic[Call, P]):
             return None
         verifier = self._verifier
         again = verifier is not None and verifier.every > 0 and verifier.is_due
-        return self._verified(plan, call) if wish or again else plan
+        return self.verified(plan, call) if wish or again else plan
 
     def find(self, call: Call) -> P | None:
         """Find the first plan that fits, from the one that was used last on; it is then ready."""
@@ -362,23 +362,24 @@ class Lifecycle(Generic[Call, P]):
         self.cache.add(plan.key, plan)
         region.enter(plan, call)
         is_too_much = self._ranks.any(not self._policy.affords_verification)
-        return plan if is_too_much else self._verified(plan, call)
+        return plan if is_too_much else self.verified(plan, call)
 
     def _undo(self, plan: P | None) -> None:
         if plan is not None:  # another rank has none
             self._region.discard(plan)
 
-    def _verified(self, plan: P, call: Call) -> P | None:
+    def verified(self, plan: P, call: Call) -> P | None:
         """Return the plan if it computes what the eager call does; else drop it."""
         if self._verifier is None or not self._verifier.is_on:
             return plan
-        plan.unverified = False
         try:
             with self._policy.verifying():
                 return plan if self._region.compare(plan, call) else None
         except GraphError as error:
             self._refuse(plan.key, error)
             return None
+        finally:
+            plan.unverified = False
 
     def _refuse(self, key: Hashable, error: GraphError) -> None:
         if key is not None:

@@ -20,6 +20,7 @@ from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clon
 from lightning_graphs.values.signature import CallPlan, Signature
 from lightning_graphs.watch.assertions import PendingAssertions
 from lightning_graphs.watch.environment import Readings
+from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.side_effects import SideEffects
 
@@ -146,6 +147,7 @@ class StepPlan(Plan):
     # and all that are visible after it
     replaced: GradientBuffers | None = None
     visible: GradientBuffers | None = None
+    head: Head | None = None  # runs ahead of it: what leaves that is its batch
     # Whether user code keeps gradients that were shown to it
     are_kept: Callable[[], bool] = lambda: False
     call: CallPlan = field(init=False)  # checks a batch against the key, and takes its tensors out
@@ -244,6 +246,13 @@ class StepPlan(Plan):
             if instruction(tensors) is False:
                 return False
         return True
+
+    def take_call(self, call: tuple[Any, ...]) -> None:
+        """Take in the call that it was captured with; what leaves a head is there later."""
+        if self.head is None:
+            tensors = self.call.match(call[:1], {})
+            assert tensors is not None, "it was captured from this batch"
+            self.take(tensors)
 
     def cancel(self) -> None:
         """Put the generators of the host back to where they were: there is no replay."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -37,7 +37,8 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     version_of,
 )
-from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.behind import Behind, HeadMissed, KeyOf, StepHead
+from lightning_graphs.regions.body import Given, StepBody
 from lightning_graphs.regions.conditions import (
     Observers,
     Phase,
@@ -68,6 +69,7 @@ from lightning_graphs.watch.environment import (
     clocks_exchanged,
     code_captured,
 )
+from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.host_trace import (
     ArenaFull,
     HostTracer,
@@ -126,6 +128,24 @@ class Segments:
 
 # ------------------ Capture of a step
 
+
+class _Begun(NamedTuple):
+    """A capture that has begun."""
+
+    signature: Signature
+    tensors: Sequence[Tensor]
+    arguments: Sequence[Any]
+    inputs: StaticInputs
+    versions: Sequence[int]  # of the static inputs, before
+    asked: BatchGradients
+    effects: SideEffects
+    environment: Environment
+    targets: GradientTargets | OwnGradients
+
+    def written(self) -> list[int]:
+        return written_tensors(self.tensors, self.inputs.tensors, self.versions)
+
+
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 
 
@@ -137,8 +157,8 @@ class Outcome(enum.Enum):
     REFUSED = enum.auto()
 
 
-class StepCapture(StepBody):
-    """Captures training steps of one fit."""
+class Attempts(StepBody):
+    """Attempts to capture training steps of one fit, which learn of each other."""
 
     def __init__(
         self,
@@ -162,6 +182,8 @@ class StepCapture(StepBody):
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._reduction: BucketReduction | None = None  # in place of DDP's own
+        self._unread: UnreadValues | None = None  # the unguarded values of what is captured
+        self._inside = contextlib.ExitStack()  # surrounds the step's own code
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._old_gradients: AbstractContextManager[None] = nullcontext()
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
@@ -170,37 +192,13 @@ class StepCapture(StepBody):
         self._state: FollowedState  # numbers that it reads and writes in tensors
         self._advance: Callable[[], None] | None = None
 
-    @calls_observed
-    def capture(
-        self,
-        arguments: Sequence[Any],  # of the step, the batch first
-        tensors: Sequence[Tensor],  # the tensor leaves of the batch, in the order of the signature
-        signature: Signature,  # of ``(batch,)``, under the conditions of the step
-        watch: ReplayGuards,  # reads what it depends on next to its batch
-    ) -> StepPlan | None:
-        """Capture the step of this batch; nothing executes.
-
-        The capture is hidden from libraries, which do what they do in eager steps. If that is
-        refused, it is repeated with a record of what the step computes on the host, and after that
-        both ways without hiding it. The way that succeeds is the first one of the next capture. If
-        none does, all is as before, but for a gradient reducer that waits for the rest of a
-        backward pass. None: it could be captured, but costs more than it saves.
-        """
-        unread = UnreadValues(signature, definition_of(self.client.function))
-        if self._units is not None and self.observers.before_backward:
-            raise CaptureError(
-                "A captured step under FSDP2 cannot show parameters between forward and backward.",
-                f"{', '.join(self.observers.before_backward)} may read them",
-                "read parameters in on_after_backward or later",
-            )
-        attempt = partial(self._captured, arguments, tensors, signature, watch, unread)
-        while (outcome := self._attempted(attempt, unread)) is Outcome.LEARNED:
+    def _attempts(self, attempt: Callable[[], StepPlan]) -> StepPlan | None:
+        self._unread = None
+        while (outcome := self._attempted(attempt)) is Outcome.LEARNED:
             pass
         return None if isinstance(outcome, Outcome) else outcome
 
-    def _attempted(
-        self, attempt: Callable[[], StepPlan], unread: UnreadValues
-    ) -> StepPlan | Outcome:
+    def _attempted(self, attempt: Callable[[], StepPlan]) -> StepPlan | Outcome:
         """Capture the step once.
 
         Raises:
@@ -212,21 +210,24 @@ class StepCapture(StepBody):
         try:
             return attempt()
         except CaptureError as error:
-            outcome = self._outcome_of(error, unread, compiled=compiled)
+            outcome = self._outcome_of(error, compiled=compiled)
             if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
                 self._refuse_draws(attempt)
             if outcome is Outcome.REFUSED:
                 raise
             return outcome
 
-    def _outcome_of(self, error: CaptureError, unread: UnreadValues, *, compiled: bool) -> Outcome:
+    def _outcome_of(self, error: CaptureError, *, compiled: bool) -> Outcome:
         """Judge a failed attempt, and learn what it shows of the step."""
         facts, raised = self._facts, isinstance(error, RaisedInCapture)
         waits = self.client.waits_for_gradients()
         # C code says of a tracer that it is no list
         if raised and facts.places.are_used() and not waits:
             return Outcome.LEARNED
-        unread.refuse_read(error.observed if raised else "")
+        if isinstance(error, HeadMissed):
+            return Outcome.REFUSED
+        if self._unread is not None:
+            self._unread.refuse_read(error.observed if raised else "")
         if NO_LINE in error.observed:
             add_line(error, "in the code of", definition_of(self.client.function))
         if isinstance(error, ArenaFull):
@@ -309,7 +310,52 @@ class StepCapture(StepBody):
         is_new = asked not in self._conversions and not self.context.compiled.runs
         return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
 
-    def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> HostTracer | None:
+
+class StepCapture(Attempts):
+    """Captures training steps of one fit."""
+
+    @calls_observed
+    def capture(
+        self,
+        arguments: Sequence[Any],  # of the step, the batch first
+        tensors: Sequence[Tensor],  # the tensor leaves of the batch, in the order of the signature
+        signature: Signature,  # of ``(batch,)``, under the conditions of the step
+        watch: ReplayGuards,  # reads what it depends on next to its batch
+    ) -> StepPlan | None:
+        """Capture the step of this batch; nothing executes.
+
+        The capture is hidden from libraries, which do what they do in eager steps. If that is
+        refused, it is repeated with a record of what the step computes on the host, and after that
+        both ways without hiding it. The way that succeeds is the first one of the next capture. If
+        none does, all is as before, but for a gradient reducer that waits for the rest of a
+        backward pass. None: it could be captured, but costs more than it saves.
+        """
+        given = Given(arguments, tensors, signature, definition_of(self.client.function))
+        if self._units is not None and self.observers.before_backward:
+            raise CaptureError(
+                "A captured step under FSDP2 cannot show parameters between forward and backward.",
+                f"{', '.join(self.observers.before_backward)} may read them",
+                "read parameters in on_after_backward or later",
+            )
+        return self._attempts(partial(self._captured, given, conditions_of(signature).phase, watch))
+
+    @calls_observed
+    def capture_behind(
+        self,
+        head: StepHead,
+        arguments: Sequence[Any],  # of the step, the batch first
+        key_of: KeyOf,  # gives the key of the rest of the step
+        phase: Phase,
+        watch: ReplayGuards,
+    ) -> StepPlan | None:
+        """Capture what follows the head of a step; see :meth:`capture`.
+
+        Each attempt runs the head on a batch of its own, and undoes what it does.
+        """
+        given = Behind(head, arguments, key_of, definition_of(self.client.function))
+        return self._attempts(partial(self._captured, given, phase, watch))
+
+    def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> None:
         """Prepare to trace what the coming capture computes on the host."""
         self._host_tracer, self._clocks = None, Readings()
         device = self.module.device
@@ -328,7 +374,6 @@ class StepCapture(StepBody):
             self._assertions,
             is_synced=self.client.ddp is not None,
         )
-        return self._host_tracer
 
     def _refuse_recorded_beside_compiled(self) -> None:
         if self._host_tracer is not None and self.context.compiled.runs:
@@ -363,63 +408,46 @@ class StepCapture(StepBody):
         return targets
 
     @code_captured("A captured step")
-    def _captured(
-        self,
-        given: Sequence[Any],
-        tensors: Sequence[Tensor],
-        signature: Signature,
-        watch: ReplayGuards,
-        unread: UnreadValues,
-    ) -> StepPlan:
-        (batch, *rest), phase = given, conditions_of(signature).phase
+    def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
         segments = Segments(self.context.pool, self._facts.reads)
         scaling: dict[str, Any] = {}
+        recorder = self.client.recorder()
+        around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
 
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(self.scaling())
-            effects.look()
+            self._begun.effects.look()
             segments.cut(name)
 
+        def begin(given: Given) -> Sequence[Any]:
+            """Begin to capture, at the end of the head if there is one."""
+            self._begun = begun = self._begin(given, phase, recorder, around)
+            capturing.enter_context(segments.capturing("forward"))
+            capturing.enter_context(self._passes_counted(adds=begun.targets.adds))
+            self._watch_code(self._inside)
+            self._inside.enter_context(given.inside())
+            return begun.arguments
+
         try:
-            inputs = StaticInputs(tensors)
-            versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
-            recording = self._follow_host(tensors, inputs)
-            static = inputs.tensors if recording else of_host(inputs.tensors, self.module.device)
-            own = unread.left_out(batch, static)
-            effects = self._facts.places.capturing(own)
-            arguments = (own, *self.context.watch.arguments(rest, self._numbers.number))
-            environment = self.context.watch.environment()
-            targets = self._targets(phase, environment)
-            recorder = self.client.recorder()
-            recorder.live = self._numbers.logged
-            with (
-                state_undone(self.optimizers, targets.parameters),
-                self.context.compiled.watching(),
-                self._surrounded(environment, recorder, effects),
-                objects_undone(own, environment.outside.listed),
-            ):
-                targets.begin()
-                renew_gradient_nodes(leaves_alive())
-                with segments.capturing("forward"), self._passes_counted(adds=targets.adds):
-                    output = self.run(arguments, phase, recorder, cut=cut, keep=targets.keep)
-                    effects.look()
-                copied = self._facts.kept.are_copied
-                gradients = targets.found(copied=copied)
-            unread.refuse_read()
-            refuse_new_seeds(segments.dropout)
-            self._refuse_recorded_beside_compiled()
-            self._numbers.finish()
-            if "type" in environment.outside.words:
-                effects.refuse_untouched()
-            host = None if recording is None else recording.finish()
-            written = written_tensors(tensors, inputs.tensors, versions)
-            asked.finish_capture()
+            with given.around():
+                with around:
+                    with capturing:
+                        code, keep = partial(given.run, begin), lambda: self._begun.targets.keep()
+                        output = self.run((code,), phase, recorder, cut=cut, keep=keep)
+                        begun = self._begun
+                        begun.effects.look()
+                    copied = self._facts.kept.are_copied
+                    gradients = begun.targets.found(copied=copied)
+                host = self._finish(begun, segments)
+            written = begun.written()
+            begun.asked.finish_capture()
         except BaseException:  # KeyboardInterrupt and the like, too
             segments.abandon()
             if self._units is not None:
                 self._units.forget_step()
             raise
+        effects, environment = begun.effects, begun.environment
         captured = [one for one in self.optimizers.values() if one is not None]
         for capturable in captured:
             capturable.guard.remember()
@@ -430,15 +458,15 @@ class StepCapture(StepBody):
         assert self._assertions is not None, "made ahead of the capture"
         refreshes = [capturable.refreshing for capturable in captured]
         refreshes += [number.refresh for number in self._numbers.on_device.values()]
-        conditions = replace(conditions_of(signature), attributes=watch.attributes())
+        conditions = replace(conditions_of(begun.signature), attributes=watch.attributes())
         read = (*effects.signature, *([] if host is None else [host.read]))
         return StepPlan(
-            key=replace(signature, extra=(conditions, *read)),
+            key=replace(begun.signature, extra=(conditions, *read)),
             guards=watch.checks(conditions, reads_old=gradients.reads_old),
             are_kept=self._facts.kept.has_external_references,
-            inputs=inputs,
+            inputs=begun.inputs,
             writes_batch=written,
-            asked=asked,
+            asked=begun.asked,
             effects=effects,
             outputs=output,
             logs=recorder.reissue,
@@ -451,7 +479,7 @@ class StepCapture(StepBody):
             graphs=segments.graphs,
             copies=self._copies,
             steps=phase.stepping and bool(captured),
-            adds=targets.adds,
+            adds=begun.targets.adds,
             written=environment.loose.written(),
             stores=stores,
             scaling=scaling,
@@ -461,7 +489,51 @@ class StepCapture(StepBody):
             advance=self._advance,
             assertions=self._assertions.pending(self.context.assertions),
             refreshes=refreshes,
+            head=given.head,
         )
+
+    def _finish(self, begun: _Begun, segments: Segments) -> HostProgram | None:
+        """Refuse what shows only at the end of a capture; return what its code does on the host."""
+        assert self._unread is not None, "made as the capture began"
+        self._unread.refuse_read()
+        refuse_new_seeds(segments.dropout)
+        self._refuse_recorded_beside_compiled()
+        self._numbers.finish()
+        if "type" in begun.environment.outside.words:
+            begun.effects.refuse_untouched()
+        return None if self._host_tracer is None else self._host_tracer.finish()
+
+    def _begin(
+        self, given: Given, phase: Phase, recorder: Recorder, around: contextlib.ExitStack
+    ) -> _Begun:
+        """Prepare a capture of this call, and enter what surrounds it."""
+        (batch, *rest), tensors = given.arguments, given.tensors
+        self._unread = unread = UnreadValues(given.signature, given.step)
+        inputs = StaticInputs(tensors, given.given)
+        versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
+        self._follow_host(tensors, inputs)
+        static: Sequence[Tensor] = inputs.tensors
+        if self._host_tracer is None:
+            static = of_host(inputs.tensors, self.module.device)
+        own = unread.left_out(batch, static, given.name)
+        for key, read in given.numbers.items():
+            own[key] = self._numbers.number(key, read)
+        effects = self._facts.places.capturing(own)
+        arguments = (own, *self.context.watch.arguments(rest, self._numbers.number))
+        environment = self.context.watch.environment()
+        environment.outside.assume_running(given.frames)
+        targets = self._targets(phase, environment)
+        recorder.live = self._numbers.logged
+        around.enter_context(state_undone(self.optimizers, targets.parameters))
+        around.enter_context(self.context.compiled.watching())
+        around.enter_context(self._surrounded(environment, recorder, effects))
+        around.enter_context(objects_undone(own, environment.outside.listed))
+        targets.begin()
+        renew_gradient_nodes(leaves_alive())
+        return _Begun(
+            given.signature, tensors, arguments, inputs, versions, asked, effects, environment,
+            targets,
+        )  # fmt: skip
 
     def was_in_a_branch(self) -> bool:
         """Whether the first refusal may hold only for the present numbers of the trainer."""
@@ -503,30 +575,42 @@ class StepCapture(StepBody):
     def forward(
         self, arguments: tuple[Any, ...], recorder: Recorder
     ) -> tuple[OutputPlan, Tensor | None]:
-        assert self._in_optimizers is not None, "made ahead of the capture"
-        numbers, hooks = self._in_optimizers.traced(), hooks_registered()
-        host: AbstractContextManager[None] = nullcontext()
-        followed: AbstractContextManager[None] = nullcontext()
-        clocks: AbstractContextManager[None] = nullcontext()
-        if not self.context.compiled.runs:
-            followed = calls_followed(self._conversions)
-            clocks = clocks_exchanged(
-                self.context.watch.own, partial(self._clocks.reading, self._numbers)
-            )
-        if self._finds_draws:
-            host = draws_refused(self.module.device)
-        elif self._host_tracer is not None:
-            host = draws_recorded(self._numbers, self._host_tracer, self._functions)
-        reduced = self._reduction.unprepared() if self._reduction is not None else nullcontext()
-        assertions = self._assertions
-        assert assertions is not None, "made ahead of the capture"
-        with self._old_gradients, numbers, self._unseen(), followed, clocks, host, reduced:
-            with self._state.watching(), assertions.watching():
-                result = super().forward(arguments, recorder)
-            self._advance = self._state.instruction()
-            assertions.finish()
+        hooks = hooks_registered()
+        with contextlib.ExitStack() as self._inside:
+            result = super().forward(arguments, recorder)
         self._registers_hooks = hooks_registered() != hooks
         return result
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
+        (code,) = arguments
+        return code(self.client.run)
+
+    def _watch_code(self, around: contextlib.ExitStack) -> None:
+        """Enter what surrounds the step's own code."""
+        around.enter_context(self._old_gradients)
+        assert self._in_optimizers is not None, "made ahead of the capture"
+        around.enter_context(self._in_optimizers.traced())
+        around.enter_context(self._unseen())
+        if not self.context.compiled.runs:
+            around.enter_context(calls_followed(self._conversions))
+            reading = partial(self._clocks.reading, self._numbers)
+            around.enter_context(clocks_exchanged(self.context.watch.own, reading))
+        if self._finds_draws:
+            around.enter_context(draws_refused(self.module.device))
+        elif self._host_tracer is not None:
+            parts = self._numbers, self._host_tracer, self._functions
+            around.enter_context(draws_recorded(*parts))
+        if self._reduction is not None:
+            around.enter_context(self._reduction.unprepared())
+        assert self._assertions is not None, "made ahead of the capture"
+        around.enter_context(self._finishing(self._assertions))
+
+    @contextlib.contextmanager
+    def _finishing(self, assertions: Assertions) -> Iterator[None]:
+        with self._state.watching(), assertions.watching():
+            yield
+        self._advance = self._state.instruction()
+        assertions.finish()
 
     def _backward(self, loss: Tensor) -> None:
         watch, reduction = self.context.watch, self._reduction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,8 +25,11 @@ from lightning_graphs.errors import (
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.private.torch import without_hooks
+from lightning_graphs.regions.behind import HeadMissed, StepHead, Undone
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
+from lightning_graphs.regions.conditions import CaptureKey
+from lightning_graphs.regions.context import Recorder
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.verify import Comparison, Tolerance, Verifier
@@ -40,6 +43,7 @@ from lightning_graphs.values.snapshot import (
     results_in,
 )
 from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.head import HeadEnded
 from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
@@ -47,9 +51,19 @@ from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 class Verification(StepBody):
     """Compares captured steps, and captured optimizer steps, with what Lightning runs."""
 
-    def __init__(self, verifier: Verifier, body: StepBody, places: StepState | None = None) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        body: StepBody,
+        places: StepState | None = None,
+        head: StepHead | None = None,  # of steps that have one
+    ) -> None:
         super().__init__(body.context, body.optimizers, body.observers)
-        self._places = places
+        self._places, self._head = places, head
+        # Whether a step that has come to the end of its head is one for these conditions
+        self.fits: Callable[[CaptureKey], bool] = lambda _: True
+        # Runs the step's code that is compared
+        self._run_code: Callable[[Callable[[], Any]], Any] = lambda code: code()
         self._verifier = verifier
 
     def _state(self, written: dict[str, Tensor], others: Sequence[Tensor] = ()) -> RegionState:
@@ -63,10 +77,19 @@ class Verification(StepBody):
             super().update(cut)
 
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
-        """Verify a plan with the batch that is about to be trained on."""
-        batch = plan.call.match((args[0],), {})
-        assert batch is not None, "the plan was found for this batch"
-        plan.cancel()
+        """Verify a plan with the batch that is about to be trained on.
+
+        With a head, both ways run it once, with equal draws, and all that it does is undone.
+
+        Raises:
+            HeadMissed: It has ended with something else than what the plan is for.
+        """
+        batch: Sequence[Tensor] = ()
+        if plan.head is None:
+            matched = plan.call.match((args[0],), {})
+            assert matched is not None, "the plan was found for this batch"
+            batch = matched
+            plan.cancel()
         for stores in plan.stores.values():  # another step may have set them otherwise
             set_again(stores)
         parts: list[Part] = [self._random()] if plan.host is None else [plan.host, self._random()]
@@ -81,7 +104,8 @@ class Verification(StepBody):
         )
         with self._verifier.budget.nothing_kept():
             self._verifier.compare(ways, "a captured step was not verified")
-        plan.take(batch)
+        if plan.head is None:
+            plan.take(batch)
 
     def _random(self) -> RandomState:
         return RandomState(self.module.device, self.module.modules())
@@ -94,35 +118,98 @@ class Verification(StepBody):
             for group in self.optimizer.param_groups:
                 drop_gradients(group["params"])
         recorder = self.client.mute()
-        own = StaticInputs(batch).tensors  # it may change its batch in place
-        arguments = (substitute(args[0], own), *args[1:])
         memory = self._verifier.budget.memory_of(plan.graphs["forward"])
         # The graph's own buffers, and not given away: user code may keep them
         gradients = plan.gradients.taking_over() if self._verifier.ranks.are_one else nullcontext()
-        assert self._places is not None, "whole steps have places"
-        seen = None if plan.host is None else plan.host.generators
-        generators = Generators(iter_objects(self.module), self.module.device, seen=seen)
-        clocks: AbstractContextManager[None] = nullcontext()
-        if plan.clocks is not None:
-            clocks = plan.clocks.repeated(self.context.watch.own)
-        with (
-            # But for the tracers of a capture: here every value is real
-            self.surrounded(recorder, self._places, generators),
-            memory,
-            gradients,
-            clocks,
-        ):
-            results = plan.effects.eager_results(arguments[0], own)
-            output = self.run(arguments, plan.conditions.phase, recorder)
+        results: Callable[[], list[Result]] = list
+        with ExitStack() as around:
+
+            def begin(batch: Any, tensors: Sequence[Tensor]) -> None:
+                nonlocal results
+                if plan.head is not None:
+                    undone.quiet.close()
+                    around.enter_context(recorder.recording())
+                if plan.clocks is not None:
+                    around.enter_context(plan.clocks.repeated(self.context.watch.own))
+                results = plan.effects.eager_results(batch, tensors)
+
+            if plan.head is None:
+                own = StaticInputs(batch).tensors  # it may change its batch in place
+                arguments = (substitute(args[0], own), *args[1:])
+                around.enter_context(self._as_captured(plan, recorder))
+                begin(arguments[0], own)
+            else:
+                undone = around.enter_context(self._undone(args))
+                arguments = tuple(undone.arguments)
+                at_end = partial(self._at_end, plan, begin)
+                self._run_code = partial(plan.head.run, at_end=at_end)
+            around.enter_context(memory)
+            around.enter_context(gradients)
+            try:
+                output = self.run(arguments, plan.conditions.phase, recorder)
+            finally:
+                self._run_code = lambda code: code()
             stored = results()
         output.finish_capture()
         return _returned(output.hand_out()) + stored + _logged(recorder.logged())
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
+        return self._run_code(partial(super()._call, arguments))
+
+    def _as_captured(self, plan: StepPlan, recorder: Recorder) -> AbstractContextManager[None]:
+        """Set up what surrounds a capture, but for its tracers: here every value is real."""
+        assert self._places is not None, "whole steps have places"
+        seen = None if plan.host is None else plan.host.generators
+        generators = Generators(iter_objects(self.module), self.module.device, seen=seen)
+        return self.surrounded(recorder, self._places, generators)
+
+    def _undone(self, args: tuple[Any, ...]) -> AbstractContextManager[Undone]:
+        assert self._head is not None, "the step has a head"
+        return self._head.undone(args, tensors=False)
+
+    def _at_end(
+        self,
+        plan: StepPlan,
+        use: Callable[[Any, Sequence[Tensor]], object],  # called with what leaves the head
+        leaving: dict[str, Any],
+    ) -> None:
+        tensors = plan.call.match((leaving,), {})
+        if tensors is None or not self.fits(plan.conditions):
+            raise HeadMissed
+        use(leaving, tensors)
 
     def _replayed(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
     ) -> list[Result]:
         """Replay the step; return results under the names that :meth:`_eager` gives them."""
-        plan.take(batch)
+        with ExitStack() as around:
+            given = args[0]
+            if plan.head is None:
+                plan.take(batch)
+            else:
+                undone = around.enter_context(self._undone(args))
+                given, batch = self._leaving(plan, undone.arguments)
+            return self._launched(plan, given, batch)
+
+    def _leaving(
+        self, plan: StepPlan, arguments: Sequence[Any]
+    ) -> tuple[dict[str, Any], Sequence[Tensor]]:
+        """Run the head of a step, and take in what leaves it."""
+        found: list[Any] = []
+
+        def end(leaving: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+            plan.take(tensors)
+            found.extend((leaving, tensors))
+            raise HeadEnded
+
+        assert plan.head is not None
+        with suppress(HeadEnded):
+            step = partial(self.client.run, *arguments)
+            plan.head.run(step, partial(self._at_end, plan, end))
+        leaving, tensors = found
+        return leaving, tensors
+
+    def _launched(self, plan: StepPlan, batch: Any, tensors: Sequence[Tensor]) -> list[Result]:
         for refresh in plan.refreshes:
             refresh()
         for name, graph in plan.graphs.items():
@@ -133,7 +220,7 @@ class Verification(StepBody):
         if plan.assertions is not None:
             plan.assertions.note()
         plan.attach()
-        stored = plan.effects.results(args[0], batch)
+        stored = plan.effects.results(batch, tensors)
         return _returned(plan.outputs.hand_out()) + stored + _logged(plan.logged())
 
     def check_update(self, replay: Callable[[], None]) -> None:

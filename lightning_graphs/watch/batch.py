@@ -276,8 +276,14 @@ class BatchValues:
     it, the value is guarded from then on.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(
+        self,
+        function: Any,
+        name: str = "batch",  # of the batch in messages
+        is_read: Callable[[str], bool] = lambda name: False,  # whether a value is always guarded
+    ) -> None:
         self._function = function  # the code that takes the batches
+        self._name, self._is_read = name, is_read
         self.taken_at: CallSite | None = None  # its line that takes a tensor which no graph can
         self.unread: set[str] = set()  # names of values that differ between batches
         self._read: set[str] = set()
@@ -295,7 +301,7 @@ class BatchValues:
             CaptureError: A tensor in it is no plain one; the line is one that names it.
         """
         while True:
-            how: dict[str, Any] = {"names": ("batch",), "modes": modes, "extra": extra}
+            how: dict[str, Any] = {"names": (self._name,), "modes": modes, "extra": extra}
             try:
                 signature, tensors = Signature.of((batch,), {}, unread=self.unread, **how)
             except CaptureError as error:
@@ -305,6 +311,7 @@ class BatchValues:
                 raise
             before, self._before = self._before, replace(signature, extra=())
             moved = set() if before is None else set(_moved(before, signature))
+            moved = {name for name in moved if not self._is_read(name)}
             self.why = _read(self._read, self._observed) if moved & self._read else None
             if moved <= self.unread | self._read:
                 return signature, tensors
@@ -368,9 +375,9 @@ class UnreadValues:
         flatten(self.present(), "batch", found, self._proxies)
         return dict(found)[name]
 
-    def left_out(self, batch: Any, tensors: Iterable[Tensor]) -> Any:
-        """Return a copy of the batch with other tensors, and with proxies for these values."""
-        return substitute(batch, tensors, "batch", self._proxies)
+    def left_out(self, batch: Any, tensors: Iterable[Tensor], name: str = "batch") -> Any:
+        """Return a copy of the batch with other tensors, and with tracers for these values."""
+        return substitute(batch, tensors, name, self._proxies)
 
     def refuse_read(self, raised: str = "") -> None:
         """Refuse a capture that has read one of the unguarded values."""

@@ -91,6 +91,7 @@ FACTORIES = frozenset(
 )
 """Functions that make a host tensor unless a device is given."""
 _UNKNOWN = object()
+ONE_GENERATOR = "A rehearsal on a CPU has one random generator for the host and the device."
 _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 """Operators that copy tables to the device, made of the numbers that they are given."""
 
@@ -161,7 +162,7 @@ class HostTracer(OperatorMode):
         draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
         if self._emulated and self._device_draws and draws:
             raise CaptureError(
-                "A rehearsal on a CPU has one random generator for the host and the device.",
+                ONE_GENERATOR,
                 "the captured code draws for both",
                 "capture the code on a GPU, or rehearse it without dropout",
             )

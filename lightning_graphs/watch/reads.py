@@ -345,6 +345,11 @@ class GlobalReads:
         finally:
             sys.setprofile(None)
 
+    def assume_running(self, frames: Iterable[FrameType]) -> None:
+        """Look at functions that were called before they could be followed."""
+        for frame in frames:
+            self._called(frame, "call", None)
+
     def _called(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code not in self._known:
             self._read(frame.f_code, frame.f_globals)

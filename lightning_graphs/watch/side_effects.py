@@ -248,7 +248,7 @@ class SideEffects:
         self._given: list[tuple[Place, Any]] = [(holder, holder.value) for holder in self._holders]
         self._contents = [place.content(given) for place, given in self._given]
         self._looked: list[tuple[Any, Any]] | None = None
-        self._raw: list[Tensor] = []
+        self._raw: list[Tensor] = [*tensors]
 
     # ------------------------------------------------------------------ while it is captured
 
@@ -509,6 +509,7 @@ class StepState:
         self._reads = reads
         self._on_change = on_change
         self._places: dict[str, Place] = {}
+        self._ahead: set[str] = set()  # names of those that code stores to ahead of a graph
         # In which other places the code that was watched last has left something; none if that
         # cannot be stored again
         self.found: list[Place] = []
@@ -530,6 +531,11 @@ class StepState:
         if new:
             self._changed()
         return bool(new)
+
+    def learn_ahead(self, found: Sequence[Place]) -> None:
+        """Add places to which code ahead of graphs stores: the graphs may read them."""
+        self._ahead.update(place.name for place in found)
+        self.learn(found)
 
     def _changed(self) -> None:
         self._reads.leave_out(self._places)
@@ -630,7 +636,7 @@ class StepState:
 
     def _is_read(self, place: Place) -> bool:
         """Return whether code may have read the place before it stored there."""
-        if isinstance(place, Entry) and len(place.keys) == 1:
+        if isinstance(place, Entry) and len(place.keys) == 1 and place.name not in self._ahead:
             return self._reads.may_have_read(place.owner, place.keys[0])
         return True
 

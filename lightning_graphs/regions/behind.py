@@ -1,0 +1,335 @@
+"""The head of the steps of a fit: found after a refused capture, and run where all is undone."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_graphs.device.rules import (
+    DRAWN,
+    DYNAMIC_SHAPE,
+    HOST_COPY,
+    HOST_DATA,
+    HOST_READ,
+    LINEAR_ALGEBRA,
+    UNREGISTERED_GENERATOR,
+)
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
+from lightning_graphs.private.generators import Generators, RandomState
+from lightning_graphs.regions.body import Begin, Given
+from lightning_graphs.regions.conditions import Phase, conditions_of
+from lightning_graphs.regions.context import TrainingContext
+from lightning_graphs.report.messages import PATIENCE
+from lightning_graphs.values.memory import StaticInputs, storage_address
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
+from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.batch import BatchValueRead, objects_of
+from lightning_graphs.watch.environment import RaisedInCapture, effects_watched
+from lightning_graphs.watch.head import (
+    VARIABLES,
+    Ending,
+    Head,
+    Made,
+    endings_along,
+    first_use,
+    is_callers,
+    lines_of,
+)
+from lightning_graphs.watch.host import RULE as ON_HOST
+from lightning_graphs.watch.host_trace import ONE_GENERATOR
+from lightning_graphs.watch.side_effects import StepState, place_of, trained_parameters
+from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
+
+_AHEAD = frozenset(
+    each.rule
+    for each in (
+        *(DRAWN, DYNAMIC_SHAPE, HOST_COPY, HOST_DATA, HOST_READ, LINEAR_ALGEBRA),
+        UNREGISTERED_GENERATOR,
+    )
+) | {ON_HOST, ONE_GENERATOR}
+"""Rules that code breaks which may run ahead of a graph."""
+
+
+_TRIES = 3
+"""How often a capture is tried for what leaves a head, and finds that something else does."""
+
+
+def _shape_of(key: Signature) -> tuple[Signature, Phase]:
+    return replace(key, extra=()), conditions_of(key).phase
+
+
+class HeadMissed(CaptureError):
+    """The head of a step ends with something else than what a capture or a plan is for."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+
+class Undone(NamedTuple):
+    """A run of a head that is undone."""
+
+    arguments: list[Any]  # of the step, its own ones
+    before: PythonSnapshot  # of what modules held
+    quiet: contextlib.ExitStack  # discards logs until it is closed
+    made: Made  # tensors of the batch, and others that the head has made
+
+
+class StepHead:
+    """The head of the steps of a fit, if they have one.
+
+    It is looked for once a capture of a whole step was refused: where the refusal is about code
+    ahead of the first use of a parameter, a graph may begin behind that code.
+    """
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        places: StepState,
+        uses: Iterable[str] = (),  # further rules against uses of values that were read or drawn
+    ) -> None:
+        self.context = context
+        self._uses = {DRAWN.rule, *uses}
+        self._reads = False
+        self._places = places
+        self.now: Head | None = None
+        self._error: GraphError | None = None  # the first refusal
+        self._missed = 0  # so many in a row had no plan for what left their head
+        self._endings: list[Ending] | None = None
+        # Keys that are to be captured, and how often more that is tried
+        self._due: dict[tuple[Signature, Phase], tuple[Signature, int]] = {}
+        self._taken: tuple[Signature, Phase] | None = None
+
+    # ------------------------------------------------------------------ finding it
+
+    def learn(self, error: GraphError, args: Sequence[Any]) -> bool:
+        """Look for a head after a refused capture; return whether there is another one to try."""
+        context = self.context
+        is_read = isinstance(error, BatchValueRead) and self.now is not None
+        if not (isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses or is_read):
+            return False
+        if not context.ranks.are_one or context.compiled.runs or context.watch.optimizes_itself:
+            return False
+        if self._endings is None:
+            self._error, self._endings = error, self._found(args)
+        # A value that the head has read or drawn may be used in vain behind it
+        is_use = self._reads and self.now is None and error.rule in self._uses
+        refused = {} if is_use else lines_of(error)
+        while self._endings:
+            ending = self._endings.pop(0)
+            if ending.is_behind(refused):
+                self._begin_at(ending)
+                return True
+        if not is_read:
+            self.now = None
+        return False
+
+    def missed(self) -> GraphError | None:
+        """Note that no plan fits what has left the head of a step.
+
+        After many of them in a row no step has a head: returns the refusal that had led to it.
+        """
+        if self.now is None:
+            return None
+        self._missed += 1
+        if self._missed <= PATIENCE:
+            return None
+        error, self.now, self._error, self._endings = self._error, None, None, []
+        return error
+
+    def was_served(self) -> None:
+        """Note that a plan has fitted."""
+        self._missed = 0
+
+    def _begin_at(self, ending: Ending) -> None:
+        self._due.clear()
+        self.now = Head(ending)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Look at the module's parameters and buffers again."""
+        module = self.context.module
+        if self.now is not None:
+            self.now.state = {id(t) for t in (*module.parameters(), *module.buffers())}
+
+    def _found(self, args: Sequence[Any]) -> list[Ending]:
+        """Run a step up to its first use of a parameter; list where graphs may begin."""
+        watch, module = self.context.watch, self.context.module
+        tensors = [*module.parameters()], [*module.buffers()]
+        seen: list[object] = []
+
+        def note(*effect: object) -> None:
+            seen.append(effect)
+
+        with self.undone(args) as undone, effects_watched(watch.own, note, watch.effects):
+            found = first_use(partial(self.step, undone.arguments), *tensors)
+        # It would print once more for each run that is undone
+        self._reads = found.reads
+        return [] if seen else list(endings_along(found.stack))
+
+    @calls_observed
+    def step(self, arguments: Sequence[Any]) -> Any:
+        """Run the code of a step."""
+        return self.context.watch.run(*arguments)
+
+    def refuse_bound(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Refuse tensors that leave the head and are bound to what is before or behind it."""
+        module = self.context.module
+        state = set(map(storage_address, (*module.parameters(), *module.buffers()))) - {0}
+        if not torch.is_grad_enabled():
+            raise self._bound("gradients are not recorded at the end of it")
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor.requires_grad or storage_address(tensor) in state:
+                how = "has a gradient" if tensor.requires_grad else "is a part of a buffer"
+                raise self._bound(f"{name} {how}")
+
+    def given(
+        self, undone: Undone, signature: Signature, tensors: Sequence[Tensor]
+    ) -> dict[int, Tensor]:
+        """Return, by index, the tensors that the code behind the head has in callers' variables.
+
+        A graph reads them where they are. So they must be the head's.
+        """
+        own = undone.made.tensors
+        found: dict[int, Tensor] = {}
+        for i, (name, tensor) in enumerate(zip(signature.tensor_names, tensors, strict=True)):
+            if is_callers(name) and signature.aliases[i] == i:  # those of callers come first
+                if tensor.numel() and storage_address(tensor) not in own:
+                    raise self._bound(f"{name} was there before")
+                found[i] = tensor
+        return found
+
+    def _bound(self, what: str) -> CaptureError:
+        return CaptureError(
+            "What leaves the head of a step must be tensors of its own, without gradients.",
+            f"{what}, and the graph begins at {self.site.describe()}",
+            "use parameters behind the code that reads on the host, and clone() buffers",
+        )
+
+    @property
+    def site(self) -> CallSite:
+        """Where the graphs of steps begin."""
+        assert self.now is not None
+        return self.now.ending.site
+
+    # ------------------------------------------------------------------ captures that are due
+
+    # The code behind a head runs already when its key is known: a later step is captured.
+
+    def puts_off(self, key: Signature) -> bool:
+        """Note that a step of this key is to be captured; return whether it may be this one."""
+        self._due.setdefault(_shape_of(key), (key, _TRIES))
+        return False
+
+    def due_key(self, phase: Phase) -> Signature | None:
+        """Return a key that is to be captured, and may be the coming step's; None if none is."""
+        for shape, (key, tries) in self._due.items():
+            if shape[1] == phase and tries:
+                self._due[shape] = key, tries - 1
+                return key
+        return None
+
+    def take_due(self, key: Signature) -> None:
+        """Begin to capture a step.
+
+        Raises:
+            HeadMissed: It is none that is to be captured.
+        """
+        self._taken = shape = _shape_of(key)
+        if shape not in self._due:
+            raise HeadMissed
+
+    def end_capture(self) -> None:
+        """End a capture of what was taken, whether it has succeeded or not."""
+        if self._taken is not None:
+            self._due.pop(self._taken, None)
+            self._taken = None
+
+    # ------------------------------------------------------------------ running it
+
+    def look(self, undone: Undone) -> None:
+        """At its end, let the places be known in which a head has stored something."""
+        undone.quiet.close()
+        watch = self.context.watch
+        trained = trained_parameters(watch.optimizers)
+        found = (place_of(each, undone.before, trained) for each in undone.before.changes())
+        self._places.learn_ahead([place for place in found if place is not None])
+
+    @contextlib.contextmanager
+    def undone(self, args: Sequence[Any], *, tensors: bool = True) -> Iterator[Undone]:
+        """Undo what the body does, which runs the head of a step; yield arguments for that.
+
+        Logs are discarded, and metrics are not updated. Without ``tensors`` the caller puts those
+        of modules back.
+        """
+        module, around = self.context.module, self.context.watch.around_step()
+        held = list(iter_objects(module))
+        contents, quiet = PythonSnapshot(held), contextlib.ExitStack()
+        random = RandomState(module.device, module.modules())
+        parts = contents, objects_of(args[0]), Generators(held, module.device), random
+        state = [*module.buffers(), *UnregisteredTensors(module, held).small] if tensors else []
+        with Snapshot(state, *parts).undone(), around, torch.enable_grad(), quiet:
+            quiet.enter_context(self.context.watch.mute().recording())
+            own = StaticInputs(leaves_of(args[0], Tensor)).tensors  # code may change its batch
+            made = quiet.enter_context(Made(own))
+            arguments = [substitute(args[0], own), *args[1:]]
+            yield Undone(arguments, contents, quiet, made)
+
+
+# ------------------ What is captured
+
+KeyOf = Callable[[dict[str, Any]], tuple[Signature, Sequence[Tensor]]]
+"""Returns the key of what follows a head, and its tensors, given what has left the head."""
+
+
+class Behind:
+    """What follows the head of a step."""
+
+    def __init__(
+        self,
+        found: StepHead,
+        arguments: Sequence[Any],
+        key_of: KeyOf,
+        step: CallSite,
+    ) -> None:
+        assert found.now is not None
+        self.head = found.now
+        self._found, self._arguments, self._key_of, self._step = found, arguments, key_of, step
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Undo what the head does."""
+        with self._found.undone(self._arguments) as self._undone:
+            yield
+
+    def run(self, begin: Begin, code: Callable[..., Any]) -> Any:
+        """Run the code of the step, captured from the end of its head on."""
+
+        ended: list[bool] = []
+
+        def at_end(leaving: dict[str, Any]) -> Mapping[str, Any]:
+            ended.append(True)
+            self._found.look(self._undone)
+            signature, tensors = self._key_of(leaving)
+            frames = list(frames_of_region(sys._getframe(2)))
+            named = frames, self._found.given(self._undone, signature, tensors)
+            numbers, made = self.head.numbers(signature), self._undone.made
+            call = Given(
+                (leaving,), tensors, signature, self._step, *named, VARIABLES, numbers,
+                lambda: made.refused_behind(named[1].values(), self.head.ending),
+            )  # fmt: skip
+            (own, *_) = begin(call)
+            return {name: own[name] for name in self.head.ending.live if name in own}
+
+        result = self.head.run(partial(code, *self._undone.arguments), at_end)
+        if not ended:
+            raise HeadMissed
+        return result

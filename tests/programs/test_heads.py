@@ -1,0 +1,183 @@
+"""Steps that begin with work on their batch which no graph can hold: it runs in every replay."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.programs.table import Promises, stepping, table
+from tests.programs.test_draws import LEFT
+from tests.training.fits import Net
+
+Batch = dict[str, Tensor]
+
+# ------------------------------------------------------------------ windows, as in forecasting
+
+
+class Windows(Net):
+    """Filters by value, draws a fixed number of windows, and normalizes them in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaler = Scaler()
+        self.seen: list[float] = []
+
+    def windows(self, batch: Batch) -> Batch:
+        condition = batch["x"].sum(1) > -2.0
+        x, y = batch["x"][condition], batch["y"][condition]
+        if condition.sum() == 0:
+            raise RuntimeError("no window is available")
+        count = len(x)
+        chosen = np.random.choice(count, size=6, replace=count < 6)
+        return {"x": self.scaler(x[chosen]), "y": y[chosen]}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        windows = self.windows(batch)
+        windows["x"][:, 0] = 0.0
+        logits = self.net(windows["x"]) * self.scaler.scale
+        loss = F.cross_entropy(logits, windows["y"])
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(self.scaler.scale))
+
+
+class Scaler(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift, self.scale = x.mean(), 1.0 + x.std()
+        return (x - self.shift) / self.scale
+
+
+class InAFunction(Windows):
+    """The code of all stages, and what leaves its head, is in a function that the step calls."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self.shared(batch, "train")
+        self.log("size", float(len(batch["y"])))
+        return loss
+
+    def shared(self, batch: Batch, stage: str) -> Tensor:
+        windows = self.windows(batch)
+        loss = F.cross_entropy(self.net(windows["x"]), windows["y"])
+        self.log(f"{stage}_loss", loss)
+        return loss
+
+
+class InAModule(Net):
+    """The head ends inside of a module that the step calls; the step goes on with its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Cropping(self.net)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self.model(batch["x"])
+        loss = F.cross_entropy(logits, batch["y"])
+        self.log("loss", loss)
+        return loss
+
+
+class Cropping(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, count = (torch.rand(2) * 4).long().tolist()
+        x = torch.cat([x[:, first:], x[:, :first]], 1)
+        x = x.masked_fill(torch.arange(8, device=x.device) < count, 0.0)
+        return self.net(x)
+
+
+# ------------------------------------------------------------------ other heads
+
+
+def asserts(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    assert (batch["x"].abs() < 100.0).all()
+    self.log("mean", batch["x"].mean())
+    with torch.no_grad():
+        x = (batch["x"] - batch["x"].mean().item()) / batch["x"].std().item()
+    if self.training:
+        x = x + 0.1 * torch.randn_like(x)
+    return F.cross_entropy(self.net(x), batch["y"])
+
+
+def counts(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """A number of the head is used behind it."""
+    kept = batch["x"][:, 0] > -1.0
+    count = int(kept.sum())
+    self.steps = getattr(self, "steps", 0) + 1
+    losses = F.cross_entropy(self.net(batch["x"]), batch["y"], reduction="none")
+    if batch_idx % 7 == 3:
+        self.log("seventh", losses.mean())
+    self.log("count", float(count))
+    return (losses * kept).sum() / max(count, 1)
+
+
+def by_an_operator(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """No module is called, but a parameter used."""
+    rows = torch.nonzero(batch["x"][:, 0] > -3.0).flatten()
+    rows = rows[np.random.permutation(len(rows))[:4]]
+    x = batch["x"][rows] @ self.net[0].weight.t()
+    return F.cross_entropy(self.net[4](x), batch["y"][rows])
+
+
+def held_by_a_call(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """A call has read an argument already when the head ends inside of the next one."""
+    y = batch["y"]
+    return weighted(y, drawn_logits(self, batch["x"]))
+
+
+def drawn_logits(self: Any, x: Tensor) -> Tensor:
+    factor = random.choice([0.5, 1.0, 2.0])
+    x = x * torch.tensor([factor for _ in range(8)], device=x.device)
+    return self.net(x)
+
+
+def weighted(y: Tensor, logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y) * 2.0
+
+
+# ------------------------------------------------------------------ no graph begins there
+
+
+def inside_of_try(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    try:
+        factor = 2.0 if batch["x"].mean().item() > 0.0 else 1.0  # read
+        return self.loss(batch) * factor
+    finally:
+        self.tried = True
+
+
+def computed_before(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return int(batch["x"].sum()) * drawn_logits(self, batch["x"]).mean()  # read
+
+
+def behind(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = self.loss(batch)
+    return loss if loss.item() > 1.0 else loss * 2.0  # read
+
+
+REFUSED = dict.fromkeys((inside_of_try, computed_before, behind), "cannot read a value on the host")
+
+MANY = "verified; unverified; bf16; accumulated; cut"
+ROWS = (
+    table(Windows, InAFunction, InAModule, also=MANY, max_epochs=3, replayed=9, **LEFT)
+    | stepping(
+        Net, asserts, counts, by_an_operator, held_by_a_call, max_epochs=3, also="verified",
+        replayed=9, **LEFT,
+    )
+    | stepping(Net, each=REFUSED, **LEFT)
+)  # fmt: skip
+
+
+class TestHeads(Promises):
+    rows = ROWS
+    # The doctor does not know where the first use of a parameter is
+    unlike = tuple(name for name, row in ROWS.items() if row.said == "")
