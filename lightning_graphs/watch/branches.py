@@ -22,7 +22,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_graphs.private.callsite import frames_of_region, is_library, raises_by_itself
+from lightning_graphs.private.callsite import (
+    frames_from,
+    frames_of_region,
+    is_library,
+    raises_by_itself,
+)
 
 # ------------------ Ways that only raise
 
@@ -222,6 +227,7 @@ def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _MODULE = inspect.getfile(torch.nn.Module)  # calls hooks that are for errors, too
+_OURS = "lightning_graphs."
 _CATCHING = ("suppress", "raises", "assertRaises")
 """Names of contexts that take an error away."""
 
@@ -243,10 +249,27 @@ def _passed(frame: FrameType) -> Iterator[FrameType]:
 
     Of torch's own some try something else where they meet an error.
     """
-    for found in frames_of_region(frame):
+    within = [*frames_of_region(frame)]
+    for found in within:
         file = found.f_code.co_filename
         if not is_library(file) or (file.startswith(_TORCH) and file != _MODULE):
             yield found
+    yield from _around(within[-1].f_back)
+
+
+def _around(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield frames of users around a region that libraries call, such as hooks around a step.
+
+    Code that has called these to train has the error in any case.
+    """
+    users: list[FrameType] = []
+    for found in frames_from(frame):
+        file = found.f_code.co_filename
+        if not is_library(file):
+            users.append(found)
+        elif not (file.startswith("<") or found.f_globals.get("__name__", "").startswith(_OURS)):
+            yield from users
+            users.clear()
 
 
 def _may_catch(frame: FrameType) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional
 
-from tests.programs.table import Promises, stepping
+from tests.programs.table import Promises, row, stepping, table
 from tests.training.fits import Net
 
 
@@ -172,7 +172,26 @@ def ends_its_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
+class CaughtOutside(Asserting):
+    """Skips the updates of batches that fail."""
+
+    skipped = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.loss(batch)
+        if torch.isnan(loss):  # read
+            raise ValueError
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().optimizer_step(*args, **kwargs)
+        except ValueError:
+            self.skipped += 1
+
+
 ROWS = {
+    **table(row(CaughtOutside, said="cannot")),
     **stepping(
         Asserting,
         an_assertion,
