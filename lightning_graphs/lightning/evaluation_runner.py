@@ -110,7 +110,7 @@ class EvaluationRunner(StepRunner):
         return ClientGuards(
             phase=self._phase,
             epoch=lambda: trainer.current_epoch,
-            flags=(bool, partial(syncs, trainer)),
+            flags=(bool, partial(syncs, trainer) if self._ranks.ddp is not None else bool),
             of_all=(
                 (
                     (lambda: trainer.precision_plugin, plugin),

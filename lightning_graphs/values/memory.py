@@ -577,6 +577,8 @@ class OutputPlan:
         self._is_one = isinstance(value, Tensor) and not self._itself
         if isinstance(value, Tensor):
             self._build = itemgetter(0)
+        elif value is None:
+            self._build = lambda _: None
         elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
             self._build = tuple
 

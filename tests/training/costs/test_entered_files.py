@@ -48,6 +48,9 @@ class Logging(LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=2**-7, fused=True)
 
@@ -84,10 +87,22 @@ class Entered(Callback):
         self.steps.append(list(self.files))
 
 
+class EnteredByValidation(Entered):
+    """Notes the same of validation steps."""
+
+    on_validation_batch_start = Entered.on_train_batch_start
+    on_validation_batch_end = Entered.on_train_batch_end
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        pass
+
+    on_train_batch_end = on_train_batch_start
+
+
 @pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> Entered:
+def entered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Entered:
     """The files that each step of a fit has entered on the emulated backend."""
-    found, original = Entered(), EmulatedGraph.replay
+    found, original = getattr(request, "param", Entered)(), EmulatedGraph.replay
 
     def replay(graph: EmulatedGraph) -> None:
         found.is_replaying = True
@@ -105,12 +120,20 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Entered:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(Logging(), DataLoader(batches(STEPS), batch_size=None))  # type: ignore[arg-type]
+        limit_val_batches=STEPS if type(found) is EnteredByValidation else 0,
+    ).fit(Logging(), *(DataLoader(batches(STEPS), batch_size=None) for _ in range(2)))  # type: ignore[arg-type]
     return found
 
 
 def test_a_replayed_step_enters_eleven_files_from_top_to_bottom(entered: Entered) -> None:
     assert entered.steps[-1] == list(REPLAYED)
+
+
+@pytest.mark.parametrize("entered", [EnteredByValidation], indirect=True)
+def test_a_replayed_validation_step_enters_the_same_files(entered: Entered) -> None:
+    handler, *files = entered.steps[-1]
+    assert handler == "lightning/runner"  # it repeats a step that finds no memory
+    assert files == ["lightning/evaluation_runner", *REPLAYED[2:]]
 
 
 def test_a_captured_and_verified_step_enters_few_files(entered: Entered) -> None:
