@@ -179,7 +179,7 @@ def test_an_optimizer_of_user_code_is_captured(backend: str, tmp_path: Path, upd
     [
         (counted, "Own: it computes `count` on the host"),
         (attributed, "a scheduler or a hook moves k"),
-        (measured, "test_optimizers.py"),
+        (measured, "Own: "),
         (renewed, "Own: it computes `average` on the host"),
         (listed, "Own: it computes"),
     ],
