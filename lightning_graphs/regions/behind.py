@@ -114,7 +114,10 @@ class StepHead:
         """Look for a head after a refused capture; return whether there is another one to try."""
         context = self.context
         is_read = isinstance(error, BatchValueRead) and self.now is not None
-        if not (isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses or is_read):
+        # CUDA does not say which rule was broken
+        is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
+        is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
+        if not (is_known or is_of_cuda or is_read):
             return False
         if not context.ranks.are_one or context.compiled.runs or context.watch.optimizes_itself:
             return False
