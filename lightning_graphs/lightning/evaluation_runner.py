@@ -213,8 +213,11 @@ class EvaluationHandler(StrategyHandler):
             fit.ranks,
             updates=False,
         )
+        # Not that of training: within a window its graphs keep what an evaluation would overwrite
+        pool = fit.pool.beside()
         own = replace(
             fit,
+            pool=pool,
             assertions=self.assertions,
             options=options,
             statistics=statistics,
@@ -234,6 +237,7 @@ class EvaluationHandler(StrategyHandler):
         # It has no successor: what is no whole graph runs eagerly
         super().__init__(runner, lambda _: runner, recovery, statistics, timing, self._judge)
         recovery.beside, fit.recovery.beside = beside, self
+        self._open.callback(pool.close)
 
     def take_over(self, strategy: Strategy) -> None:
         """Exchange the strategy's method, also one that user code has set."""
