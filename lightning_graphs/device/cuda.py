@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_graphs.device.inspect import GraphInfo, capture_frontier, count_kinds, from_cuda
-from lightning_graphs.device.rules import known_remedy
+from lightning_graphs.device.rules import NOT_RECORDED, known_remedy
 from lightning_graphs.device.trace import (
     KnownStorage,
     Operation,
@@ -428,12 +428,4 @@ def _explained(error: BaseException) -> CaptureError:
             "keep such nodes, and fetch nodes that you keep when training has begun; or use torch "
             "2.13 or newer",
         )
-    return CaptureError(
-        "A capture cannot contain an operation that CUDA refuses to record.",
-        observed,
-        known_remedy(
-            error,
-            "move the operation out of the captured code; typical ones are .item(), .cpu(), print "
-            "of a tensor, boolean indexing, torch.tensor(...), a copy from pageable host memory",
-        ),
-    )
+    return CaptureError(NOT_RECORDED.rule, observed, known_remedy(error, NOT_RECORDED.remedy))

@@ -59,6 +59,12 @@ HOST_READ = Obstacle(
     code="total += loss.detach()  # the tensor, without item()\n"
     "loss = torch.where(condition, a, b)  # in place of an if",
 )
+NOT_RECORDED = Obstacle(
+    "A capture cannot contain an operation that CUDA refuses to record.",
+    "move the operation out of the captured code; typical ones are .item(), .cpu(), print of a "
+    "tensor, boolean indexing, torch.tensor(...), a copy from pageable host memory",
+    kind="host-read",
+)
 DYNAMIC_SHAPE = Obstacle(
     "A capture cannot contain an operator whose output shape depends on values.",
     "use a fixed shape: torch.where or masked_fill instead of boolean indexing, nonzero or unique",

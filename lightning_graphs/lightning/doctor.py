@@ -19,7 +19,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_map_only
-from torchmetrics import Metric
 
 from lightning_graphs.device.rules import (
     CLOCK,
@@ -38,9 +37,9 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning import words as findings
 from lightning_graphs.lightning.evaluation_runner import EvaluationWatch, remedy_for
-from lightning_graphs.lightning.logs import LOGGED_NUMBER, METRIC_LATER, LoggedNumbers
+from lightning_graphs.lightning.later import NotedCalls
+from lightning_graphs.lightning.logs import LOGGED_NUMBER, LoggedNumbers
 from lightning_graphs.lightning.manual import ScheduleWatch
-from lightning_graphs.lightning.metrics import METRIC_VALUE, metrics_exchanged
 from lightning_graphs.lightning.private import takes_no_closure
 from lightning_graphs.lightning.strategy import (
     StrategyCalls,
@@ -150,13 +149,16 @@ class Doctor:
         self._sites = sites = CallSiteFinder()
         self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
         self._watch = watch
-        self._metrics = self._watch.metrics
         self._step = definition_of(self._watch.function)
         self._returned = returned_by(self._watch.function)
         self._numbers = NotedNumbers(self._used, follow=not self._only_submodules)
-        self._logs = LoggedNumbers(self._is_live, self._observer.looking_away, self._metric_logged)
-        # Those that the step computes, with the values that they had where they were logged
-        self._computed: list[tuple[Metric, Any, CallSite]] = []
+        known = self._observer, self._numbers, self.diagnosis, self._all
+        self._later = NotedCalls(self._watch.metrics, self._watch.kept, *known)
+        self._logs = LoggedNumbers(
+            self._is_live,
+            self._observer.looking_away,
+            lambda metric: self._later.metric_logged(metric, sites.here()),
+        )
         self._schedules = ScheduleWatch(self._used, sites, self._observer.looking_away)
         self._drawn: set[str] = set()
         self._following: set[tuple[str, str]] = set()  # files and functions; see `_followed`
@@ -169,8 +171,8 @@ class Doctor:
         self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
         self._before: tuple[PythonSnapshot, ...] = ()  # the state before the last step
         self._has_moved = False  # a value in it changed, in a step or between two
-        known = reason, no_whole_step, self._only_submodules, self._rehearsal
-        findings.judge_fit(self.diagnosis, trainer, *known)
+        given = reason, no_whole_step, self._only_submodules, self._rehearsal
+        findings.judge_fit(self.diagnosis, trainer, *given)
         self._methods = intercepted(trainer.strategy, self)
 
     def finish(self) -> None:
@@ -179,6 +181,7 @@ class Doctor:
             return
         self._finished = True
         self._methods.close()
+        self._later.finish()
         changing = {} if self._is_followed else self._logs.changing
         for name, site in changing.items():
             if (site.file, site.function) in self._following:
@@ -204,7 +207,7 @@ class Doctor:
             self.finish()
             return self._calls.training_step(*args, **kwargs)
         self.diagnosis.steps += 1
-        self._metrics.learn()
+        self._later.begin()
         batch, *rest = args
         self._numbers.begin()
         watched = self._watch.arguments(rest, self._numbers.number)
@@ -273,8 +276,7 @@ class Doctor:
         """Watch a whole ``training_step``, except for its calls of loggers and metrics."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._logs.watching(self._module))
-            apart = self._metrics.apart()
-            stack.enter_context(metrics_exchanged(apart, self._unobserved, self._needs))
+            stack.enter_context(self._later.watching())
             stack.enter_context(around.reading(number=self._numbers.number))
             stack.enter_context(around.old_gradients())
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
@@ -289,6 +291,7 @@ class Doctor:
             if self._only_submodules:
                 stack.enter_context(register_module_forward_pre_hook(self._look_at_call))
             stack.enter_context(self._observing())
+            stack.enter_context(self._later.of_torch())
             stack.enter_context(around.acting())
             yield
 
@@ -329,34 +332,16 @@ class Doctor:
     def _effect(self) -> Effect:
         return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
 
-    def _unobserved(
-        self, metric: nn.Module, function: Callable[..., Any], _: str
-    ) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._observer.looking_away():
-                result = function(*args, **kwargs)
-                self._observer.forbid(result, functools.partial(self._needs, metric))
-                return result
-
-        return call
-
-    def _needs(self, metric: nn.Module, what: str) -> None:
-        """Let the next step show what is in the way of a metric that this one computes with."""
-        if not self._observer.silent:
-            self._metrics.needs(metric)
-            if self.diagnosis.steps == self._all:
-                self._observer.refuse(what, METRIC_VALUE)
-
-    def _metric_logged(self, metric: Metric) -> None:
-        if not self._metrics.is_apart(metric):
-            self._computed.append((metric, metric._forward_cache, self._sites.here()))
-
     def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
         if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
             return  # one remedy mends both
         if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
             return  # a part of whole steps
+        if self._active and not self._only_submodules:
+            run = Doctor._run.__code__
+            stack = [*takewhile(lambda f: f.f_code is not run, frames_from(sys._getframe(1)))]
+            if self._later.postpones((operator, obstacle, site), stack):
+                return
         made = obstacle in (HOST_COPY, HOST_DATA) and current_autograd_node() is None
         effect, where = self._effect, ""
         if (made or self._observer.answered) and self._traces_host:
@@ -388,6 +373,8 @@ class Doctor:
         return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
 
     def _used(self, obstacle: Obstacle, name: str, site: CallSite | None = None) -> None:
+        if self._later.is_used(name):
+            return
         if obstacle is DRAWN and self._traces_host and self._drawing_functions - self._functions:
             self._functions |= self._drawing_functions  # replays call them: so does the next step
         elif self._active and not self._observer.silent:
@@ -459,7 +446,7 @@ class Doctor:
         """Judge the side effects of a step in Python."""
         outside = around.outside
         # Lightning itself sets the second in toggle_optimizer.
-        metrics = (f"self.{name}." for name, _ in self._metrics.apart())
+        metrics = (f"self.{name}." for name, _ in self._watch.metrics.apart())
         ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
         trained, whole = trained_parameters(self._trainer.optimizers), not self._only_submodules
         found = []
@@ -482,10 +469,7 @@ class Doctor:
             self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
         for name in sorted({*around.generators.drawn()} - self._drawn):  # its line is not known
             self.diagnosis.add(DRAWN, name, self._step)
-        for metric, value, site in self._computed:
-            if metric._forward_cache is not value:
-                self.diagnosis.add(METRIC_LATER, "self.log", site)
-        self._computed.clear()
+        self._later.judge()
 
     @property
     def _is_followed(self) -> bool:
@@ -513,6 +497,7 @@ class Doctor:
             followed = is_followed and not change.whole  # C code reads whole ones
             state = change.whole and (site.file, site.function) in self._following
             known = consequence or others or backward or followed or state
+            known = known or site in self._later.sites
             if not (known or self._reads.unseen(step, site)):
                 effect = _BETWEEN if site in self._between else "eager step"
                 row = findings.CHANGING_NUMBER, change.operator, site

@@ -19,9 +19,9 @@ from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import (
     METRIC_VALUE,
-    MetricCall,
     StepMetrics,
     metrics_exchanged,
+    results_of,
 )
 from lightning_graphs.lightning.private import (
     ResultsUpdate,
@@ -39,6 +39,7 @@ from lightning_graphs.regions.conditions import Instruction, in_turn
 from lightning_graphs.values.memory import storage_address
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.containers import ListAppend
+from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateValue, Use
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
@@ -133,8 +134,8 @@ class _LogCall:
 class LogUpdate:
     """Calls of ``self.log`` in their order; after the first time one update does most of them."""
 
-    def __init__(self, calls: Sequence[MetricCall | _LogCall]) -> None:
-        self.rest: list[MetricCall | _LogCall] = []  # what is made by itself nevertheless
+    def __init__(self, calls: Sequence[LateCall | _LogCall]) -> None:
+        self.rest: list[LateCall | _LogCall] = []  # what is made by itself nevertheless
         self._calls = [*calls]
         self._sizes: list[int] = []
         logged = [call for call in calls if isinstance(call, _LogCall) and call.scalar]
@@ -146,7 +147,7 @@ class LogUpdate:
         }
         self._update: ResultsUpdate | None = None
 
-    def begin(self) -> list[MetricCall | _LogCall]:
+    def begin(self) -> list[LateCall | _LogCall]:
         """Update what can be updated at once, and return the calls that are to be made."""
         update = self._update
         if update is None or not update.is_valid:
@@ -175,20 +176,22 @@ class LogRecorder:
     def __init__(
         self,
         module: LightningModule,  # the module that is being captured
+        # Tells which metrics the step computes itself, and which other calls come after the replay
+        later: tuple[StepMetrics, KeptCalls],
         # Where values for the progress bar are mirrored to; None to read them directly
         progress: ProgressValues | None = None,
         numbers: LoggedNumbers | None = None,  # knows which Python numbers change from step to step
-        # Those that the step computes itself; None: all metrics are updated after it
-        metrics: StepMetrics | None = None,
         *,
+        keeps_calls: bool = True,  # keep those back; else they are made
         manual: ManualSteps | None = None,  # optimizer steps of the step's own code
     ) -> None:
         self._module = module
-        self._metrics = StepMetrics(module) if metrics is None else metrics
+        self._metrics, self._kept = later
+        self._keeps_calls = keeps_calls
         self._progress = progress
         self._numbers = numbers
         self._manual = manual
-        self._calls: list[MetricCall | _LogCall] = []
+        self._calls: list[LateCall | _LogCall] = []
         # Those that log a metric which the step computes, with its value then and the user's line
         self._objects: list[tuple[_LogCall, Any, str]] = []
         self._computed: list[tuple[str, Tensor]] = []  # what these are given, by name
@@ -198,6 +201,7 @@ class LogRecorder:
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
         self._state = frozenset(storage_address(t) for t in state) - {0}
+        self._is_finished = False  # the forward pass is over, and with it what may be kept back
         self._dtype = torch.get_default_dtype()
         # Maps a logged value to a function that returns the present one; to None for a constant
         self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
@@ -209,11 +213,19 @@ class LogRecorder:
             log = stack.enter_context(log_exchanged(self._module, self._record_log))
             caught = partial(self._record_log, log)
             stack.enter_context(bound_log_redirected(self._module.trainer, caught))
-            apart, refuse = self._metrics.apart(), self._metrics.refuse_read
+            apart, refuse = self._metrics.apart(), self._metrics.refuse_use
             stack.enter_context(metrics_exchanged(apart, self._metric_recorder, refuse))
             if self._manual is not None:
                 stack.enter_context(self._manual.recording())
+            if self._keeps_calls and self._kept.known:
+                stack.enter_context(self._kept.exchanged(self.keep))
             yield
+
+    def keeping(self) -> contextlib.AbstractContextManager[object]:
+        """Keep back calls of torch in the body, the step's own code under capture."""
+        if not (self._keeps_calls and self._kept.known):
+            return contextlib.nullcontext()
+        return self._kept.of_torch(self.keep)
 
     def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if current_autograd_node() is not None:
@@ -223,6 +235,8 @@ class LogRecorder:
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
         refuse_tracers(arguments)
         device = self._module.device
+        if isinstance(value, LateValue):
+            self._kept.logged.add(name)
         is_late = isinstance(value, LateTracer)
         if is_late:
             now = value.at_end
@@ -237,7 +251,8 @@ class LogRecorder:
         elif now is None and isinstance(value, Tensor):
             # The rest of the step may change it in place. No replay copies a tensor of the host.
             value = value.detach().clone() if value.device == device else value.detach()
-            self._computed.append((f"the logged `{name}`", value))
+            if name not in self._kept.logged:
+                self._computed.append((f"the logged `{name}`", value))
         call = _LogCall(self._module, log, name, arguments, value, now)
         if isinstance(value, Metric) and not self._metrics.is_apart(value):
             line = CallSiteFinder().here().describe()
@@ -250,21 +265,40 @@ class LogRecorder:
     def _metric_recorder(
         self, metric: nn.Module, function: Callable[..., Any], name: str
     ) -> Callable[..., Any]:
+        refuse = partial(self._metrics.refuse_use, metric)
+        use = Use(f"the value of {name}", refuse, self._kept.own.runs_in, self.keep)
+
         def record(*args: Any, **kwargs: Any) -> Any:
-            self._dtype, given = torch.get_default_dtype(), (args, kwargs)
-            refuse_tracers(leaves_of(given, ListAppend))
-            own = self._own(name, given)
-            call = MetricCall(function, given, own, name, partial(self._metrics.needs, metric))
-            self._calls.append(call)
-            self._computed += [(f"an argument of {name}", tensor) for tensor in own]
-            return call.result
+            result, give = results_of(metric, name, use)
+            call = self._keep(function, (args, kwargs), name)
+            call.take = give
+            self._computed += [(f"an argument of {name}", tensor) for tensor in call.tensors]
+            return result
 
         return record
 
-    def _own(self, name: str, given: Any) -> list[Tensor]:
-        """Return the tensors that a metric is given, with copies of what the step changes.
+    def keep(self, function: Callable[..., Any], given: Given, use: Use) -> LateValue:
+        """Keep a call back; see :data:`Keep`."""
+        if self._is_finished:
+            use.refuse(use.name)
+        late = LateValue(use)
+        self._keep(function, given, use.name).give(late, is_pure=use.is_pure)
+        return late
 
-        Metrics read them after the whole step, which has changed parameters and buffers, too.
+    def _keep(self, function: Callable[..., Any], given: Given, name: str) -> LateCall:
+        self._dtype = torch.get_default_dtype()
+        for tracer in leaves_of(given, Tracer):
+            if isinstance(tracer, ListAppend):
+                tracer.refuse()
+            tracer.now()  # or a refusal, where no replay has the value
+        call = LateCall(function, given, self._own(name, given), self._module.device.type)
+        self._calls.append(call)
+        return call
+
+    def _own(self, name: str, given: Any) -> list[Tensor]:
+        """Return the tensors that a kept call is given, with copies of what the step changes.
+
+        It reads them after the whole step, which has changed parameters and buffers, too.
         """
         own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
         copies = name in self._metrics.copied
@@ -275,6 +309,10 @@ class LogRecorder:
 
     def finish(self) -> None:
         """Capture copies to the host of what the progress bar shows; find changed tensors."""
+        self._is_finished = True
+        for late in [call for call in reversed(self._calls) if isinstance(call, LateCall)]:
+            if not late.is_needed():  # nor is what it was given, unless something else needs that
+                self._calls.remove(late)
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:  # the next capture gives it a copy
                 self._metrics.changes(name)
@@ -321,7 +359,7 @@ class LogRecorder:
         """Let a replay do this in the end, after what it does then already."""
         self._at_end.append(instruction)
 
-    def _reissue(self, calls: Sequence[MetricCall | _LogCall]) -> None:
+    def _reissue(self, calls: Sequence[LateCall | _LogCall]) -> None:
         dtype = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_graphs.device.rules import Obstacle, Remedy, know_cause
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.exchange import exchanged, subclassed
-from lightning_graphs.values.memory import clone_all
-from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.tracers import OpaqueTracer, Tracer, present, used
+from lightning_graphs.watch.late import LateValue, Use
+from lightning_graphs.watch.tracers import used
 from lightning_graphs.watch.user_code import iter_objects, objects_in
 
 METRIC_VALUE = Obstacle(
@@ -61,8 +61,8 @@ class StepMetrics:
         """Note that a step changes a tensor after it has given it to a metric of this name."""
         self._changed.append(name)
 
-    def refuse_read(self, metric: nn.Module, what: str) -> NoReturn:
-        """Refuse to read what a metric keeps, where that is updated after the replay."""
+    def refuse_use(self, metric: nn.Module, what: str) -> NoReturn:
+        """Refuse to use what a metric gives or keeps, where that is updated after the replay."""
         self.needs(metric)
         raise used(METRIC_VALUE, what)
 
@@ -146,47 +146,16 @@ def _reads_noted(metric: Metric, name: str, read: Callable[[str], object]) -> di
     return {"__getattribute__": get}
 
 
-class _MetricValue(OpaqueTracer):
-    """Tracer for the value of a metric that is updated after the replay."""
+def results_of(owner: object, name: str, use: Use) -> tuple[Any, Callable[[Any], object]]:
+    """Return tracers for the result of a metric that is kept back, and what gives them values."""
+    if not isinstance(owner, MetricCollection):
+        late = LateValue(use)
+        return late, late.give
+    keys = owner.keys(keep_base=False)
+    several = {k: LateValue(dataclasses.replace(use, name=f"{use.name}[{k!r}]")) for k in keys}
 
-    def __init__(self, name: str, read: Callable[[], Any], needed: Callable[[], None]) -> None:
-        super().__init__(name, read, METRIC_VALUE)
-        self._needed = needed
+    def give(values: Any) -> None:
+        for key, value in (values or {}).items():
+            several[key].give(value)
 
-    def refuse(self) -> NoReturn:
-        self._needed()
-        super().refuse()
-
-
-class MetricCall:
-    """A call of a metric that every replay makes again, on copies of its tensors."""
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        given: Any,
-        tensors: list[Tensor],
-        name: str,
-        needed: Callable[[], None],  # called where the captured step uses the value
-    ) -> None:
-        self._function = function
-        self._tensors = tensors
-        self._template = substitute(given, tensors)
-        self._has_tracers = bool(leaves_of(given, Tracer))
-        self._values: dict[Any, Any] = {}  # the last result, or the items of a dict of results
-        read = functools.partial(functools.partial, self._values.get)
-        # The result in a capture: a tracer, since there is no value before the replay
-        name = f"the value of {name}"
-        self.result: Any = _MetricValue(name, read(None), needed)
-        owner = getattr(function, "__self__", None)
-        if isinstance(owner, MetricCollection):  # a dict
-            keys = owner.keys(keep_base=False)
-            named = [(key, f"{name}[{key!r}]") for key in keys]
-            self.result = {key: _MetricValue(n, read(key), needed) for key, n in named}
-
-    def reissue(self, _: object) -> None:
-        args, kwargs = substitute(self._template, clone_all(self._tensors))
-        if self._has_tracers:
-            args, kwargs = present((args, kwargs))
-        value = self._function(*args, **kwargs)
-        self._values.update((value or {}) if isinstance(self.result, dict) else {None: value})
+    return several, give

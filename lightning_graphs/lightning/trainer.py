@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, refuse_log
 from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import StepMetrics
@@ -47,6 +48,7 @@ from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.verify import Tolerance, Verifier
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import AsRead, Effect, Environment, rates_exchanged
+from lightning_graphs.watch.late import KeptCalls
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
 
@@ -119,6 +121,7 @@ class TrainerWatch:
         self._progress = progress
         self.own = UserCode(module)
         self.metrics = StepMetrics(module)
+        self.kept = KeptCalls(self.own)
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
         self.run = trainer.strategy.training_step  # also if user code has set it
         self._calls = calls_of(trainer.strategy)
@@ -155,12 +158,13 @@ class TrainerWatch:
         return not self._module.automatic_optimization
 
     def recorder(self) -> LogRecorder:
-        given = self._progress, self.logged, self.metrics
+        given = (self.metrics, self.kept), self._progress, self.logged
         return LogRecorder(self._module, *given, manual=self._manual_steps(is_captured=True))
 
     def mute(self) -> LogRecorder:
+        given = self._module, (self.metrics, self.kept)
         manual = self._manual_steps(is_captured=False)
-        return LogRecorder(self._module, metrics=self.metrics, manual=manual)
+        return LogRecorder(*given, keeps_calls=False, manual=manual)
 
     def _manual_steps(self, *, is_captured: bool) -> ManualSteps | None:
         self._manual = None
@@ -170,6 +174,9 @@ class TrainerWatch:
 
     def learns(self) -> bool:
         return self.metrics.learn()
+
+    def keeps_back(self, error: CaptureError) -> bool:
+        return not self.waits_for_gradients() and self.kept.learn(error)
 
     def is_apart(self, module: nn.Module) -> bool:
         return self.metrics.is_apart(module)

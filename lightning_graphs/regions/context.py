@@ -158,6 +158,9 @@ class Recorder(Protocol):
     def recording(self) -> AbstractContextManager[None]:
         """Record what the body logs."""
 
+    def keeping(self) -> AbstractContextManager[object]:
+        """Keep back what a replay calls after its graphs, in the body: the step's own code."""
+
     def finish(self) -> None:
         """Called at the end of the step's own code, as a part of it."""
 
@@ -243,6 +246,9 @@ class Client(environment.Client, Protocol):
 
     def learns(self) -> bool:
         """Whether a refusal has shown how the next capture of the step may succeed."""
+
+    def keeps_back(self, error: CaptureError) -> bool:
+        """Whether the next capture keeps back the call in which a refusal arose."""
 
     def is_apart(self, module: torch.nn.Module) -> bool:
         """Whether a module runs after the replay of a step, not in it."""

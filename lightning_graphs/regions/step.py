@@ -211,6 +211,9 @@ class Attempts(StepBody):
             return attempt()
         except CaptureError as error:
             outcome = self._outcome_of(error, compiled=compiled)
+            if outcome is Outcome.REFUSED and self.client.keeps_back(error):
+                self._facts.is_unseen = True  # once more as an eager step, to begin with
+                return Outcome.LEARNED
             if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
                 self._refuse_draws(attempt)
             if outcome is Outcome.REFUSED:
@@ -427,6 +430,7 @@ class StepCapture(Attempts):
             capturing.enter_context(self._passes_counted(adds=begun.targets.adds))
             self._watch_code(self._inside)
             self._inside.enter_context(given.inside())
+            self._inside.enter_context(recorder.keeping())
             return begun.arguments
 
         try:

@@ -115,7 +115,7 @@ class Diagnosis:
         for known in self.at(site):
             if (known.kind, known.operator, known.effect) == (obstacle.kind, operator, effect):
                 known.count += 1
-                known.last_step = self.steps
+                known.last_step = max(known.last_step, self.steps)
                 return
         place = (site.file, site.line, site.function, site.source if site.file else "")
         texts = (obstacle.rule, observed, obstacle.remedy, obstacle.code)

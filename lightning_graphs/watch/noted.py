@@ -21,6 +21,7 @@ from lightning_graphs.device.rules import (
     CLOCK,
     COLLECTIVE,
     COMPILED,
+    COUNTER,
     DRAWN,
     FUNCTION_RULES,
     HOST_READ,
@@ -110,6 +111,10 @@ def _numbers_by_line(calls: Sequence[Call]) -> dict[tuple[str, CallSite], list[t
     return found
 
 
+Told = frozenset[Callable[[str], object]]
+"""What is called with a use of a tensor."""
+
+
 class Observer(Recorder):
     """Notes every obstacle of the code that runs under it, and lets the code run.
 
@@ -140,7 +145,7 @@ class Observer(Recorder):
         self.silent = False  # whether nothing is noted at the moment
         self.answered = False  # whether the host has what is asked for by what is noted
         self._makes_on_host = False
-        self._forbidden: dict[int, Callable[[str], object]] = {}
+        self._forbidden: dict[int, Told] = {}
         self.begin(())
 
     def begin(self, on_host: Iterable[Tensor]) -> None:
@@ -161,16 +166,32 @@ class Observer(Recorder):
             self.silent = before
 
     def forbid(self, value: Any, used: Callable[[str], object]) -> None:
-        """Tell of each operator that uses a tensor in ``value``, such as the result of a metric."""
-        tensors = leaves_of(value, Tensor)
-        self._forbidden.update((self.know(tensor, born=True).id, used) for tensor in tensors)
+        """Tell where a step needs a tensor in ``value``, such as the result of a metric.
+
+        What follows from one may be logged or stored; a backward pass, another tensor that is
+        written with it, and what the step returns need it.
+        """
+        self._follow(leaves_of(value, Tensor), frozenset({used}))
+
+    def _follow(self, tensors: Iterable[Tensor], used: Told) -> None:
+        for tensor in tensors:
+            known = self.know(tensor, born=True).id
+            self._forbidden[known] = self._forbidden.get(known, frozenset()) | used
 
     def tell_used(self, tensors: Iterable[Tensor], by: str) -> None:
         """Tell of those among these tensors whose use is to be told."""
-        for tensor in tensors if self._forbidden and not self.silent else ():
-            known = self.know(tensor).id if tensor.layout is torch.strided else -1
-            if known in self._forbidden:
-                self._forbidden[known](by)
+        for used in self._late_in(tensors):
+            used(by)
+
+    def _late_in(self, tensors: Iterable[Tensor]) -> Told:
+        """Find what is to be told of the use of these tensors."""
+        if not self._forbidden or self.silent:
+            return frozenset()
+        known = (self.know(t).id for t in tensors if t.layout is torch.strided)
+        return frozenset().union(*(self._forbidden.get(each, ()) for each in known))
+
+    def _is_not_late(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and self.know(tensor).id not in self._forbidden
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
         # Compiled code runs eagerly under a dispatch mode, and so in full sight.
@@ -245,7 +266,14 @@ class Observer(Recorder):
 
     def _run(self, call: OperatorCall) -> Any:
         self._count(str(call.func), (*call.args, *call.kwargs.values()))
+        late = self._late_in(call.inputs)
         result = self._tell(super()._run(call), self.answered)
+        is_read = current_autograd_node() is not None or any(map(self._is_not_late, call.written))
+        if late and not is_read:
+            self._follow(tensors_in(result), late)
+            late = frozenset()
+        for used in late:
+            used(str(call.func))
         outputs = [t for t in tensors_in(result) if t.layout is torch.strided]
         given = call.inputs if name_of(call.func) not in OF_SHAPES else []
         inside = bool(given) and all(self.know(t).id in self._of_host for t in given)
@@ -277,13 +305,16 @@ class Observer(Recorder):
     def _check(self, call: OperatorCall) -> None:
         if is_collective(call.func):
             self.refuse(str(call.func), COLLECTIVE)
-        self.tell_used(call.inputs, str(call.func))
         if self._draws_on_host(call):
             self.answered = current_autograd_node() is None
             self.refuse(str(call.func), DRAWN)
             return
         self.answered = self._is_known(call)
         super()._check(call)
+
+
+_FOLLOWED = (COUNTER, DRAWN, CLOCK)
+"""Of what numbers are that captured code may compute with; others may only be logged."""
 
 
 class NotedNumbers(Numbers):
@@ -324,7 +355,7 @@ class NotedNumbers(Numbers):
         too_many = obstacle is DRAWN and self._ways > WAYS
         if type(value) is bool or not too_many:  # else no two steps went the same way
             self.outcomes.append(value)
-        if too_many or not self.follow:
+        if too_many or not self.follow or obstacle not in _FOLLOWED:
             self.refuse(obstacle, name)
         return value
 
@@ -408,7 +439,7 @@ _KINDS: dict[type, Any] = {k: _kind(Noted, k, {"__new__": _new(k)}) for k in (in
 def are_live(call: tuple[Any, Any, Any], device: torch.device, *, ahead: bool) -> bool:
     """Whether every replay updates the numbers in a call of torch, or makes the call ahead."""
     function, args, kwargs = call
-    if any(number.obstacle is CLOCK for number in parts_of((args, kwargs), Noted)):
+    if any(n.obstacle not in (COUNTER, DRAWN) for n in parts_of((args, kwargs), Noted)):
         return False
     if ahead and is_made_ahead(getattr(function, "__name__", ""), args, kwargs):
         return True

@@ -54,6 +54,7 @@ from lightning_graphs.watch.containers import (
     signature_now,
     signature_of,
 )
+from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import iter_objects
@@ -143,8 +144,11 @@ class _Effect:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the value shows the result of the effect: no list in it is filled as well."""
-        if isinstance(self.place, Holder):
+        """Whether the value shows the result of the effect: no list in it is filled as well.
+
+        What a call that is kept back gives is not there where graphs are compared.
+        """
+        if isinstance(self.place, Holder) or leaves_of(self.value, LateValue):
             return False
         return self.how == "fill" or not leaves_of(self.value, ListAppend)
 

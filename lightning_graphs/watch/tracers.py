@@ -257,7 +257,7 @@ def _numbers_among(operands: Sequence[Any]) -> list[TracedNumber]:
 def _obstacle_of(numbers: Sequence[TracedNumber]) -> Obstacle:
     """Return the obstacle of an expression; a clock wins, since it is read last."""
     found = [number.obstacle for number in numbers]
-    return next((obstacle for obstacle in (CLOCK, DRAWN) if obstacle in found), COUNTER)
+    return next((obstacle for obstacle in (CLOCK, DRAWN) if obstacle in found), found[0])
 
 
 def _operand(value: Any) -> str:

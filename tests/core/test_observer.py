@@ -117,8 +117,16 @@ class TestObserver:
         value, notes = torch.ones(2, device=device), Notes()
         observer, used = notes.observer(device), list[str]()
         observer.forbid({"nested": [value]}, used.append)
-        _outside(observer, lambda: value[0] + 1)
-        assert used[-1] == "aten.add.Tensor"
+        other = torch.zeros((), device=device)
+
+        def body() -> None:
+            follows = value[0] + 1
+            observer.tell_used([other], "other")
+            observer.tell_used([follows], "follows")
+            other.add_(follows)
+
+        _outside(observer, body)
+        assert used == ["follows", "aten.add_.Tensor"]
 
     def test_looking_away(self, device: torch.device) -> None:
         x, notes = torch.ones(2, device=device), Notes()

@@ -194,7 +194,7 @@ ROWS = (
     # What an ``except`` has caught stays refused.
     | table(
         each={
-            TryingMetric: "the value of metric `mean` is used at",
+            TryingMetric: "self.mean(?s:.*)nan_strategy='disable'",
             TryingGradient: ".grad of a parameter is read at",
             TryingIterator: "self.scales, an iterator, is read at",
         },

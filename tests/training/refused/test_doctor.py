@@ -56,7 +56,8 @@ class Many(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch["x"]).float()
         loss = nn.functional.cross_entropy(logits, batch["y"])
-        self.losses.append(loss.item())  # item
+        self.losses.append(loss.item())
+        loss = loss + loss.item()  # item
         if loss > 100:  # bool
             loss = loss * 2
         first = logits.detach().tolist()[0]  # tolist
@@ -70,7 +71,7 @@ class Many(Net):
         places = torch.nonzero(logits > 0).sum()  # nonzero
         selected = torch.masked_select(logits, logits > 0).sum()  # masked_select
         kinds = torch.unique(batch["y"]).sum()  # unique
-        loss = loss + 1e-3 * (chosen + places + selected + kinds) + len(first)
+        loss = loss + 1e-3 * (chosen + places + selected + kinds) + 0 * first[0]
         loss = loss + 1e-3 * (logits * weights * table * ramp).sum()
         loss = loss * len(str(batch_idx))  # batch_idx
         loss = loss / len(str(self.global_step))  # global_step
@@ -248,7 +249,8 @@ class TestLifecycle:
     ) -> None:
         class Failing(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                self.loss(batch).item()
+                if self.loss(batch).item() > 100:
+                    return None
                 if len(self.trainer.callbacks) > 0 and self.global_step == 1:
                     raise ValueError("in the second step")
                 return self.loss(batch)
@@ -286,14 +288,16 @@ class TestLifecycle:
         class Reading(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
                 loss = self.loss(batch)
-                loss.item()  # read
-                return loss
+                return loss * 2 if loss.item() > 100 else loss  # read
 
         fit = examined(backend, tmp_path, module=Reading)
         printed = capsys.readouterr().out
         assert printed.rstrip() == str(fit.capture.report.diagnosis)
         number = line(Reading.training_step, "read")
-        assert f"test_doctor.py:{number} in training_step: loss.item()  # read" in printed
+        assert (
+            f"test_doctor.py:{number} in training_step: return loss * 2 if loss.item() > 100"
+            in printed
+        )
         assert "(eager step, 3 times)" in printed
         assert "  Fix: keep the value on the device" in printed
         assert '    self.log("loss", loss)  # the tensor, without item()' in printed

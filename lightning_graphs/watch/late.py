@@ -1,0 +1,451 @@
+"""Calls that captures keep back: every replay makes them, with the outputs of its graphs.
+
+A call that reads values on the host cannot be captured. Where its result is only logged or stored,
+it need not be: a capture that is refused inside of such a call learns its place in the code, and
+the next one gives a tracer for its result, on which user code may compute further.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import operator
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_graphs.device.rules import (
+    DYNAMIC_SHAPE,
+    HOST_READ,
+    LINEAR_ALGEBRA,
+    NOT_RECORDED,
+)
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.exchange import bound, exchanged
+from lightning_graphs.values.memory import clone_all
+from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.tracers import FOR_A_WHILE, OURS, Tracer, present
+from lightning_graphs.watch.user_code import UserCode, objects_in
+
+Given = tuple[Sequence[Any], Mapping[str, Any]]
+"""Arguments of a call, by place and by name."""
+
+Keep = Callable[[Callable[..., Any], Given, "Use"], "LateValue"]
+"""Keeps a call back: its function, its arguments and what its result is; gives the tracer."""
+
+# ------------------ What a kept call gives
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a capture says of a value that it does not have."""
+
+    name: str
+    refuse: Callable[[str], NoReturn]  # raises the refusal of a use, given the name
+    is_own: Callable[[FrameType], bool]  # whether a frame runs user code
+    keep: Keep
+    is_pure: bool = False  # without it there is no need for the call
+
+
+class LateValue(Tracer):
+    """Tracer for the result of a call that is kept back.
+
+    What user code computes with it is kept back as well. Whatever else looks at it is refused: a
+    branch, a torch operator whose result the loss needs, code of libraries.
+    """
+
+    def __init__(self, use: Use) -> None:
+        self._value: Any = None
+        self._use = use
+        super().__init__(use.name, lambda: self._value, use.refuse)
+
+    def give(self, value: Any) -> None:
+        """Take the value of the present replay."""
+        self._value = value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        frame: Any = sys._getframe(1)
+        if self._use.is_own(frame):  # it goes one way or the other by the type
+            self.refuse()
+        return type(self)
+
+    def _kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> LateValue:
+        if not self._use.is_own(sys._getframe(2)):
+            self.refuse()
+        return self._use.keep(function, (args, kwargs), self._use)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # torch and copy ask whether there is such a protocol
+            raise AttributeError(name)
+        frame = sys._getframe(1)
+        asks = not _instruction_at(frame).opname.startswith("LOAD_")  # hasattr
+        if asks or name.endswith("_") or name in _NOT_LATER:
+            self.refuse()
+        return self._kept(getattr, self, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> LateValue:
+        return self._kept(_call, self, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Give as many parts as the statement that unpacks it has targets."""
+        frame = sys._getframe(1)
+        unpacks = _instruction_at(frame)
+        if unpacks.opname != "UNPACK_SEQUENCE" or not self._use.is_own(frame):
+            self.refuse()
+        indices = range(unpacks.arg or 0)
+        return iter([self._use.keep(operator.getitem, ((self, i), {}), self._use) for i in indices])
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Keep back what user code computes with it and with tensors, in functions of torch."""
+        late = leaves_of((args, kwargs), LateValue)[0]
+        frame = _caller_past("torch.", OURS)
+        if frame is None or not late._use.is_own(frame):
+            late.refuse()
+        if _acts(getattr(function, "__name__", ""), kwargs or {}):
+            late.refuse()
+        return late._use.keep(function, (args, kwargs or {}), late._use)
+
+    def __array_function__(
+        self, function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> LateValue:
+        if _acts(function.__name__, kwargs):
+            self.refuse()
+        return self._kept(function, *args, **kwargs)
+
+    def __array_ufunc__(  # type: ignore[override]
+        self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
+    ) -> LateValue:
+        if _acts(method, kwargs):
+            self.refuse()
+        return self._kept(getattr(ufunc, method), *inputs, **kwargs)
+
+
+_NOT_LATER = frozenset({"backward", "grad", "data", "grad_fn", "register_hook"})
+"""Attributes of tensors that reach into the step."""
+
+_ACTING = frozenset({"backward", "grad", "__setitem__", "at", "copyto", "place", "put", "putmask"})
+_DRAWING: tuple[str, ...] = (
+    "dropout",
+    "alpha_dropout",
+    "feature_dropout",
+    "bernoulli",
+    "multinomial",
+    "normal",
+)
+_DRAWING += ("poisson", "rand_like", "randn_like", "randint_like", "rrelu", "gumbel_softmax")
+
+
+def _acts(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function of torch or NumPy writes, draws or runs a backward pass."""
+    if name.endswith("__"):  # of operators: "__iadd__" and the like write
+        writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    else:
+        writes = name.endswith("_")
+    return writes or name in _ACTING or name in _DRAWING or kwargs.get("out") is not None
+
+
+def _caller_past(*packages: str) -> FrameType | None:
+    """Return the innermost frame outside of these packages; None inside of a layer of torch."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("torch.nn.modules."):  # which writes buffers
+            return None
+        if not name.startswith(packages):
+            break
+        frame = frame.f_back
+    return frame
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _instruction_at(frame: FrameType) -> dis.Instruction:
+    """Return the instruction that a frame executes."""
+    found = (i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti)
+    return max(found, key=operator.attrgetter("offset"))
+
+
+def _deferring(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
+    def method(self: LateValue, *args: Any) -> LateValue:
+        return self._kept(function, *((*args, self) if swapped else (self, *args)))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(LateValue, f"__{_name}__", _deferring(getattr(operator, _name)))
+    setattr(LateValue, f"__r{_name}__", _deferring(getattr(operator, _name), swapped=True))
+for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(LateValue, f"__{_name}__", _deferring(getattr(operator, _name)))
+LateValue.__round__ = _deferring(round)
+
+
+class LateCall:
+    """A call that every replay makes, on copies of its tensors, in the modes of the capture."""
+
+    def __init__(
+        self, function: Callable[..., Any], given: Given, tensors: list[Tensor], device: str
+    ) -> None:
+        self._function, self.tensors = function, tensors
+        self._template = substitute(given, tensors)
+        self._has_tracers = bool(leaves_of(given, Tracer))
+        # Of autocast: the type of the device, and in which type it computes; None if it is off
+        self._casts: tuple[str, torch.dtype] | None = None
+        if torch.is_autocast_enabled(device):
+            self._casts = device, torch.get_autocast_dtype(device)
+        self.take: Callable[[Any], object] = lambda value: None  # called with each result
+        # Whether something refers to its result, of which every replay has one
+        self.is_needed: Callable[[], object] = lambda: True
+
+    def give(self, late: LateValue, *, is_pure: bool) -> None:
+        """Give each result to a tracer; a pure call is needed as long as there is the tracer."""
+        self.take = late.give
+        if is_pure:
+            known = weakref.ref(late)
+            self.is_needed = lambda: known() is not None
+
+            def take(value: Any) -> None:
+                if (tracer := known()) is not None:
+                    tracer.give(value)
+
+            self.take = take
+
+    def reissue(self, _: object = None) -> None:
+        args, kwargs = substitute(self._template, clone_all(self.tensors))
+        if self._has_tracers:
+            args, kwargs = present((args, kwargs))
+        if self._casts is None:
+            self.take(self._function(*args, **kwargs))
+            return
+        with torch.autocast(self._casts[0], self._casts[1]):
+            self.take(self._function(*args, **kwargs))
+
+
+# ------------------ Which calls are kept back
+
+Site = tuple[CodeType, object]
+"""Code that calls, and where in it: a call has several instructions, of which each may fail."""
+
+
+Entry = tuple[FrameType, int, int]
+"""A frame of a stack, with the offset of its instruction and its line."""
+
+Texts = tuple[str, str, str]
+"""Rule, what was observed, and remedy."""
+
+
+def _site(code: CodeType, offset: int) -> Site:
+    positions = getattr(code, "co_positions", None)  # since Python 3.11
+    return code, offset if positions is None else next(islice(positions(), offset // 2, None))
+
+
+LATE_RULES = {o.rule for o in (HOST_READ, DYNAMIC_SHAPE, LINEAR_ALGEBRA, NOT_RECORDED)}
+"""Of what a call may be refused for that is kept back."""
+_MOST = 24
+"""Calls of one fit that are kept back."""
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A call that is kept back."""
+
+    name: str
+    error: Texts  # the refusal inside of it
+    members: Sequence[tuple[Any, str]]  # where its function is found; nowhere if it is torch's in C
+    is_used: bool = False  # a capture needs its value
+
+
+class KeptCalls:
+    """Learns which calls of a fit's steps are kept back, and keeps them back in captures."""
+
+    def __init__(self, own: UserCode) -> None:
+        self.own = own
+        self.known: dict[Site, _Kept] = {}
+        self._unfit: set[Site] = set()  # their values are needed by the step
+        self.logged: set[str] = set()  # names under which such values are logged
+
+    def learn(self, error: CaptureError) -> bool:
+        """Find the call that a refusal arose in; whether the next capture keeps back another one.
+
+        A call whose value was used is a part of the step again, unless what used it is a call that
+        can be kept back in turn.
+        """
+        used = {site: kept for site, kept in self.known.items() if kept.is_used}
+        texts = next((kept.error for kept in used.values()), None)
+        if texts is None and (error.rule in LATE_RULES or error.__cause__ is not None):
+            texts = error.rule, error.observed, error.remedy
+        at: BaseException | None = error
+        while at is not None and texts is not None:
+            frames = [*_entries(at)]
+            if any(self.own.runs_in(frame) for frame, *_ in frames):
+                anyway = bool(used) or error.rule in LATE_RULES
+                if self.learn_call(frames, texts, anyway=anyway):
+                    for kept in used.values():
+                        kept.is_used = False
+                    return True
+                break
+            at = at.__cause__ or at.__context__
+        self.drop_used()
+        return False
+
+    def drop_used(self) -> None:
+        """Let steps make those calls again whose values were used."""
+        for site in [site for site, kept in self.known.items() if kept.is_used]:
+            del self.known[site]
+            self._unfit.add(site)
+
+    def learn_call(self, frames: Sequence[Entry], error: Texts, *, anyway: bool) -> str:
+        """Keep back the innermost call from user code; its name, empty if that cannot be.
+
+        Args:
+            frames: The stack, outer frames first.
+            error: The refusal inside of it.
+            anyway: Also if it is given nothing that is kept back.
+        """
+        inside = [i for i, (frame, *_) in enumerate(frames) if self.own.runs_in(frame)]
+        if not inside or len(self.known) >= _MOST:
+            return ""
+        frame, offset, line = frames[inside[-1]]
+        site = _site(frame.f_code, offset)
+        callee = next((f for f, *_ in frames[inside[-1] + 1 :]), None)
+        if site in self.known or site in self._unfit:
+            return ""
+        if not anyway and (callee is None or not _is_given_late(callee)):
+            return ""
+        members: list[tuple[Any, str]] = []
+        if callee is not None and not callee.f_globals.get("__name__", "").startswith(OURS):
+            members = _members_of(callee)
+            if not members:
+                return ""
+        name = f"what is kept back at {frame.f_code.co_filename}:{line}"
+        self.known[site] = _Kept(name, error, members)
+        return name
+
+    @contextlib.contextmanager
+    def exchanged(self, keep: Keep) -> Iterator[None]:
+        """Keep back the known calls of Python functions in the body, a capture."""
+        members = dict.fromkeys(m for kept in self.known.values() for m in kept.members)
+        instead = [(o, name, self._instead(o, name, keep)) for o, name in members]
+        with exchanged(instead):
+            yield
+
+    def of_torch(self, keep: Keep) -> contextlib.AbstractContextManager[object]:
+        """Keep back the known calls of torch's functions in C in the body, code under capture."""
+        if all(kept.members for kept in self.known.values()):
+            return contextlib.nullcontext()
+        return _CallsOfTorch(self, keep)
+
+    def use_at(self, frame: FrameType, keep: Keep) -> Use | None:
+        """Return what is to be kept back of the call that a frame makes; None for another call."""
+        if frame.f_code not in {code for code, _ in self.known}:
+            return None
+        kept = self.known.get(_site(frame.f_code, frame.f_lasti))
+        if kept is None:
+            return None
+        return Use(kept.name, functools.partial(_refuse, kept), self.own.runs_in, keep)
+
+    def _instead(self, owner: Any, name: str, keep: Keep) -> Any:
+        held = bound(owner, name)
+        function = getattr(owner, name) if isinstance(owner, type) else held
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            use = self.use_at(sys._getframe(1), keep)
+            return function(*args, **kwargs) if use is None else keep(function, (args, kwargs), use)
+
+        setattr(call, FOR_A_WHILE, True)
+        return staticmethod(call) if isinstance(held, staticmethod) else call
+
+
+_READING = frozenset(
+    {"item", "tolist", "numpy", "cpu", "to", "__getitem__", "nonzero", "argwhere", "bincount"}
+    | {"masked_select", "svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals", "matrix_rank"}
+)
+"""Functions that read values on the host, also for the shapes of their results."""
+
+_WATCHERS = f"{OURS}watch."
+"""Code that passes calls of tensors' methods on."""
+
+
+class _CallsOfTorch(TorchFunctionMode):
+    """Keeps back calls of torch's functions in C.
+
+    Exchanged in their class, methods such as ``__getitem__`` would leave another class behind.
+    """
+
+    def __init__(self, kept: KeptCalls, keep: Keep) -> None:
+        super().__init__()
+        self._kept, self._keep = kept, keep
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        frame: Any = sys._getframe(1)
+        while frame.f_globals.get("__name__", "").startswith(_WATCHERS):
+            frame = frame.f_back
+        use = self._kept.use_at(frame, self._keep)
+        name = getattr(function, "__name__", "").removeprefix("linalg_")
+        if use is None or name not in _READING:
+            return function(*args, **(kwargs or {}))
+        return self._keep(function, (args, kwargs or {}), replace(use, is_pure=True))
+
+
+def _refuse(kept: _Kept, _: str) -> NoReturn:
+    kept.is_used = True
+    raise CaptureError(*kept.error)
+
+
+def _is_given_late(frame: FrameType) -> bool:
+    return bool(leaves_of([*frame.f_locals.values()], LateValue))
+
+
+def _entries(error: BaseException) -> Iterator[Entry]:
+    """Yield the entries of a traceback, outer ones first."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def _members_of(callee: FrameType) -> list[tuple[Any, str]]:
+    """List where the function of a frame is found."""
+    code = callee.f_code
+    first = callee.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(first, nn.Module) or _holds_modules(callee.f_locals.values()):
+        return []
+    found: list[tuple[Any, str]] = []
+    if first is not None:
+        kinds = first.__mro__ if isinstance(first, type) else type(first).__mro__
+        found += [(k, n) for k in kinds for n, v in vars(k).items() if _code_of(v) is code]
+    for module in list(sys.modules.values()):
+        table = getattr(module, "__dict__", {})
+        found += [(module, n) for n, v in list(table.items()) if _code_of(v) is code]
+    return [(owner, name) for owner, name in found if not name.startswith("__")]
+
+
+def _code_of(value: Any) -> CodeType | None:
+    value = value.__func__ if type(value) is staticmethod else value
+    return value.__code__ if type(value) is FunctionType else None
+
+
+def _holds_modules(values: Iterable[Any]) -> bool:
+    """Return whether a module is in one of these values: what computes with it is the step's."""
+    seen: dict[int, Any] = {}
+    given = (value for value in values if not isinstance(value, Tracer))
+    held = (v for value in given for _, v in objects_in("", value, seen))
+    return any(isinstance(v, (nn.Module, nn.Parameter)) for v in held)

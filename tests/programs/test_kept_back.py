@@ -1,0 +1,127 @@
+"""Calls that read values on the host, and whose results are only logged or stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import torch
+import torchmetrics.functional
+from torch import Tensor
+
+from tests.programs.table import Promises, stepping
+from tests.training.fits import Net, batches
+
+
+class Predicting(Net):
+    def predicted(self, batch: Any) -> tuple[Tensor, Tensor]:
+        logits = self.net(batch["x"])
+        return torch.nn.functional.cross_entropy(logits.float(), batch["y"]), logits
+
+
+def checked(self: Any, batch: Any, batch_idx: int) -> Any:
+    """The step of scvi's semi-supervised plans."""
+    loss, logits = self.predicted(batch)
+    guess, y = logits.argmax(-1), batch["y"]
+    accuracy = torchmetrics.functional.accuracy(guess, y, "multiclass", num_classes=3)
+    f1 = torchmetrics.functional.classification.multiclass_f1_score(guess, y, 3, average="micro")
+    error = torchmetrics.functional.classification.multiclass_calibration_error(logits, y, 3)
+    self.log("loss", loss)
+    self.log("accuracy", accuracy, on_step=True, on_epoch=True, batch_size=len(y))
+    self.log("f1", f1, prog_bar=True)
+    self.log("calibration", error, on_epoch=True)
+    return loss
+
+
+def computed_further(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    guess, y = logits.argmax(-1), batch["y"]
+    found = torchmetrics.functional.confusion_matrix(guess, y, "multiclass", num_classes=3)
+    self.log("error", 1 - found.diag().sum() / found.sum())
+    self.log("share", torch.stack([found[0, 0], found[1, 1]]).float().mean() * loss.detach())
+    self.last = found.float() * 2
+    return loss
+
+
+def read_as_arrays(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    guess = logits.detach().argmax(-1).cpu().numpy()
+    truth = (batch["y"] + guess_of(logits)).cpu().numpy()
+    self.log("correct", float_of(guess == truth))
+    self.log("spread", numpy.std(guess) + numpy.mean(truth))
+    return loss
+
+
+def float_of(value: Any) -> Any:
+    return value.mean()
+
+
+def guess_of(logits: Tensor) -> Tensor:
+    return logits.argmin(-1)
+
+
+def masked(self: Any, batch: Any, batch_idx: int) -> Any:
+    """The accuracy of samples of a class, of which batches have different numbers."""
+    loss, logits = self.predicted(batch)
+    mask = batch["y"] > 0
+    hits = logits.argmax(-1)[mask] == batch["y"][mask]
+    self.log("hits", hits.float().mean().nan_to_num())
+    self.log("classes", torch.unique(logits.argmax(-1)).numel())
+    self.log("loss", loss.item())
+    return loss
+
+
+def branched(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    top = logits.amax().item()  # read
+    return loss * 2 if top > 100 else loss
+
+
+def in_the_loss(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    guess, y = logits.argmax(-1), batch["y"]
+    return loss + torchmetrics.functional.accuracy(guess, y, "multiclass", num_classes=3)  # read
+
+
+def by_its_type(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    top = logits.amax().cpu()  # read
+    self.log("top", top.item() if isinstance(top, Tensor) else top)
+    return loss
+
+
+def text_scores(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Texts are decoded, and scored by another library: here by one of NumPy."""
+    loss, logits = self.predicted(batch)
+    texts = numpy.array2string(logits.argmax(-1).cpu().numpy())
+    self.log("length", numpy.char.str_len(texts) + 0.0)
+    truth, guess = logits.argmin(-1).tolist(), logits.argmax(-1).tolist()
+    low, high = numpy.percentile(guess, [25, 75])
+    self.log("same", float_of(numpy.equal(truth, guess)))
+    self.log("spread", high - low)
+    self.seen_texts = texts
+    return loss
+
+
+def changed_afterwards(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    guess, y = logits.argmax(-1), batch["y"]
+    self.log("accuracy", torchmetrics.functional.accuracy(guess, y, "multiclass", num_classes=3))
+    guess.zero_()
+    return loss
+
+
+ROWS = stepping(
+    Predicting, checked, also="bf16; verified; cut; accumulated", max_epochs=3,
+    data=lambda: batches(6),
+) | stepping(
+    Predicting, computed_further, read_as_arrays, masked, text_scores,
+    changed_afterwards, each={branched: "host", in_the_loss: "unique", by_its_type: "host"},
+    max_epochs=3, data=lambda: batches(6),
+)  # fmt: skip
+
+
+class TestKeptBack(Promises):
+    rows = ROWS
+    # The doctor's values have their types, and it sees that numbers of NumPy change
+    unlike = ("by_its_type", "text_scores")
