@@ -26,7 +26,10 @@ from tests.training.fits import (
     line,
     loader_of,
     prepare,
+    said_of_rates,
 )
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 
 
 def counts(fit: Fit, name: str = "validation_step") -> tuple[int, int, int]:
@@ -81,7 +84,7 @@ class Logging(Net):
 def test_logs_and_outputs(backend: str, tmp_path: Path, options: Any) -> None:
     options = {"max_epochs": 3, **options}
     eager, captured = fit_twice(backend, tmp_path, module=Logging, validation=8, **options)
-    compare(eager, captured)
+    compare(eager, captured, said=said_of_rates(captured))
     assert_nothing_left(captured)
     assert repr(captured.module.kept) == repr(eager.module.kept)
     first, replayed, captures = counts(captured)
