@@ -252,7 +252,12 @@ class BatchTransfer:
         return build(moved)
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """Return the source of a tensor of the last batches; None if it was changed since."""
+        """Return the source of a tensor of the last batches; None if it was changed since.
+
+        A tensor that has stayed on the host is its own.
+        """
+        if tensor.device.type == "cpu":
+            return tensor
         for copied in self._copied:
             for moved, source in copied:
                 if moved() is tensor and version_of(tensor) == 0:

@@ -148,7 +148,7 @@ class HostTracer(OperatorMode):
         self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
             if copy is not None:
-                shadow = copy.detach()
+                shadow = copy.detach() if self._emulated or tensor.is_cuda else tensor  # as read
                 self.tape.input(shadow, i)
                 self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
