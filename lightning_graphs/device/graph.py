@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -328,7 +328,11 @@ class graph:
             capture.__exit__(*(error or (None, None, None)))
 
     @contextlib.contextmanager
-    def _captured(self) -> Iterator[None]:
+    def _captured(
+        self,
+        # Surrounds the end of a capture that succeeds
+        ending: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> Iterator[None]:
         captured = self.cuda_graph
         backend = captured.backend
         refuse_nested(backend, "capture_begin()")
@@ -343,7 +347,8 @@ class graph:
                         enable_annotations=self.enable_annotations,
                     )
                     yield
-                    captured.capture_end()
+                    with ending():
+                        captured.capture_end()
                 except BaseException:  # of the body, or an interrupt
                     if captured._capturing or backend.is_capturing():
                         captured.abandon_capture()
@@ -374,6 +379,14 @@ def refuse_nested(backend: Backend, call: str) -> None:
             f"{call} was called during a capture",
             "end the other capture first",
         )
+
+
+@contextlib.contextmanager
+def _may_be_empty() -> Iterator[None]:
+    """Leave out torch's warning of an empty graph: code may find all that it needs in a cache."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        yield
 
 
 class GraphPool:
@@ -409,7 +422,8 @@ class GraphPool:
     @contextlib.contextmanager
     def capture(self) -> Iterator[CUDAGraph]:
         captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
-        with graph(captured, self.handle, self.stream, self._capture_error_mode)._captured():
+        capture = graph(captured, self.handle, self.stream, self._capture_error_mode)
+        with capture._captured(_may_be_empty):
             yield captured
         self._graphs.append(captured)
 

@@ -137,3 +137,9 @@ def test_on_cuda_a_pool_without_graphs_is_another_one_each_time(
         del one, dropped
     assert len(set(used)) == 4
     assert backend.usable_pool(used[-1]) == backend.usable_pool(pool) not in used
+
+
+def test_a_graph_of_nothing_is_one_without_a_word(backend: BackendName) -> None:
+    with GraphPool(backend=backend).capture() as captured:
+        pass
+    captured.replay()
