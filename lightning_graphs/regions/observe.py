@@ -392,10 +392,15 @@ class StepObserver:
 def _detached(tree: Any) -> Any:
     """Copy a tree with leaves of its own for autograd; a tensor that occurs twice stays one."""
     tensors = leaves_of(tree, Tensor)
-    leaves = {id(t): t.detach().as_subclass(_class_of(t)) for t in tensors}
+    leaves = {id(t): _of_class(t.detach(), _class_of(t)) for t in tensors}
     for tensor in tensors:
         leaves[id(tensor)].requires_grad_(tensor.requires_grad)
     return substitute(tree, [leaves[id(t)] for t in tensors])
+
+
+def _of_class(tensor: Tensor, kind: type[Tensor]) -> Tensor:
+    # Before torch 2.13 it raises for a sparse one, also where it already is of this class
+    return tensor if type(tensor) is kind else tensor.as_subclass(kind)
 
 
 def _class_of(tensor: Tensor) -> type[Tensor]:
