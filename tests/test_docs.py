@@ -123,7 +123,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_design_lists_the_files_of_a_replayed_step() -> None:
     text = (DOCS / "design.md").read_text(encoding="utf-8")
-    table = text.partition("enters nine files")[2].partition("\n\n|")[2].partition("\n\n")[0]
+    table = text.partition("files, first from top")[2].partition("\n\n|")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(.+)\.py`", table, re.MULTILINE) == list(REPLAYED)
 
 

@@ -62,19 +62,30 @@ class TryingIterator(Trying):
 
 
 class Box:
-    """Holds what cannot be stored again."""
+    """Holds a tensor."""
 
     def __init__(self, content: Tensor) -> None:
         self.content = content
 
 
 class Boxing(Net):
-    last: Box | None = None
+    """Stores another object in each step."""
+
+    last: Box
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Box] = []
+        self.seen: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         self.last = Box(loss.detach())
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.kept.append(self.last)
+        self.seen.append([box.content.item() for box in self.kept[-3:]])
 
 
 class Listing(Net):
@@ -187,7 +198,7 @@ TWENTY = {"data": lambda: batches(20), "validation": 0}
 LAYERS = {"capture": {"scope": "modules"}, "found": "rule remedy line", "replayed": 1, **TWENTY}
 ROWS = (
     table(
-        Catching, Boxing, Listing, Saving, said=".", placed=False, **TWENTY
+        Catching, Listing, Saving, said=".", placed=False, **TWENTY
     )
     | table(ListingLabels, found=None, **TWENTY)  # ahead of the graph
     | table(Copying, said=None, placed=False, found=None, **TWENTY)  # CUDA captures it
@@ -208,7 +219,7 @@ ROWS = (
         )
     }
     | {"Bound": row(partial(Layered, _counts, Bound), said="`last` is set to another", **LAYERS)}
-    | table(Hooked, EmptyTensor, Variational, **TWENTY)
+    | table(Boxing, Hooked, EmptyTensor, Variational, **TWENTY)
     # Ways that draws and counters decide are a graph each.
     | table(
         Deciding, said=None, replayed=1, found="", capture={"warmup_steps": 30, "min_repeats": 0},
