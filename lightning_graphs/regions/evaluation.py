@@ -152,6 +152,9 @@ class EvaluationVerification(EvaluationBody, Verification):
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
         return RegionState(tensors, {}, unseen)
 
+    def _drop_gradients(self) -> None:
+        """Leave them: those of training may be adding up."""
+
     def _replayed(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
     ) -> list[Result]:

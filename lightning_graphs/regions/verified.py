@@ -115,8 +115,7 @@ class Verification(StepBody):
     ) -> list[Result]:
         """Run the step eagerly; return what it computed besides its state."""
         if not (plan.adds or self.client.optimizes_itself):
-            for group in self.optimizer.param_groups:
-                drop_gradients(group["params"])
+            self._drop_gradients()
         recorder = self.client.mute()
         memory = self._verifier.budget.memory_of(plan.graphs["forward"])
         # The graph's own buffers, and not given away: user code may keep them
@@ -177,6 +176,11 @@ class Verification(StepBody):
         if tensors is None or not self.fits(plan.conditions):
             raise HeadMissed
         use(leaving, tensors)
+
+    def _drop_gradients(self) -> None:
+        """Drop what a step zeroes; the state that is put back has it."""
+        for group in self.optimizer.param_groups:
+            drop_gradients(group["params"])
 
     def _replayed(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]

@@ -77,6 +77,7 @@ class Logging(Net):
         {"precision": "bf16-mixed"},
         {"precision": "64-true"},
         {"val_check_interval": 3, "limit_val_batches": 4, "num_sanity_val_steps": 2},
+        {"val_check_interval": 3, "accumulate_grad_batches": 2},  # in the middle of a window
         {"capture": {"verify": 2}, "check_val_every_n_epoch": 2, "max_epochs": 6},
     ],
     ids=lambda options: ", ".join(map(str, options)),
