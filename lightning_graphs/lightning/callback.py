@@ -355,7 +355,6 @@ class GraphCapture(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             return
         self._release()
-        self._statistics = Statistics()
         device, options = trainer.strategy.root_device, self.options
         if options.diagnose:
             self._observe_evaluation(trainer, module, name)

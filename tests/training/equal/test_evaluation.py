@@ -157,6 +157,7 @@ def test_validate_test_and_predict(backend: str, tmp_path: Path, inference_mode:
                 name = {"validate": "validation_step"}.get(kind, f"{kind}_step")
                 assert counts(fit, name) == (7, 9, 2)
                 assert fit.capture.report.evaluation[name].fallbacks == ()
+                assert fit.capture.report.replayed > 10  # the fit's steps stay in the report
                 assert_nothing_left(fit)
         found.append(results)
     assert found[0] == found[1]
