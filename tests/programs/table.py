@@ -288,7 +288,7 @@ def assert_as_expected(program: Program, fit: Fit) -> None:
         reasons = zip(statistics.recaptures, program.changes, strict=True)
         assert all(part in reason for reason, part in reasons), statistics.recaptures
     assert " at 0x" not in said  # no address of an object
-    assert program.check(fit)
+    assert program.check(fit), (statistics.graphs, statistics.recaptures)
 
 
 class Promises:
@@ -354,7 +354,7 @@ class Promises:
             return
         obstacles = watched.fit.capture.report.diagnosis.obstacles
         if program.obstacle == "":
-            assert obstacles == []
+            assert obstacles == [], "\n".join(map(str, obstacles))
         elif program.obstacle is not None:
             with quiet():
                 refused = run(program, "emulated", tmp_path, True)
