@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_graphs.device.inspect import GraphInfo, capture_frontier, count_kinds, from_cuda
-from lightning_graphs.device.rules import NOT_RECORDED, known_remedy
+from lightning_graphs.device.rules import AFTERMATH, NOT_RECORDED, known_remedy
 from lightning_graphs.device.trace import (
     KnownStorage,
     Operation,
@@ -36,7 +36,7 @@ _REFUSALS = (
     "on a capturing blocking stream",
     "capturing stream has unjoined work",
     "on uncaptured work in another stream",
-    "previous error during capture",
+    AFTERMATH,
     "separate capture sequences",
     "thread-local capture sequence",
     "capture was not ended in the same stream",

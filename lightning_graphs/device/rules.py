@@ -65,6 +65,8 @@ NOT_RECORDED = Obstacle(
     "tensor, boolean indexing, torch.tensor(...), a copy from pageable host memory",
     kind="host-read",
 )
+AFTERMATH = "previous error during capture"
+"""What CUDA says in a capture that something refused has ended, and user code has caught that."""
 DYNAMIC_SHAPE = Obstacle(
     "A capture cannot contain an operator whose output shape depends on values.",
     "use a fixed shape: torch.where or masked_fill instead of boolean indexing, nonzero or unique",

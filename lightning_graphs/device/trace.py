@@ -407,6 +407,8 @@ class OperatorMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._functions = contextlib.ExitStack()
         self._around = contextlib.ExitStack()
+        # Called with each error of an operator, which user code may catch
+        self.on_error: Callable[[RuntimeError], object] = lambda error: None
 
     def __enter__(self) -> Self:
         if "torch._dynamo" in sys.modules:
@@ -438,9 +440,13 @@ class OperatorMode(TorchDispatchMode):
         if unwraps_itself(types):
             return NotImplemented  # the operators on its shards are seen
         self._look_at(current_autograd_node())
-        if isinstance(func, OpOverload):
+        if not isinstance(func, OpOverload):
+            return self.higher_order(func, args, kwargs or {})
+        try:
             return self.operator(OperatorCall(func, args, kwargs or {}))
-        return self.higher_order(func, args, kwargs or {})
+        except RuntimeError as error:
+            self.on_error(error)
+            raise
 
     def _look_at(self, node: Node | None) -> None:
         if node is not None and reads_in_backward(node):

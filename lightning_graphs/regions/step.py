@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.device.rules import DRAWN
+from lightning_graphs.device.graph import Backend, CUDAGraph, GraphPool
+from lightning_graphs.device.rules import AFTERMATH, DRAWN, NOT_RECORDED, with_known_remedy
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -149,6 +149,14 @@ class _Begun(NamedTuple):
 _ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
 
 
+def _note_refusal(backend: Backend, found: list[CaptureError], error: RuntimeError) -> None:
+    """Note an operator that CUDA refuses, while the user's line runs that calls it."""
+    if not found and (refusal := backend.refusal(error)) is not None:
+        if refusal.rule == NOT_RECORDED.rule:
+            refusal.remedy = with_known_remedy(NOT_RECORDED).remedy
+        found.append(refusal)
+
+
 class Outcome(enum.Enum):
     """What a failed attempt to capture a step comes to."""
 
@@ -188,6 +196,7 @@ class Attempts(StepBody):
         self._old_gradients: AbstractContextManager[None] = nullcontext()
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
+        self._caught: list[CaptureError] = []  # CUDA's refusals of operators, which code may catch
         self._assertions: Assertions | None = None  # what the coming capture reads only to raise
         self._state: FollowedState  # numbers that it reads and writes in tensors
         self._advance: Callable[[], None] | None = None
@@ -205,19 +214,24 @@ class Attempts(StepBody):
             CaptureError: It is refused, whatever was learned.
         """
         self._asked.clear()
+        self._caught.clear()
         self.context.policy.tries_again()
         compiled = self.context.compiled.runs
         try:
             return attempt()
-        except CaptureError as error:
+        except CaptureError as raised:
+            # Others follow the first one
+            error = self._caught[0] if self._caught and AFTERMATH in raised.observed else raised
             outcome = self._outcome_of(error, compiled=compiled)
             if outcome is Outcome.REFUSED and self.client.keeps_back(error):
                 self._facts.is_unseen = True  # once more as an eager step, to begin with
                 return Outcome.LEARNED
             if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
                 self._refuse_draws(attempt)
-            if outcome is Outcome.REFUSED:
+            if outcome is Outcome.REFUSED and error is raised:
                 raise
+            if outcome is Outcome.REFUSED:
+                raise error from raised
             return outcome
 
     def _outcome_of(self, error: CaptureError, *, compiled: bool) -> Outcome:
@@ -365,6 +379,8 @@ class StepCapture(Attempts):
         if self._facts.has_host_program and not self.context.compiled.runs:
             copies, room = self._copies(tensors), self._room_on_device
             self._host_tracer = HostTracer(device, inputs.tensors, copies, room)
+            note = partial(_note_refusal, self.context.pool.backend, self._caught)
+            self._host_tracer.on_error = note
         tape = None if self._host_tracer is None else self._host_tracer.tape
         self._assertions = Assertions(device, (lambda _: False) if tape is None else tape.knows)
         parts = self._facts.reads, device, tape, self._could_follow

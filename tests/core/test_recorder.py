@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_graphs import CaptureError
 from lightning_graphs.core import BackendName, CUDAGraph, graph
-from lightning_graphs.device.trace import Operation, Recorder
+from lightning_graphs.device.trace import Operation, OperatorMode, Recorder
 from lightning_graphs.private import callsite
 
 
@@ -294,3 +295,11 @@ def test_a_library_is_known_wherever_it_lies(
     assert callsite.is_library(str(tmp_path / "torchmetrics" / "metric.py"))
     assert callsite.is_library(torch.__file__)
     assert not callsite.is_library(str(tmp_path / "metrics.py"))
+
+
+def test_an_error_that_code_catches_is_told() -> None:
+    mode, errors = OperatorMode(), list[RuntimeError]()
+    mode.on_error = errors.append
+    with mode, contextlib.suppress(RuntimeError):
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    assert len(errors) == 1
