@@ -32,10 +32,10 @@ from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import in_transform, is_strided
 from lightning_graphs.watch.branches import (
     NotKept,
-    Raising,
     Way,
     can_be_raised_late,
     compares_to_raise,
+    late_of,
     way_on,
 )
 from lightning_graphs.watch.tracers import OURS, TracedNumber, Tracer
@@ -220,12 +220,12 @@ class _TruthOfDevice:
 
 
 class MakesError(Protocol):
-    """Makes the error of a failed assertion."""
+    """Makes the error of a failed assertion, or warns."""
 
     reads_late: bool
     """Whether it may read attributes that have changed since."""
 
-    def make(self, now: Callable[[Any], Any]) -> BaseException:
+    def make(self, now: Callable[[Any], Any]) -> BaseException | None:
         """Return the error; ``now`` gives the present value of what the graph has kept."""
 
 
@@ -298,14 +298,14 @@ class Assertions:
             known = self._places.get((code, line))
             if known is not None and len(self.found) >= _ROOM // 2:  # a loop: any of its turns
                 self._holds[known].logical_and_(value)
-                error = Raising(way, lambda value: tree_map_only(Tensor, NotKept, value))
+                error = late_of(way, lambda value: tree_map_only(Tensor, NotKept, value))
                 self.found[known - 1] = Assertion(self.found[known - 1].site, error)
                 return way.outcome
             if len(self.found) == _ROOM:
                 return None
             place = len(self.found) + 1
             self._places[code, line] = place
-            raising = Raising(way, lambda value: self._held(value, place))
+            raising = late_of(way, lambda value: self._held(value, place))
         self.require(value, CallSite(code.co_filename, line, code.co_name), raising)
         return way.outcome
 
@@ -412,13 +412,22 @@ class PendingAssertions:
         Args:
             last: The last step of the fit.
         """
+        while (found := self._next_failure()) is not None:
+            step, assertion, error = found
+            if error is not None:
+                return step, _told(error, assertion, self.fit, step, last)
+        return None
+
+    def _next_failure(self) -> tuple[int, Assertion, BaseException | None] | None:
+        """Return step, assertion and error of the first failure; one that has warned is over."""
         done, *times = self._values.tolist()
         first = min(times)
         if first == done:
             self._steps.clear()
             self._known = done
             return None
-        assertion = self.assertions[times.index(first)]
+        index = times.index(first)
+        assertion = self.assertions[index]
         numbers = self.memory[2].tolist()
         place = first - self._known
         steps = [*self._steps]
@@ -430,7 +439,12 @@ class PendingAssertions:
             return torch.tensor(numbers[held.place], dtype=torch.float64).to(held.dtype)
 
         error = assertion.raising.make(lambda value: tree_map_only((_Held, _Noted), number, value))
-        return step, _told(error, assertion, self.fit, step, last)
+        if error is None:  # the next time it warns again
+            holds, counts, _ = self.memory
+            holds[index + 1].fill_(True)
+            counts[index + 1].fill_(done)
+            self.seen[index + 1].fill_(done)
+        return step, assertion, error
 
 
 def _told(

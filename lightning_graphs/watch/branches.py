@@ -1,8 +1,9 @@
-"""What code does with the outcome of a condition: whether one way does nothing but raise.
+"""What code does with the outcome of a condition: whether one way only raises, or only warns.
 
 Byte code tells what follows where Python asks a value whether it is true. A way only raises if all
-that comes before its ``raise`` makes a message. The source tells how to make the error again, and
-which ``except`` would catch it.
+that comes before its ``raise`` makes a message, or tells one; it only warns if it tells one and
+goes on where the other way does. The source tells how to do so again, and which ``except`` would
+catch an error.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import inspect
 import os
 import tokenize
+import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -46,6 +48,10 @@ _LOADS = (
     *("LOAD_", "COPY", "SWAP", "ROT_", "DUP_", "PUSH_NULL", "PRECALL", "COMPARE_OP"),
     *("UNARY_N", "NOP", "EXTENDED_ARG", "CACHE", "TO_BOOL"),
 )
+_TELLING = frozenset(
+    ("print", "warn", "warning", "error", "info", "debug", "critical", "exception")
+) | {"rank_zero_warn", "rank_zero_info"}
+"""Functions that tell a message, and do nothing else."""
 _TESTS = ("isnan", "isinf", "isfinite", "abs")
 _EXACT = ("+", "-", "*", "BINARY_ADD", "BINARY_SUBTRACT", "BINARY_MULTIPLY")
 """Arithmetic that gives the same 64 bits everywhere, as Python versions call it."""
@@ -53,11 +59,12 @@ _COMPARISON = 24  # instructions from a number to what is done by a comparison w
 
 
 class Way(NamedTuple):
-    """How code goes on after a condition whose other outcome only raises."""
+    """How code goes on after a condition whose other outcome only raises, or only warns."""
 
     outcome: bool  # by which the code goes on
-    frame: FrameType  # whose code raises otherwise
-    raises: int  # number of the line that raises
+    frame: FrameType  # whose code raises or warns otherwise
+    raises: int  # number of the line that raises; 0: it warns
+    warns: tuple[ast.stmt, ...] = ()  # the statements that warn
 
 
 class _Listing(NamedTuple):
@@ -111,14 +118,121 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
         if listing.instructions[at].opname not in _CALLS or _called(listing, at) != name:
             return None
         at += 1
-    if asking is None or any(map(_may_catch, _passed(asking))):
+    if asking is None:
         return None
     ends = {outcome: _raises(listing, at, outcome is not inverted) for outcome in (True, False)}
     raising = [outcome for outcome, lines in ends.items() if lines]
+    if not raising:
+        return _way_of_warnings(asking, listing, at, inverted)
     if len(raising) != 1:
         return None
     (outcome,) = raising
-    return Way(not outcome, asking, min(ends[outcome]))
+    way = Way(not outcome, asking, min(ends[outcome]))
+    catching = list(filter(_may_catch, _passed(asking)))
+    return way if not catching else _way_of_handler(way, catching[0])
+
+
+def _way_of_warnings(frame: FrameType, listing: _Listing, at: int, inverted: bool) -> Way | None:
+    """Return how code goes on of which one way only warns, and then goes on as the other does."""
+    lands = {outcome: _landing(listing, at, outcome is not inverted) for outcome in (True, False)}
+    for outcome in (True, False):
+        begin, end = lands[outcome], lands[not outcome]
+        if begin is None or end is None or not _tells(listing, begin, end):
+            continue
+        lines = range(listing.lines[begin], listing.lines[end - 1] + 1)
+        if statements := _telling_statements(frame.f_code, lines):
+            return Way(not outcome, frame, 0, tuple(statements))
+    return None
+
+
+def _way_of_handler(way: Way, catching: FrameType) -> Way | None:
+    """Return how code goes on whose error is caught by code that only warns.
+
+    The error ends a function whose last statement raises it, and the ``try`` calls that alone.
+    """
+    tree, raising = _tree(catching.f_code), _tree(way.frame.f_code)
+    if way.frame.f_back is not catching or tree is None or raising is None:
+        return None
+    function = next((n for n in ast.walk(raising) if isinstance(n, ast.FunctionDef)), None)
+    if function is None or not _is_in(way.raises, function.body[-1]):
+        return None
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Try) and _is_in(catching.f_lineno, *node.body)):
+            continue
+        handlers, body = node.handlers, node.body
+        alone = len(body) == 1 and isinstance(body[0], ast.Expr) and len(handlers) == 1
+        if not alone or node.orelse or node.finalbody or handlers[0].name:
+            return None
+        told = handlers[0].body
+        if all(_is_telling(each) or isinstance(each, ast.Pass) for each in told):
+            return Way(way.outcome, catching, 0, tuple(told))
+    return None
+
+
+def _is_in(line: int, *statements: ast.stmt) -> bool:
+    return any(each.lineno <= line <= (each.end_lineno or 0) for each in statements)
+
+
+def _is_telling(node: ast.stmt) -> bool:
+    """Return whether a statement only tells a message."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return False
+    called = node.value.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in _TELLING
+
+
+def _is_warning(node: ast.stmt) -> bool:
+    """Return whether a statement warns: Python itself shows a warning of a line once."""
+    names = {"warn", "rank_zero_warn"}
+    return _is_telling(node) and not names.isdisjoint(_names_in(node.value.func))  # type: ignore[attr-defined]
+
+
+def _telling_statements(code: CodeType, lines: range) -> list[ast.stmt]:
+    """List the statements of an ``if`` on these lines, if all of them warn; else none."""
+    tree = _tree(code)
+    for node in () if tree is None else ast.walk(tree):
+        if isinstance(node, ast.If):
+            for block in (node.body, node.orelse):
+                if block and all(s.lineno in lines for s in block) and all(map(_is_warning, block)):
+                    return block
+    return []
+
+
+def _landing(listing: _Listing, at: int, outcome: bool) -> int | None:
+    """Return where code goes on after an outcome; None if that is unclear."""
+    known: tuple[bool, ...] = (outcome,)
+    while known:
+        instruction = listing.instructions[at]
+        name, at = instruction.opname, at + 1
+        if "JUMP" in name and "IF" in name and "NONE" not in name:
+            jumps = known[-1] is ("TRUE" in name)
+            known = known if jumps and "OR_POP" in name else known[:-1]
+            at = listing.at(instruction.argval) if jumps else at
+        elif name == "UNARY_NOT":
+            known = (*known[:-1], not known[-1])
+        elif name not in ("TO_BOOL", "NOP", "NOT_TAKEN", "EXTENDED_ARG"):
+            return None
+    return at
+
+
+def _tells(listing: _Listing, at: int, end: int) -> bool:
+    """Return whether all that code does on its way to an instruction is to tell messages."""
+    is_told = False
+    while at < end:
+        instruction = listing.instructions[at]
+        name = instruction.opname
+        if name == "POP_TOP":
+            if not is_told:
+                return False
+        elif "JUMP" in name:
+            return is_told and "IF" not in name and listing.at(instruction.argval) == end
+        elif name in _CALLS:
+            is_told = _called(listing, at) in _TELLING
+        elif not name.startswith((*_MAKES_MESSAGES, "NOP")) or name.startswith("STORE_FAST"):
+            return False
+        at += 1
+    return at == end and is_told
 
 
 def compares_to_raise(frame: FrameType) -> bool:
@@ -187,6 +301,7 @@ def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:
     while pending:
         at, known = pending.pop()
         is_fresh = True  # nothing was computed since the jump to here
+        is_told = False  # the last call tells a message
         while at not in seen:
             seen.add(at)
             instruction = listing.instructions[at]
@@ -209,14 +324,16 @@ def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:
                     pending.append((there, ()))
                 is_fresh = True
             elif name == "POP_TOP":
-                if not is_fresh:  # the value of a statement, which had an effect
+                if not (is_fresh or is_told):  # the value of a statement, which had an effect
                     return set()
-                known = known[:-1]
+                known, is_told = known[:-1], False
             elif name == "UNARY_NOT" and known:
                 known = (*known[:-1], not known[-1])
             elif name in ("TO_BOOL", "NOP", "NOT_TAKEN", "EXTENDED_ARG"):
                 pass
             elif name.startswith(_MAKES_MESSAGES) or name in _CALLS:
+                if name in _CALLS:
+                    is_told = _called(listing, at - 1) in _TELLING
                 known, is_fresh = (), False
             else:
                 return set()
@@ -382,21 +499,23 @@ class Raising:
         self.reads_late = any(
             isinstance(node, ast.Attribute) and id(node) not in called for node in nodes
         )
-        module = ast.fix_missing_locations(ast.Module(statements, []))
-        self._code: CodeType = compile(module, self._file, "exec", dont_inherit=True)
+        self._told = [_compiled([each], frame) for each in statements if _is_telling(each)]
+        self._code = _compiled([each for each in statements if not _is_telling(each)], frame)
         (raised, exc) = statements[-1], statements[-1].exc  # type: ignore[attr-defined]
         kind = exc.func if isinstance(exc, ast.Call) else exc
         self._kind = compile(ast.Expression(kind), self._file, "eval", dont_inherit=True)
         alone = ast.copy_location(ast.Raise(ast.Name(_ERROR, ast.Load()), None), raised)
         module = ast.fix_missing_locations(ast.Module([alone], []))
         self._raise = compile(module, self._file, "exec", dont_inherit=True)
-        names = self._code.co_names
-        self._globals, known = frame.f_globals, frame.f_locals
-        self._locals = {name: held(known[name]) for name in names if name in known}
+        self._globals = frame.f_globals
+        self._locals = _held_locals([self._code, *self._told], frame, held)
 
     def make(self, now: Callable[[Any], Any]) -> BaseException:
         """Return the error; ``now`` gives the present value of what is held."""
         names = {**self._globals, **{name: now(value) for name, value in self._locals.items()}}
+        for told in self._told:
+            with contextlib.suppress(Exception):  # it may need values that are gone
+                exec(told, names)
         try:
             exec(self._code, names)  # the user's own lines
         except BaseException as error:  # as it is, `raise KeyboardInterrupt` as well
@@ -414,8 +533,59 @@ class Raising:
         return AssertionError()
 
 
+def _compiled(statements: list[ast.stmt], frame: FrameType) -> CodeType:
+    module = ast.fix_missing_locations(ast.Module(statements, []))
+    return compile(module, frame.f_code.co_filename, "exec", dont_inherit=True)
+
+
+def _held_locals(
+    codes: list[CodeType], frame: FrameType, held: Callable[[Any], Any]
+) -> dict[str, Any]:
+    known = frame.f_locals
+    names = {name for code in codes for name in code.co_names}
+    return {name: held(known[name]) for name in sorted(names) if name in known}
+
+
+class LateWarning:
+    """Warns as a way does.
+
+    Args:
+        way: The way, whose warnings can come late.
+        held: Makes what stands for a local value of which a message is made.
+    """
+
+    reads_late = False
+
+    def __init__(self, way: Way, held: Callable[[Any], Any]) -> None:
+        frame = way.frame
+        self._codes = [_compiled([each], frame) for each in way.warns]
+        self._globals = frame.f_globals
+        self._locals = _held_locals(self._codes, frame, held)
+
+    def make(self, now: Callable[[Any], Any]) -> BaseException | None:
+        """Warn; return the error if warnings are errors."""
+        names = {**self._globals, **{name: now(value) for name, value in self._locals.items()}}
+        for code in self._codes:
+            try:
+                exec(code, names)
+            except Warning as error:
+                return error
+            except Exception:  # its message needs values that are gone
+                warnings.warn(
+                    f"a warning of {code.co_filename}, whose values are gone", stacklevel=2
+                )
+        return None
+
+
+def late_of(way: Way, held: Callable[[Any], Any]) -> Raising | LateWarning:
+    """Return what does late what a way does."""
+    return LateWarning(way, held) if way.warns else Raising(way, held)
+
+
 def can_be_raised_late(way: Way) -> bool:
     """Return whether the error of a way can be made again, and does not end a loop of callers."""
+    if way.warns:
+        return True
     statements = _statements(way)
     raised = [node.exc for node in statements if isinstance(node, ast.Raise)]
     loops = any("StopIteration" in _names_in(node) for node in raised if node is not None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,6 +128,51 @@ def of_a_library(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss - Normal(out, variance, validate_args=True).log_prob(out.detach() + 1.0).mean()
 
 
+def tells_first(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As neuralforecast shows where a loss is no number."""
+    loss: Tensor = self.loss(batch)
+    if torch.isnan(loss):
+        print("limit", self.limit)
+        print("x", torch.isnan(batch["x"]).sum())
+        raise ValueError("Loss is NaN, training stopped.")
+    return loss
+
+
+def warns(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss: Tensor = self.loss(batch)
+    if torch.isinf(loss):
+        warnings.warn(f"Training loss is infinite ({loss.item()}).", stacklevel=1)
+    if not torch.isfinite(loss):
+        warnings.warn("not finite", stacklevel=1)
+        warnings.warn("or much", stacklevel=1)
+    self.log("loss", loss)
+    return loss
+
+
+def within(outputs: Tensor) -> None:
+    if not (outputs.abs() < 1e9).all():
+        raise ValueError("outside of the support")
+
+
+def warns_of_an_error(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As scvi-tools looks whether values are in the support of a distribution."""
+    outputs = self.net(batch["x"])
+    try:
+        within(outputs)
+    except ValueError:
+        warnings.warn("outside", UserWarning, stacklevel=2)
+    return functional.cross_entropy(outputs.float(), batch["y"])
+
+
+def goes_on_otherwise(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As pytorch-forecasting replaces losses."""
+    loss: Tensor = self.loss(batch)
+    if not torch.isfinite(loss):  # read
+        loss = loss.detach() * 0.0
+        warnings.warn("reset", stacklevel=1)
+    return loss
+
+
 def more_than_a_raise(self: Any, batch: Any, batch_idx: int) -> Tensor:
     loss: Tensor = self.loss(batch)
     if torch.isnan(loss):  # read
@@ -202,6 +248,9 @@ ROWS = {
         as_plain_truths,
         as_numbers,
         in_a_loop,
+        tells_first,
+        warns,
+        warns_of_an_error,
         also="cut; accumulated; verified; bf16; modules, verified",
         graphs=range(1, 3),
     ),
@@ -210,7 +259,7 @@ ROWS = {
         each=dict.fromkeys(
             (
                 *(caught, caught_by_a_context, caught_by_an_object),
-                *(ends_its_epoch, more_than_a_raise),
+                *(ends_its_epoch, more_than_a_raise, goes_on_otherwise),
             ),
             "cannot",
         ),

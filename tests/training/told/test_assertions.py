@@ -5,6 +5,7 @@ PYTEST_DONT_REWRITE: the assertions in it are those of programs.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,36 @@ class Acting(Net):
         return -Categorical(logits=logits, validate_args=True).log_prob(batch["y"]).mean()
 
 
+class Telling(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if torch.isnan(loss):
+            print("the limit", self.current_epoch)
+            print("x", torch.isnan(batch["x"]).sum())
+            raise NotFinite("training stopped")  # raised
+        return loss
+
+
+class Warned(Net):
+    """Warns of large values, and of some out of bounds, and goes on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        size = loss.detach() * batch["x"].abs().max()
+        if size > 1000.0:
+            warnings.warn(f"a loss of {loss.item():.3f}", stacklevel=1)
+        try:
+            bounded(size)
+        except ValueError:
+            warnings.warn("out of bounds", stacklevel=1)
+        return loss
+
+
+def bounded(size: Tensor) -> None:
+    if (size > 1000.0).any():
+        raise ValueError("too large")
+
+
 def broken() -> list[dict[str, Any]]:
     data = batches(12)
     data[FAILING]["x"][0, 0] = torch.nan
@@ -95,6 +126,7 @@ def broken() -> list[dict[str, Any]]:
         (ByHand, NotFinite, r"batch 8 of 2 epochs\n(?s:.*)attributes in its message are as they"),
         (Asserting, AssertionError, r"<float32 tensor of shape \(8, 8\), whose values are gone>\n"),
         (Unreadable, NotFinite, r"^\("),
+        (Telling, NotFinite, r"^training stopped\n"),
         (Acting, ValueError, r"constraint IndependentConstraint(?s:.*)gone>\n"),
     ],
 )
@@ -175,3 +207,29 @@ def test_a_number_that_is_written_unseen_ends_the_fit(backend: str, tmp_path: Pa
     assert fit.trainer.global_step == FAILING
     assert fit.statistics.replayed > 0
     assert f"raised by step {FAILING}" in str(raised.value)
+
+
+@pytest.mark.parametrize("every", [1, 50])
+def test_warnings_come_late_and_each_time(backend: str, tmp_path: Path, every: int) -> None:
+    def large() -> list[dict[str, Any]]:
+        data = batches(12)
+        for index in (FAILING, FAILING + 2):
+            data[index]["x"] = data[index]["x"] * 2.0**12
+        return data
+
+    found: list[tuple[list[str], Any]] = []
+    for captures in (False, True):
+        options: dict[str, Any] = {"module": Warned, "data": large, "log_every_n_steps": every}
+        fit = prepare(backend, tmp_path, captures, **options)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            fit.run()
+        said = [str(each.message) for each in given]
+        said = [text for text in said if text.startswith(("a loss of", "out of bounds"))]
+        found.append((sorted(said), {k: v.cpu() for k, v in fit.module.state_dict().items()}))
+    assert len(found[0][0]) >= 4
+    assert found[0][0] == found[1][0]
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name])
+    assert fit.statistics.replayed > 0
+    assert fit.statistics.fallbacks == []
