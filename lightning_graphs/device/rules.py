@@ -311,7 +311,8 @@ INDEXING = frozenset(
 )
 """Operators whose second argument is a list of indices; a boolean one is a hidden ``nonzero``."""
 
-_MOVES_STORAGE = (aten.set_, aten.resize_, aten.resize_as_)
+MOVES_STORAGE = (aten.set_, aten.resize_, aten.resize_as_)
+"""Operators that give a tensor other memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -456,7 +457,7 @@ def operator_obstacle(
         return None if kwargs.get("output_size") is not None else DYNAMIC_SHAPE
     if torch.Tag.dynamic_output_shape in func.tags:
         return DYNAMIC_SHAPE
-    if func.overloadpacket in _MOVES_STORAGE:
+    if func.overloadpacket in MOVES_STORAGE:
         return MOVED_STORAGE
     if func in (aten._to_copy.default, aten.copy_.default):
         return _copy_obstacle(func, args, kwargs)

@@ -26,6 +26,7 @@ from lightning_graphs.device.rules import (
     FUNCTION_RULES,
     HOST_READ,
     INDEXING,
+    MOVES_STORAGE,
     REHEARSED,
     Obstacle,
     with_known_remedy,
@@ -310,7 +311,16 @@ class Observer(Recorder):
             self.refuse(str(call.func), DRAWN)
             return
         self.answered = self._is_known(call)
-        super()._check(call)
+        if not self._moves_own(call):
+            super()._check(call)
+
+    def _moves_own(self, call: OperatorCall) -> bool:
+        """Return whether memory is given to a tensor that the step has made, as cuDNN's layers do.
+
+        A rehearsal cannot follow that.
+        """
+        moves = call.func.overloadpacket in MOVES_STORAGE and not self._rehearsal
+        return moves and all(self.know(tensor).born for tensor in call.written)
 
 
 _FOLLOWED = (COUNTER, DRAWN, CLOCK)
