@@ -19,6 +19,7 @@ from lightning_graphs.device.rules import (
     HOST_DATA,
     HOST_READ,
     LINEAR_ALGEBRA,
+    NOT_RECORDED,
     UNREGISTERED_GENERATOR,
 )
 from lightning_graphs.errors import CaptureError, GraphError
@@ -53,7 +54,7 @@ _AHEAD = frozenset(
     each.rule
     for each in (
         *(DRAWN, DYNAMIC_SHAPE, HOST_COPY, HOST_DATA, HOST_READ, LINEAR_ALGEBRA),
-        UNREGISTERED_GENERATOR,
+        *(UNREGISTERED_GENERATOR, NOT_RECORDED),
     )
 ) | {ON_HOST, ONE_GENERATOR}
 """Rules that code breaks which may run ahead of a graph."""
@@ -114,10 +115,8 @@ class StepHead:
         """Look for a head after a refused capture; return whether there is another one to try."""
         context = self.context
         is_read = isinstance(error, BatchValueRead) and self.now is not None
-        # CUDA does not say which rule was broken
-        is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
         is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
-        if not (is_known or is_of_cuda or is_read):
+        if not (is_known or is_read):
             return False
         if not context.ranks.are_one or context.compiled.runs or context.watch.optimizes_itself:
             return False

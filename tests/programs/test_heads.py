@@ -164,7 +164,7 @@ def behind(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return loss if loss.item() > 1.0 else loss * 2.0  # read
 
 
-REFUSED = dict.fromkeys((inside_of_try, computed_before, behind), "cannot read a value on the host")
+REFUSED = dict.fromkeys((inside_of_try, computed_before, behind), "A capture cannot")
 
 MANY = "verified; unverified; bf16; accumulated; cut"
 ROWS = (
