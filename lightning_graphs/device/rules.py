@@ -372,8 +372,7 @@ def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
 
 def may_follow_values(error: BaseException | None) -> bool:
     """Return whether a refusal may be about a data-dependent shape; CUDA does not say."""
-    is_of_cuda = type(error) is CaptureError and error.__cause__ is not None
-    return is_of_cuda or (isinstance(error, CaptureError) and error.rule == DYNAMIC_SHAPE.rule)
+    return isinstance(error, CaptureError) and error.rule in (DYNAMIC_SHAPE.rule, NOT_RECORDED.rule)
 
 
 def with_known_remedy(obstacle: Obstacle) -> Obstacle:

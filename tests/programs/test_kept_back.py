@@ -116,7 +116,7 @@ ROWS = stepping(
     data=lambda: batches(6),
 ) | stepping(
     Predicting, computed_further, read_as_arrays, masked, text_scores,
-    changed_afterwards, each={branched: "host", in_the_loss: "unique", by_its_type: "host"},
+    changed_afterwards, each={branched: "host", in_the_loss: "in_the_loss", by_its_type: "host"},
     max_epochs=3, data=lambda: batches(6),
 )  # fmt: skip
 
