@@ -331,8 +331,8 @@ def test_a_short_loop_is_lightnings(
             fit.run()
         fits.append(fit)
     compare(*fits)
-    assert short.steps > 5
-    assert (short.replayed > 5) is program.at_once
+    assert short.steps > 2  # it begins once each graph has its times, which a GPU tells later
+    assert (short.replayed > 2) is program.at_once
     eager, mine = (
         sorted(p.name for p in tmp_path.glob(f"{c}/checkpoints/*")) for c in (False, True)
     )
