@@ -211,7 +211,9 @@ class Observer(Recorder):
             asked = args[2:4] if lengths else args[:1]
             asked = args[1:2] if name in READS_LENGTHS else asked
             read = name in FROM_PYTHON and obstacle is HOST_READ  # tensors in a list
-            self.answered = answered = not read and self._host_has(tensors_in(asked))
+            answered = not read and self._host_has(tensors_in(asked))
+            # What a call that is kept back has given is on the host after a replay alone
+            self.answered = answered = answered and not self._late_in(tensors_in(asked))
             self.refuse(name, obstacle)
             self._count(name, leaves_of(args))
             with self.looking_away():  # the operators inside of it belong to this obstacle
