@@ -81,6 +81,7 @@ def capture_obstacle(
 
 
 def _too_precise(parameters: Iterable[Tensor], device_type: str) -> str | None:
+    """Why the numbers of a graph are too coarse for these parameters; None if they are not."""
     if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
         return "parameters are float64, and a captured learning rate has 32 bits"
     return None
