@@ -18,7 +18,7 @@ from lightning_graphs.device.emulated import EmulatedBackend, EmulatedGraph
 from lightning_graphs.device.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.private.engine import (
-    leaves_in_sight,
+    leaves_alive,
     renew_gradient_nodes,
     stale_gradient_nodes_tolerated,
 )
@@ -315,7 +315,7 @@ class graph:
         self._capture: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        renew_gradient_nodes(leaves_in_sight())
+        renew_gradient_nodes(leaves_alive())
         capture = self._captured()
         capture.__enter__()
         self._capture = capture

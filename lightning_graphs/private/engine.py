@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -219,44 +217,6 @@ def leaves_alive() -> Iterator[Tensor]:
     # What refers to these classes is found in half the time of a look at all objects.
     found = gc.get_referrers(*_PLAIN)
     yield from [tensor for tensor in found if type(tensor) in _PLAIN]
-
-
-def leaves_in_sight() -> Iterator[Tensor]:
-    """Yield tensors that the calling code can name, which may be leaves of autograd.
-
-    These are in variables of its frames: tensors, parameters of modules and of optimizers, and
-    those in containers and in attributes of objects. The look takes a millisecond.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    tables: dict[int, dict[str, Any]] = {}
-    while frame is not None:
-        for table in (frame.f_locals, frame.f_globals):
-            tables[id(table)] = table
-        frame = frame.f_back
-    for table in tables.values():
-        for value in list(table.values()):
-            yield from _leaves_in(value)
-
-
-def _leaves_in(value: Any, depth: int = 1) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if type(value) in _PLAIN:
-            yield value
-    elif isinstance(value, nn.Module):
-        yield from (p for p in value.parameters() if type(p) in _PLAIN)
-    elif isinstance(value, torch.optim.Optimizer):
-        for group in value.param_groups:
-            yield from (p for p in group["params"] if type(p) in _PLAIN)
-    elif depth:
-        inside: Iterable[Any] = ()
-        if isinstance(value, (list, tuple)):
-            inside = value
-        elif isinstance(value, dict):
-            inside = list(value.values())
-        elif not isinstance(value, type | types.ModuleType):
-            inside = list(getattr(value, "__dict__", {}).values())
-        for held in inside:
-            yield from _leaves_in(held, depth - 1)
 
 
 # ------------------ DDP, FSDP2 and ``DTensor``

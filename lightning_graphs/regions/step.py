@@ -28,7 +28,6 @@ from lightning_graphs.private.callsite import (
 )
 from lightning_graphs.private.engine import (
     backward_passes_observed,
-    leaves_alive,
     renew_gradient_nodes,
 )
 from lightning_graphs.private.generators import CapturedDropout
@@ -549,7 +548,7 @@ class StepCapture(Attempts):
         around.enter_context(self._surrounded(environment, recorder, effects))
         around.enter_context(objects_undone(own, environment.outside.listed))
         targets.begin()
-        renew_gradient_nodes(leaves_alive())
+        renew_gradient_nodes(targets.parameters)
         return _Begun(
             given.signature, tensors, arguments, inputs, versions, asked, effects, environment,
             targets,
