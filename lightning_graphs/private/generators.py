@@ -148,6 +148,10 @@ class Generators:
         for name, value in held:
             self.add(name, value)
 
+    def names(self) -> list[str]:
+        """List the names of the generators."""
+        return [generator.name for generator, _ in self._states]
+
     def add(self, name: str, held: Any) -> None:
         """Add a value with its present state if it is a generator."""
         of_torch = isinstance(held, torch.Generator) and held.device.type == "cpu"
