@@ -179,7 +179,7 @@ class Attempts(StepBody):
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
         self._copies = self.client.copies_on_host
         self._units = context.ranks.units
-        self._registers_hooks = False
+        self._hooks, self._registers_hooks = 0, False
         self._asked: list[str] = []
         self._room_on_device = _ROOM_ON_DEVICE
         self._host_tracer: HostTracer | None = None
@@ -446,6 +446,7 @@ class StepCapture(Attempts):
             self._watch_code(self._inside)
             self._inside.enter_context(given.inside())
             self._inside.enter_context(recorder.keeping())
+            self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments
 
         try:
@@ -594,10 +595,9 @@ class StepCapture(Attempts):
     def forward(
         self, arguments: tuple[Any, ...], recorder: Recorder
     ) -> tuple[OutputPlan, Tensor | None]:
-        hooks = hooks_registered()
         with contextlib.ExitStack() as self._inside:
             result = super().forward(arguments, recorder)
-        self._registers_hooks = hooks_registered() != hooks
+            self._registers_hooks = hooks_registered() != self._hooks
         return result
 
     def _call(self, arguments: Sequence[Any]) -> Any:
