@@ -101,6 +101,9 @@ class _LogCall:
         entry = results.get(self._key) if results is not None else None
         is_kind = isinstance(value, (Tensor, Metric))
         if results is None or entry is None or entry.has_reset or not is_kind:
+            if self.module.automatic_optimization:  # Lightning's loop names the method
+                self.base(self.name, value, **self.options)
+                return None
             with within_hook(self.module, self._hook):
                 self.base(self.name, value, **self.options)
             return None
