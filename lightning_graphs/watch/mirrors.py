@@ -192,7 +192,8 @@ class FollowedState:
         if not self._mirrors.known:
             return exchanged([_member(*member) for member in members])
         members += [(Tensor, name, self._writing(name)) for name in _WRITING]
-        members += [(Tensor, f"__{name}item__", self._part) for name in ("get", "set")]
+        # Not `__getitem__`: a class that once had its own counts as a sequence ever after
+        members.append((Tensor, "__setitem__", self._part))
         return tensors_as_numbers(self._number, [_member(*member) for member in members])
 
     # ------------------------------------------------------------------ reads
