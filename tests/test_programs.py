@@ -27,9 +27,9 @@ WHOLE = [
     "GAN whose generator rests",
     "WGAN with gradient penalty",
     "actor and critic",
+    "cutmix",  # its draws are a head: they choose places with 25 values
 ]
 SUBMODULES = {
-    "cutmix": "on which the way of the step depends",  # places with 25 values
     "LBFGS": "LBFGS calls the training step several times",
     "loss weighted by path": 'batch["path"][0] is read at ',
 }
