@@ -97,7 +97,8 @@ _TREES = st.recursive(
         _containers(children)
         | st.builds(Sample, children, children)
         | st.builds(Frozen, children)
-        | st.dictionaries(st.text(max_size=2), children, max_size=2).map(UserDict)
+        # An empty one of a class of which no other was seen does not tell where its items are
+        | st.dictionaries(st.text(max_size=2), children, min_size=1, max_size=2).map(UserDict)
         | st.builds(BaseModelOutput, last_hidden_state=_tensors())
     ),
     max_leaves=6,
