@@ -199,6 +199,10 @@ _LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
 _State = list[tuple[Any, dict[str, Any], list[Any]]]
 
 
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if type(value) in (list, tuple) else value
+
+
 class OptimizerGuard:
     """Notices other groups, other state and hooks of an optimizer whose step is captured."""
 
@@ -222,7 +226,7 @@ class OptimizerGuard:
     def numbers(self) -> Values:
         """Return names and values that a capture freezes in the groups; learning rates are live."""
         found = map(getitem, *self._frozen)
-        values = [tuple(value) if type(value) is list else value for value in found]
+        values = list(map(_hashable, found))
         return tuple(zip(self._frozen[1], values, strict=True))
 
     def changed(self, epoch: int) -> str:
