@@ -101,9 +101,6 @@ class _LogCall:
         entry = results.get(self._key) if results is not None else None
         is_kind = isinstance(value, (Tensor, Metric))
         if results is None or entry is None or entry.has_reset or not is_kind:
-            if self.module.automatic_optimization:  # Lightning's loop names the method
-                self.base(self.name, value, **self.options)
-                return None
             with within_hook(self.module, self._hook):
                 self.base(self.name, value, **self.options)
             return None
@@ -382,20 +379,22 @@ class QuickLog:
 
     module: LightningModule
     is_stepping: Callable[[], bool]
-    known: dict[str, _LogCall] = field(default_factory=dict)  # the last calls, by their keys
+    # The last calls, by the method that logs and the name: keys of one name are apart
+    known: dict[tuple[str | None, str], _LogCall] = field(default_factory=dict)
 
     def __call__(
         self, log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
     ) -> None:
         """Log ``value`` as ``name``; ``log`` is ``LightningModule.log``."""
-        known = self.known.get(name) if self.is_stepping() and not rest else None
+        key = present_hook(self.module), name
+        known = self.known.get(key) if self.is_stepping() and not rest else None
         is_same = known is not None and known.options == options
         if known is not None and is_same and isinstance(value, Tensor) and value.numel() == 1:
             known.log(value)
             return
         log(name, value, *rest, **options)
         if not rest and all(type(v) in _PLAIN for v in options.values()):
-            self.known[name] = _LogCall(self.module, log, name, options)
+            self.known[key] = _LogCall(self.module, log, name, options)
 
 
 @dataclass(eq=False)

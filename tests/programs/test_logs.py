@@ -53,6 +53,21 @@ FORMS = [
 ]
 
 
+class OneName(Net):
+    """Logs one name in its steps and hooks; each has a key of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("value", loss)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", batch["x"].mean())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("value", self.loss(batch) * 2)
+
+
 class Many(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -359,6 +374,7 @@ ROWS = (
         ),
     }
     | table(Temperature, FromHooks, **OF_NET)
+    | table(OneName, max_epochs=3, also="modules, verified")
     | table(
         Varying, said="would freeze a counter", found=None, data=lambda: batches(11, last=3),
         max_epochs=3, **OF_NET,
