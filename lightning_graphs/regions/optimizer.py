@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import SCHEDULED
+from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, GraphError, in_one_line, is_out_of_memory
 from lightning_graphs.policy.worth import defragment
 from lightning_graphs.private.engine import local
@@ -253,10 +254,11 @@ class CapturableOptimizer:
         self.runs_other_kernel = self._fused and not all(
             group.get("fused") for group in optimizer.param_groups
         )
-        # Its step only calls a closure, once; of one that is tried, its first step tells
+        # Its step calls a closure once, ahead of all else, and only passes on what that returns; of
+        # one that is tried, the first step tells
         self.takes_closure_once = not self._is_tried
         # Its state exists. A gradient scaler may skip the first steps of a fit.
-        self.has_stepped = bool(optimizer.state)
+        self.has_stepped = bool(optimizer.state) and not self._is_tried
         self._is_restored = False
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
@@ -298,18 +300,14 @@ class CapturableOptimizer:
         Raises:
             UpdateRefused: It has failed in a capture, or has changed a value on the host.
         """
-        calls = 0
-
-        def counted() -> Any:
-            nonlocal calls
-            calls += 1
-            assert closure is not None
-            return closure()
-
         if not is_current_stream_capturing():
-            returned = step(None if closure is None else counted)
+            if closure is None or self.has_stepped:
+                returned = step(closure)
+            else:
+                use = _ClosureUse(closure)
+                returned = use.watched(step)
+                self.takes_closure_once = use.is_plain
             self.has_stepped = True
-            self.takes_closure_once = calls == 1 or closure is None
             return returned
         before = _HostState(self.optimizer, self._device)
         try:
@@ -329,7 +327,9 @@ class CapturableOptimizer:
         """Return why a step with a closure of its own use cannot be captured; None if it can."""
         if self.takes_closure_once or not self.has_stepped:
             return None
-        return self._refused("it does not call its closure once, ahead of all else")
+        return self._refused(
+            "it does not call its closure once, ahead of all else, or computes with the loss"
+        )
 
     def _refused(self, observed: str) -> UpdateRefused:
         return UpdateRefused(
@@ -552,6 +552,45 @@ def _all_exchanged(places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
 def takes_value(*given: Any) -> bool:
     """Whether a scheduler is handed a value of the step."""
     return any(isinstance(leaf, (Tensor, Tracer)) for leaf in leaves_of(given))
+
+
+class _ClosureUse:
+    """Finds whether a step only calls its closure, once and ahead of all work on tensors."""
+
+    def __init__(self, closure: Callable[[], Any]) -> None:
+        self._closure = closure
+        self._watching = contextlib.ExitStack()
+        self._calls, self._is_only_called = 0, True
+        self._loss: Any = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self._calls == 1 and self._is_only_called
+
+    def watched(self, step: Callable[..., Any]) -> Any:
+        """Take the step, and watch its functions of torch."""
+        with self._watching:
+            self._watch()
+            return step(self._called)
+
+    def _watch(self) -> None:
+        self._watching.enter_context(FunctionMode(self._seen))
+
+    def _called(self) -> Any:
+        self._calls += 1
+        self._watching.close()  # what the closure runs is not the step's own
+        try:
+            self._loss = self._closure()
+            return self._loss
+        finally:
+            self._watch()
+
+    def _seen(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        tensors = leaves_of((args, kwargs), Tensor)
+        is_ahead = self._calls == 0 and bool(tensors)
+        if is_ahead or any(tensor is self._loss for tensor in tensors):
+            self._is_only_called = False
+        return function(*args, **kwargs)
 
 
 class _HostState:

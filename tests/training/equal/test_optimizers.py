@@ -196,6 +196,60 @@ def test_an_optimizer_that_computes_on_the_host(
     assert captured.statistics.replayed > 10
 
 
+class Ahead(Own):
+    """Moves the parameters ahead of its one call of the closure, unseen by torch's versions."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.5)
+        return super().step(closure)
+
+
+class Scaled(Own):
+    """Scales its rate by the loss, if it is given a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        rate: Any = RATE
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            rate = RATE * loss.detach()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * rate)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("optimizer", [Ahead, Scaled])
+def test_a_closure_that_is_not_called_first_and_only(
+    backend: str, tmp_path: Path, optimizer: Any, scope: str
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=made(lambda p: optimizer(p, lion, decay=0.25)), **in_scope(scope)
+    )
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 5
+    assert "does not call its closure once" in "".join(captured.statistics.fallbacks)
+
+
+def test_an_optimizer_of_user_code_whose_state_is_replaced(backend: str, tmp_path: Path) -> None:
+    """Graphs are made anew, after a step that shows how it takes its closure."""
+
+    class Rewinding(Net):
+        def on_train_epoch_start(self) -> None:
+            optimizer = self.trainer.optimizers[0]
+            if self.current_epoch == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+
+        def configure_optimizers(self) -> Any:
+            return Own(self.parameters(), lion, decay=0.25)
+
+    eager, captured = fit_twice(backend, tmp_path, module=Rewinding, max_epochs=4)
+    compare(eager, captured)
+
+
 def test_a_rate_that_moves_in_every_step(backend: str, tmp_path: Path) -> None:
     """It is a constant of the graph where torch has no form of the step that reads it."""
 
