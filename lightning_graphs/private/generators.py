@@ -141,6 +141,7 @@ class Generators:
         *,
         seen: Iterable[Any] | None = None,
     ) -> None:
+        self.outside: set[str] = set()  # names of values that another walk would not find
         self._with_torch = seen is None and device.type != "cpu"
         others = {getattr(generator, "name", "") for generator in seen or ()}
         self._states = [(g, g.get_state()) for _, g in shared_generators() if g.name not in others]
@@ -148,9 +149,10 @@ class Generators:
         for name, value in held:
             self.add(name, value)
 
-    def names(self) -> list[str]:
-        """List the names of the generators."""
-        return [generator.name for generator, _ in self._states]
+    def add_outside(self, name: str, held: Any) -> None:
+        """Add a value that is not among those given, as one in a global variable; see ``add``."""
+        self.outside.add(name)
+        self.add(name, held)
 
     def add(self, name: str, held: Any) -> None:
         """Add a value with its present state if it is a generator."""

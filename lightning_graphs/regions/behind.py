@@ -47,7 +47,12 @@ from lightning_graphs.watch.head import (
 )
 from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.host_trace import ONE_GENERATOR
-from lightning_graphs.watch.side_effects import StepState, place_of, trained_parameters
+from lightning_graphs.watch.side_effects import (
+    DrawnOutsideError,
+    StepState,
+    place_of,
+    trained_parameters,
+)
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 _AHEAD = frozenset(
@@ -116,7 +121,7 @@ class StepHead:
         context = self.context
         is_read = isinstance(error, BatchValueRead) and self.now is not None
         is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
-        if not (is_known or is_read) or self._draws_elsewhere(error):
+        if not (is_known or is_read) or isinstance(error, DrawnOutsideError):
             return False
         if not context.ranks.are_one or context.compiled.runs or context.watch.optimizes_itself:
             return False
@@ -133,13 +138,6 @@ class StepHead:
         if not is_read:
             self.now = None
         return False
-
-    def _draws_elsewhere(self, error: GraphError) -> bool:
-        """Whether code draws from a generator that no run of a head can put back."""
-        drawn = error.observed.partition(" draws from ")[2] if error.rule == DRAWN.rule else ""
-        module = self.context.module
-        known = tuple(Generators(iter_objects(module), module.device).names())
-        return bool(drawn) and not all(each.startswith(known) for each in drawn.split(", "))
 
     def missed(self) -> GraphError | None:
         """Note that no plan fits what has left the head of a step.

@@ -125,7 +125,9 @@ class Environment:
         self.in_attributes = self.loose.tensors  # those that modules hold
         code = root if modules is None else nn.ModuleList(modules)
         held = self.held if modules is None else None
-        self.outside = GlobalReads(code, client.own, self.generators.add, self.loose.add, held=held)
+        self.outside = GlobalReads(
+            code, client.own, self.generators.add_outside, self.loose.add, held=held
+        )
 
     @property
     def leaves(self) -> list[Any]:

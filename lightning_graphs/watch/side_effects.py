@@ -490,6 +490,10 @@ def _results(place: Place, value: Any) -> list[Result]:
 # ------------------ State between steps
 
 
+class DrawnOutsideError(CaptureError):
+    """Code draws from a generator that only its own globals hold: it cannot be run on trial."""
+
+
 class LeftBehindError(CaptureError):
     """Raised for side effects that no replay can apply."""
 
@@ -619,7 +623,9 @@ class StepState:
             observed = f"{LIBRARIES.step} changes {listed(names)}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
-            raise DRAWN.refused(f"{LIBRARIES.step} draws from {listed(drawn)}")
+            observed = f"{LIBRARIES.step} draws from {listed(drawn)}"
+            kind = CaptureError if generators.outside.isdisjoint(drawn) else DrawnOutsideError
+            raise kind(DRAWN.rule, observed, DRAWN.remedy)
 
     def capturing(self, batch: Any) -> SideEffects:
         """Prepare a capture over these places: its inputs, and its side effects."""
