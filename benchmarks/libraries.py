@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import sys
 import time
@@ -39,7 +38,7 @@ from typing import Any
 import library_fits
 import torch
 import zoo
-from harness import Lab, describe_environment, verdict_of
+from harness import Lab, describe_environment
 from library_fits import FITS
 from torch import Tensor
 from zoo import Found
@@ -340,15 +339,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = min(options.jobs, len(names))
     found = zoo.in_processes(__file__, names, flags, jobs, options.limit)
     rows = zoo.summary(found, limits=True, not_whole=NOT_WHOLE_LIMIT, eager=EAGER_LIMIT)
-    verdict, said = verdict_of(rows), zoo.totals(found, "models")
-    print(said)
-    for row in rows:
-        print(f"{row.name:<24}{row.figure:>7.1f} {row.unit:<2}{row.verdict:<14}{row.detail}")
-    if options.json is not None:
-        written = {"environment": environment, "command": sys.argv, "rows": found}
-        options.json.write_text(json.dumps({**written, "verdict": verdict}, indent=1))
-    if options.markdown is not None:
-        options.markdown.write_text(f"{environment}\n\n{said}.\n\n{table(found)}\n")
+    said = zoo.totals(found, "models")
+    page = f"{environment}\n\n{said}.\n\n{table(found)}\n"
+    verdict = zoo.conclude(found, rows, said, options, page)
     return 0 if verdict == "PASS" else 1
 
 

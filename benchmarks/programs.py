@@ -22,7 +22,6 @@ optimization have no graph of a whole step: those count as submodules.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from typing import Any
 import step
 import torch
 import zoo
-from harness import Lab, describe_environment, verdict_of
+from harness import Lab, describe_environment
 from lightning.pytorch import Callback, Trainer, seed_everything
 from program_modules import PROGRAMS
 from torch import Tensor
@@ -134,17 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = min(options.jobs, len(names))
     found = zoo.in_processes(__file__, names, flags, jobs, options.limit)
     rows = zoo.summary(found, limits=True, not_whole=NOT_WHOLE_LIMIT, eager=EAGER_LIMIT)
-    verdict, said = verdict_of(rows), zoo.totals(found, "programs")
-    print(said)
-    for row in rows:
-        print(f"{row.name:<24}{row.figure:>7.1f} {row.unit:<2}{row.verdict:<14}{row.detail}")
-    if options.json is not None:
-        written = {"environment": environment, "command": sys.argv, "rows": found}
-        options.json.write_text(json.dumps({**written, "verdict": verdict}, indent=1))
-    if options.markdown is not None:
-        parts = ["# Programs", f"{environment}: `python benchmarks/programs.py`.", f"{said}."]
-        parts.append(zoo.table("program", found))
-        options.markdown.write_text("\n\n".join(parts) + "\n")
+    said = zoo.totals(found, "programs")
+    parts = ["# Programs", f"{environment}: `python benchmarks/programs.py`.", f"{said}."]
+    page = "\n\n".join([*parts, zoo.table("program", found)]) + "\n"
+    verdict = zoo.conclude(found, rows, said, options, page)
     return 0 if verdict == "PASS" else 1
 
 

@@ -425,6 +425,30 @@ def table(what: str, rows: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
+def conclude(
+    found: Sequence[Found], rows: Sequence[Row], said: str, options: argparse.Namespace, page: str
+) -> str:
+    """Print what was found, write the files that the options name, and return the verdict.
+
+    Args:
+        found: All rows.
+        rows: The counts that have limits.
+        said: The counts in one sentence.
+        options: Of the command: ``json`` and ``markdown``, each a path or None.
+        page: What goes to ``markdown``.
+    """
+    verdict = verdict_of(rows)
+    print(said)
+    for row in rows:
+        print(f"{row.name:<24}{row.figure:>7.1f} {row.unit:<2}{row.verdict:<14}{row.detail}")
+    if options.json is not None:
+        written = {"environment": describe_environment(), "command": sys.argv, "rows": found}
+        options.json.write_text(json.dumps({**written, "verdict": verdict}, indent=1))
+    if options.markdown is not None:
+        options.markdown.write_text(page)
+    return verdict
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", default=",".join(ARCHITECTURES), help="names, commas between")
@@ -452,15 +476,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = [f"--{name}" for name in ("tiny", "eager") if getattr(options, name)]
     found = in_processes(__file__, names, flags, min(options.jobs, len(names)), options.limit)
     rows = summary(found, limits=not options.tiny)
-    verdict = verdict_of(rows)
-    print(totals(found))
-    for row in rows:
-        print(f"{row.name:<24}{row.figure:>7.1f} {row.unit:<2}{row.verdict:<14}{row.detail}")
-    if options.json is not None:
-        written = {"environment": environment, "command": sys.argv, "rows": found}
-        options.json.write_text(json.dumps({**written, "verdict": verdict}, indent=1))
-    if options.markdown is not None:
-        options.markdown.write_text(markdown(found, environment))
+    verdict = conclude(found, rows, totals(found), options, markdown(found, environment))
     return 0 if options.eager or verdict == "PASS" else 1
 
 
