@@ -24,6 +24,7 @@ from lightning_graphs.lightning.metrics import (
     results_of,
 )
 from lightning_graphs.lightning.private import (
+    HOOK,
     ResultsUpdate,
     batch_size_of,
     bound_log_redirected,
@@ -386,7 +387,7 @@ class QuickLog:
         self, log: Callable[..., None], name: str, value: Any, *rest: Any, **options: Any
     ) -> None:
         """Log ``value`` as ``name``; ``log`` is ``LightningModule.log``."""
-        key = present_hook(self.module), name
+        key = vars(self.module).get(HOOK), name  # without a call: each value is logged so
         known = self.known.get(key) if self.is_stepping() and not rest else None
         is_same = known is not None and known.options == options
         if known is not None and is_same and isinstance(value, Tensor) and value.numel() == 1:

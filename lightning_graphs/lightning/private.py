@@ -70,7 +70,8 @@ def logs_snapshot(trainer: Trainer) -> PythonSnapshot:
     return kept
 
 
-_HOOK = "_current_fx_name"
+HOOK = "_current_fx_name"
+"""Where a module has the name of :func:`present_hook`."""
 
 
 def present_hook(module: LightningModule) -> str | None:
@@ -79,12 +80,12 @@ def present_hook(module: LightningModule) -> str | None:
     No public API tells. Fallback: none, and each hook logs under the name of the present one.
     """
     # Not read as an attribute: a capture would make a guard of it
-    return vars(module).get(_HOOK)
+    return vars(module).get(HOOK)
 
 
 def within_hook(module: LightningModule, hook: str | None) -> AbstractContextManager[None]:
     """Let the body log as if Lightning had called this method."""
-    return nullcontext() if hook == present_hook(module) else replaced(module, _HOOK, hook)
+    return nullcontext() if hook == present_hook(module) else replaced(module, HOOK, hook)
 
 
 def result_key(trainer: Trainer, name: str, options: Mapping[str, Any]) -> str:

@@ -222,11 +222,16 @@ class OptimizerGuard:
         live = _LIVE - {"lr"} if freezes_rates else _LIVE
         frozen = [(g, k) for g in self.groups for k in g if k not in live and not is_tensor(g[k])]
         self._frozen = [group for group, _ in frozen], [name for _, name in frozen]
+        given = chain.from_iterable(g[k] for g, k in frozen if type(g[k]) in (list, tuple))
+        self._has_tables = any(type(value) is list for value in given)
 
     def numbers(self) -> Values:
         """Return names and values that a capture freezes in the groups; learning rates are live."""
         found = map(getitem, *self._frozen)
-        values = list(map(_hashable, found))
+        if self._has_tables:
+            values = list(map(_hashable, found))
+        else:  # without a call for each
+            values = [tuple(value) if type(value) is list else value for value in found]
         return tuple(zip(self._frozen[1], values, strict=True))
 
     def changed(self, epoch: int) -> str:

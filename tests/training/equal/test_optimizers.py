@@ -170,7 +170,9 @@ def listed(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
 
 @pytest.mark.parametrize("update", [signs, lion, lars, muon])
 def test_an_optimizer_of_user_code_is_captured(backend: str, tmp_path: Path, update: Any) -> None:
-    compare(*fit_twice(backend, tmp_path, module=made(lambda p: Own(p, update, decay=0.25))))
+    """Its groups may have tables, as those of timm's AdaBelief."""
+    numbers: dict[str, Any] = {"decay": 0.25, "buffer": [[None, None], [None, None]]}
+    compare(*fit_twice(backend, tmp_path, module=made(lambda p: Own(p, update, **numbers))))
 
 
 @pytest.mark.parametrize("scope", ["step", "modules"])
