@@ -72,7 +72,7 @@ from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.values.memory import tensors_returned
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.assertions import Question, truths_exchanged
 from lightning_graphs.watch.batch import BatchValues
 from lightning_graphs.watch.environment import Environment, clocks_exchanged
@@ -544,13 +544,15 @@ class EvaluationDoctor(Doctor):
         self._evaluation.given = args
         module = self._module
         held = UnregisteredTensors(module, iter_objects(module)).tensors
-        known = (*module.parameters(), *module.buffers(), *held, *leaves_of(args, Tensor))
+        known = (*module.parameters(), *module.buffers(), *held)
         if any(tensor.is_inference() for tensor in known):  # they can be written in it alone
             self.finish()
         if self._finished:
             return self._calls.training_step(*args, **kwargs)
         with outside_inference_mode():
-            returned = super().training_step(*args, **kwargs)
+            # A batch that was moved to a GPU was made in that mode
+            own = [t.clone() if t.is_inference() else t for t in leaves_of(args, Tensor)]
+            returned = super().training_step(*substitute(args, own), **kwargs)
         self._name_hooks()
         return returned
 

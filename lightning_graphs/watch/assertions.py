@@ -158,8 +158,8 @@ class _NumberOfDevice(TracedNumber):
     """The number of a tensor, in code that compares it only to raise."""
 
     def __init__(self, assertions: Assertions, tensor: Tensor) -> None:
-        nobody = SimpleNamespace(bounds=[])
-        super().__init__(nobody, "the number", lambda: None, None, False, HOST_READ)
+        owner = SimpleNamespace(bounds=[])
+        super().__init__(owner, "the number", lambda: None, None, False, HOST_READ)
         self._assertions, self._tensor = assertions, tensor
 
     def refuse(self) -> NoReturn:

@@ -29,7 +29,10 @@ from tests.training.fits import (
     said_of_rates,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*parameters are float64"),  # which only CUDA minds
+]
 
 
 def counts(fit: Fit, name: str = "validation_step") -> tuple[int, int, int]:
@@ -337,7 +340,14 @@ def test_the_doctor_finds_what_a_capture_refuses(
     assert "3 validation steps observed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [Logging, Measured, Passing])
+class Moved(Logging):
+    """Its batches are made in inference mode, as those are which Lightning moves to a GPU."""
+
+    def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+        return {name: value.to(device, copy=True) for name, value in batch.items()}
+
+
+@pytest.mark.parametrize("kind", [Logging, Measured, Passing, Moved])
 def test_the_doctor_finds_nothing_else(backend: str, tmp_path: Path, kind: Any) -> None:
     observed = prepare(
         backend, tmp_path, True, module=kind, validation=0, capture={"diagnose": True}
