@@ -11,6 +11,7 @@ import timeit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
+from operator import is_
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
@@ -442,24 +443,38 @@ def _of_group(name: str, group: int, optimizer: int) -> str:
 @contextlib.contextmanager
 def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[None]:
     """While capturing, refuse to set these numbers and entries of parameter groups."""
-    tables = [("", table) for table in (*optimizer.param_groups, *(table for table, *_ in places))]
-    before = PythonSnapshot(tables)
+    groups = [("", group) for group in optimizer.param_groups]
+    inside = {id(group) for group in optimizer.param_groups}
+    # Of schedulers these numbers alone: other entries, as a method in their place, are none of ours
+    outside = [(table, key, table[key]) for table, key, _ in places if id(table) not in inside]
+    before = PythonSnapshot(groups)
     tensors = [(key, v, version_of(v)) for _, key, v in places if isinstance(v, Tensor)]
     try:
         for table, key, value in places:
             table[key] = value
-        given = PythonSnapshot(tables)
+        given, held = PythonSnapshot(groups), [(t, k, _contents(t[k])) for t, k, _ in outside]
         yield
         moved = {change.key for change in given.changes()}
+        moved |= {key for table, key, was in held if not _is_same(_contents(table[key]), was)}
         moved |= {key for key, tensor, version in tensors if version_of(tensor) != version}
     finally:
         before.restore()
+        for table, key, value in outside:
+            table[key] = value
     if moved:
         raise CaptureError(
             "A replay runs no Python code, and cannot set values in the optimizer.",
             f"the step sets {', '.join(sorted(moved))} in param_groups",
             "set the value in on_train_batch_start or another hook, or with a scheduler",
         )
+
+
+def _contents(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, list) else [value]
+
+
+def _is_same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
