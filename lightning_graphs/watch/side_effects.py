@@ -624,8 +624,9 @@ class StepState:
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
             observed = f"{LIBRARIES.step} draws from {listed(drawn)}"
-            kind = CaptureError if generators.outside.isdisjoint(drawn) else DrawnOutsideError
-            raise kind(DRAWN.rule, observed, DRAWN.remedy)
+            if not generators.outside.isdisjoint(drawn):
+                raise DrawnOutsideError(DRAWN.rule, observed, DRAWN.remedy)
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
 
     def capturing(self, batch: Any) -> SideEffects:
         """Prepare a capture over these places: its inputs, and its side effects."""
