@@ -107,7 +107,7 @@ class FitSummary:
     def count_rest(self) -> None:
         """Count as eager the steps that ran since the callback was switched off."""
         if self._off_since is not None:
-            self._statistics.eager += self._batches() - self._off_since
+            self._statistics.ran_eagerly(self._batches() - self._off_since)
             self._off_since = self._batches()
 
     def finish(self) -> None:
@@ -343,9 +343,14 @@ class GraphCapture(Callback):
                 "GraphCapture: log_metrics=True logs nothing: the trainer has no logger",
                 stacklevel=stacklevel_of_user(),
             )
-        earliest = fit.policy.earliest
+        earliest, warmup = fit.policy.earliest, self.options.warmup_steps
+        why = f"{warmup} of warm-up"
+        if fit.policy.measures:
+            why += ", and then as soon as measured times say that it pays off"
+        elif earliest > warmup:
+            why += f", and {earliest - warmup} that show that shapes come back"
         steps = f"{earliest} step{'s' * (earliest != 1)}"
-        rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest")
+        rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest ({why})")
 
     def _evaluates(self, trainer: Trainer) -> bool:
         return self.options.evaluation and trainer.world_size == 1

@@ -147,7 +147,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             return self._replay(self._active)
         finally:
             self._is_in_head = False
-        self._statistics.eager += 1
+        self._statistics.ran_eagerly()
         return returned
 
     def _capture_behind(self, args: tuple[Any, ...]) -> None:

@@ -163,7 +163,7 @@ class OomRecovery:
         """Begin another step; True if graphs are released, so that it must run eagerly."""
         self.is_open = False
         if self._reason:  # the step before was replayed, and had no memory for copies
-            self._statistics.eager += 1
+            self._statistics.ran_eagerly()
             self._give_up(self._reason)
             return True
         if self._begin is not None and self._trial is not None:  # the step before has found memory
@@ -193,8 +193,8 @@ class OomRecovery:
         return self._own.training_step(*args, **kwargs)
 
     def _count_as_eager(self) -> None:
-        eager, self._statistics.replayed = self.counted
-        self._statistics.eager = eager + 1
+        self._statistics.eager, self._statistics.replayed = self.counted
+        self._statistics.ran_eagerly()
 
     @property
     def repeats(self) -> bool:

@@ -421,7 +421,7 @@ class StepRunner(HeadedSteps):
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._begins_with_head:
             return self._run_head(args)
-        self._statistics.eager += 1
+        self._statistics.ran_eagerly()
         if self._fit.progress is not None:
             self._fit.progress.mirrored = frozenset()
         if self._warmup_left > 0:

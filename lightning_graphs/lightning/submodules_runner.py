@@ -107,7 +107,7 @@ class ModuleRunner:
         """Run the step's code, with graphs for the calls that have one."""
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            self._statistics.eager += 1
+            self._statistics.ran_eagerly()
             with self._compiled.watching():
                 return self._calls.training_step(*args, **kwargs)
         self._graphs.begin(args)
@@ -127,9 +127,10 @@ class ModuleRunner:
             with self._graphs.watching():
                 return self._calls.training_step(*args, **kwargs)
         finally:
-            replayed = self._graphs.state.has_replayed
-            self._statistics.replayed += replayed
-            self._statistics.eager += not replayed
+            if self._graphs.state.has_replayed:
+                self._statistics.replayed += 1
+            else:
+                self._statistics.ran_eagerly()
             self._graphs.end()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

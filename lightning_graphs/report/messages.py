@@ -19,7 +19,7 @@ from lightning_graphs.device.graph import Backend, CUDAGraph
 from lightning_graphs.errors import FIX, GraphError
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.private.torch import PoolHandle
-from lightning_graphs.report import GraphRecord, Report, StepTime
+from lightning_graphs.report import GraphRecord, Report, Span, StepTime
 
 # ------------------ Statistics of a fit
 
@@ -43,6 +43,10 @@ class CaptureCost:
     added: dict[PoolHandle, int] = field(default_factory=dict)
 
 
+_MOST_ROWS = 1000
+"""Rows of eager steps, and captures, of which a report has the place."""
+
+
 @dataclass(slots=True, repr=False)
 class Statistics(Report):
     """What happened to the steps of a fit: its report as it grows, and what that is made of."""
@@ -53,6 +57,7 @@ class Statistics(Report):
     fallbacks: list[str] = field(default_factory=list)
     recaptures: list[str] = field(default_factory=list)
     times: list[StepTime] = field(default_factory=list)
+    timeline: list[Span] = field(default_factory=list)  # made when a report is
     captures: int = 0  # steps captured, a signature each
     comparisons: int = 0  # of graphs with eager runs
     # Optimizers that run their fused kernel, and by themselves would not
@@ -62,6 +67,32 @@ class Statistics(Report):
     step_times: StepTimes = field(default_factory=StepTimes)  # how long steps take
     _alive: dict[CUDAGraph, GraphRecord] = field(default_factory=dict)
     _uncounted: dict[CUDAGraph, Sequence[CUDAGraph]] = field(default_factory=dict)
+    # For each row of eager steps how many were replayed before it, and its length; replays note
+    # nothing
+    _eager_rows: list[tuple[int, int]] = field(default_factory=list)
+    _captured_at: list[int] = field(default_factory=list)
+
+    def ran_eagerly(self, steps: int = 1) -> None:
+        """Count an eager step, or several in a row."""
+        self.eager += steps
+        rows = self._eager_rows
+        if rows and rows[-1][0] == self.replayed:
+            rows[-1] = self.replayed, rows[-1][1] + steps
+        elif len(rows) < _MOST_ROWS:
+            rows.append((self.replayed, steps))
+
+    def _spans(self) -> list[Span]:
+        found, replays, step = [], 0, 0
+        for before, steps in self._eager_rows:
+            if before > replays:
+                found.append(Span(kind="replayed", begin=step, steps=before - replays))
+                step, replays = step + before - replays, before
+            found.append(Span(kind="eager", begin=step, steps=steps))
+            step += steps
+        if self.replayed > replays and len(self._eager_rows) < _MOST_ROWS:
+            found.append(Span(kind="replayed", begin=step, steps=self.replayed - replays))
+        captured = dict.fromkeys(self._captured_at)
+        return found + [Span(kind="captured", begin=step, steps=1) for step in captured]
 
     def captured(
         self,
@@ -78,6 +109,8 @@ class Statistics(Report):
         if record is None:
             record = GraphRecord(signature=signature, scope=scope, captures=0)
             self.graphs.append(record)
+        if len(self._captured_at) < _MOST_ROWS:
+            self._captured_at.append(self.eager + self.replayed)
         record.parts = len(graphs)
         record.captures += 1
         record.capture_ms = cost.ms
@@ -104,6 +137,7 @@ class Statistics(Report):
         for first in list(self._uncounted):
             self._count_nodes(first)
         values = {each.name: getattr(self, each.name) for each in fields(Report)}
+        values["timeline"] = self._spans()
         if not self.times_mean_something:
             values["times"] = []
         lists = {name: v for name, v in values.items() if isinstance(v, list)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,8 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from lightning_graphs.report.diagnosis import Diagnosis
 
 
@@ -71,6 +74,21 @@ class StepTime:
     ms: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Steps of a fit in a row that ran in one way.
+
+    Attributes:
+        kind: ``"captured"`` for a step with a capture, which ran eagerly or was replayed, too.
+        begin: Position of the first micro-batch in the fit, from 0.
+        steps: How many there are.
+    """
+
+    kind: Literal["eager", "captured", "replayed"]
+    begin: int
+    steps: int
+
+
 @dataclass(kw_only=True, slots=True, repr=False)
 class Report:
     """What the graphs of a fit did.
@@ -86,6 +104,8 @@ class Report:
         fallbacks: Why steps ran eagerly, a reason each.
         recaptures: What changed, for each capture after the first.
         times: The steps that were timed: the first ones of the fit.
+        timeline: Which steps ran eagerly and which were replayed, in order, and behind them those
+            with a capture; of fits that change very often the beginning.
         verdict: What the times say, where replay is not (much) faster; else empty.
         evaluation: What the graphs of ``"validation_step"``, ``"test_step"`` and ``"predict_step"``
             did, each a report of its own.
@@ -102,6 +122,7 @@ class Report:
     fallbacks: Sequence[str] = ()
     recaptures: Sequence[str] = ()
     times: Sequence[StepTime] = ()
+    timeline: Sequence[Span] = ()
     verdict: str = ""
     evaluation: Mapping[str, Report] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
@@ -121,6 +142,12 @@ class Report:
         """The speed-up of the busiest record; None if it is unknown, and for a rehearsal."""
         busiest = self.busiest
         return busiest.speed_up if busiest and self.times_mean_something else None
+
+    @property
+    def share(self) -> str:
+        """The steps that were replayed, as a part of all, such as ``"98 %"``; empty if none ran."""
+        steps = self.eager + self.replayed
+        return f"{100 * self.replayed // steps} %" if steps else ""
 
     def metrics(self) -> dict[str, float]:
         """Figures for a logger, named ``graphs/...``.
@@ -154,7 +181,29 @@ class Report:
 
     def show(self) -> None:
         """Print the table, below it why steps ran eagerly, and what the doctor found."""
-        print(render(self))
+        print(self)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw which steps ran eagerly, were captured and replayed, and the times of the first.
+
+        Args:
+            path: The file for the picture, such as ``"fit.png"``; None writes none.
+
+        Returns:
+            The picture, a figure of matplotlib.
+
+        Raises:
+            UnsupportedError: matplotlib is not installed.
+        """
+        from lightning_graphs.report.picture import draw
+
+        figure = draw(self.timeline, self.times, _headline(self)[0])
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def __str__(self) -> str:
+        return render(self)
 
     def __repr__(self) -> str:
         captures = sum(record.captures for record in self.graphs)
@@ -166,7 +215,7 @@ class Report:
         return f"<Report: {self.replayed} replayed, {self.eager} eager, {counted}>"
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(render(self))}</pre>"
+        return render_html(self)
 
 
 def _total(values: Iterable[float | None]) -> float | None:
@@ -185,24 +234,39 @@ _ROWS = 20
 _REST = re.compile(r"(?<=^[^;]{44})[^;]{5,}")
 
 
-# Title, attribute and form of each column.
-_SIZES = (
+# Title, attribute and form of each column, and those that a rehearsal leaves out.
+_COLUMNS = (
+    ("speed-up", "speed_up", "{:.2f}x"),
+    ("eager ms/step", "eager_ms", "{:.3f}"),
+    ("replay ms/step", "replay_ms", "{:.3f}"),
+    ("replays", "replays", "{:,d}"),
+    ("capture ms", "capture_ms", "{:.0f}"),
     ("nodes", "nodes", "{:,d}"),
     ("kernels", "kernels", "{:,d}"),
     ("pool MiB", "pool_mib", "{:,.1f}"),
-    ("replays", "replays", "{:,d}"),
+    ("scope", "scope", "{}"),
+    ("batch", "signature", "{}"),
 )
-_TIMES = (
-    ("capture ms", "capture_ms", "{:.0f}"),
-    ("eager ms/step", "eager_ms", "{:.3f}"),
-    ("replay ms/step", "replay_ms", "{:.3f}"),
-    ("speed-up", "speed_up", "{:.2f}x"),
-)
+_OF_A_GPU = "speed_up", "eager_ms", "replay_ms", "capture_ms", "pool_mib"
+_TEXTS = "scope", "batch"
 _SUMMARY = {
     "graphs/nodes": "{:,.0f} nodes",
     "graphs/capture_ms": "captured in {:.0f} ms",
     "graphs/pool_mib": "{:,.1f} MiB",
 }
+
+
+def _headline(report: Report) -> list[str]:
+    """Say in a line or two what a reader looks for first: the gain, and how much is replayed."""
+    said, busiest = [], report.busiest
+    if report.speed_up is not None and busiest is not None:
+        said.append(
+            f"{report.speed_up:.2f}x as fast: {busiest.replay_ms:.3f} ms a step replayed, "
+            f"{busiest.eager_ms:.3f} ms eager."
+        )
+    steps = "step" if report.replayed == 1 else "steps"
+    share = f" ({report.share})" if report.replayed else ""
+    return [*said, f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager{share}."]
 
 
 def _notes(report: Report, *, is_part: bool = False) -> list[str]:
@@ -211,9 +275,8 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
     Args:
         is_part: It is below another report, which has said what holds for both.
     """
-    steps = "step" if report.replayed == 1 else "steps"
-    said = [f"{report.replayed:,d} {steps} replayed, {report.eager:,d} eager."]
-    if not (report.times_mean_something or is_part):
+    said = []
+    if report.graphs and not (report.times_mean_something or is_part):
         said.append(_TIMES_OF_A_REHEARSAL)
     if report.verdict:
         said.append(report.verdict)
@@ -242,23 +305,55 @@ def summary_line(report: Report) -> str:
     return "GraphCapture: " + ", ".join(parts)
 
 
-def render(report: Report, *, is_part: bool = False) -> str:
-    """Write the table, with a dash for the unknown, and what is to be said below it."""
-    numbers = (*_SIZES, *_TIMES) if report.times_mean_something else _SIZES
-    table = [["signature", "scope", *(title for title, *_ in numbers)]]
+def _table(report: Report) -> list[list[str]]:
+    """Make the cells: a row of titles, one for each record, a dash for the unknown."""
+    columns = [c for c in _COLUMNS if report.times_mean_something or c[1] not in _OF_A_GPU]
+    table = [[title for title, *_ in columns]]
     for record in report.graphs[:_ROWS]:
-        found = [(getattr(record, name), form) for _, name, form in numbers]
+        found = [(getattr(record, name), form) for _, name, form in columns]
         cells = ["-" if value is None else form.format(value) for value, form in found]
-        table.append([_REST.sub("...", record.signature), record.scope, *cells])
+        table.append([*cells[:-1], _REST.sub("...", record.signature)])
+    return table if report.graphs else []
+
+
+def _hidden(report: Report) -> list[str]:
     hidden = len(report.graphs) - _ROWS
-    if hidden > 0:
-        table.append([f"and {hidden:,d} more", *[""] * (len(table[0]) - 1)])
+    return [f"and {hidden:,d} more"] if hidden > 0 else []
+
+
+def _parts(report: Report) -> dict[str, Report]:
+    """Find the reports of evaluations that have something to say."""
+    return {
+        name: part
+        for name, part in report.evaluation.items()
+        if part.graphs or part.fallbacks or (part.diagnosis and part.diagnosis.findings)
+    }
+
+
+def render(report: Report, *, is_part: bool = False) -> str:
+    """Write what was gained, the table, and what is to be said below it."""
+    table = _table(report)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    sides = "<<" + ">" * len(numbers)
+    sides = ["<" if title in _TEXTS else ">" for title in (table or [[]])[0]]
     form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    lines = [form.format(*row).rstrip() for row in table if report.graphs]
-    lines += _notes(report, is_part=is_part)
-    for name, part in report.evaluation.items():
-        if part.graphs or part.fallbacks or (part.diagnosis and part.diagnosis.findings):
-            lines += [f"{name}:", indent(render(part, is_part=True), "  ")]
+    lines = [*_headline(report), *(form.format(*row).rstrip() for row in table)]
+    lines += [*_hidden(report), *_notes(report, is_part=is_part)]
+    for name, part in _parts(report).items():
+        lines += [f"{name}:", indent(render(part, is_part=True), "  ")]
     return "\n".join(lines)
+
+
+def render_html(report: Report, *, is_part: bool = False) -> str:
+    """Write what :func:`render` writes, for a notebook."""
+    first, *further = map(escape, _headline(report))
+    parts = [f"<p><b>{first}</b>{''.join(f'<br>{line}' for line in further)}</p>"]
+    if table := _table(report):
+        titles, *rows = ([escape(cell) for cell in row] for row in table)
+        cells = [f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"]
+        cells += [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+        parts.append(f"<table>{''.join(cells)}</table>")
+    if notes := [*_hidden(report), *_notes(report, is_part=is_part)]:
+        parts.append(f"<pre>{escape(chr(10).join(notes).strip())}</pre>")
+    for name, part in _parts(report).items():
+        parts += [f"<p>{escape(name)}:</p>", render_html(part, is_part=True)]
+    return "\n".join(parts)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_graphs.device.rules import HOST_DATA, HOST_READ
-from lightning_graphs.report import GraphRecord, Report, StepTime, render, summary_line
+from lightning_graphs.report import GraphRecord, Report, Span, StepTime, render, summary_line
 from lightning_graphs.report.diagnosis import Diagnosis
 
 PARTS = ("zeroing", "neither zeroing nor stepping", "stepping")
@@ -64,9 +65,12 @@ class TestTable:
         text = render(report)
         report.show()
         assert capsys.readouterr().out == f"{text}\n"
-        row = text.splitlines()[1].split()
-        assert row[-8:] == ["1,412", "1,400", "35.5", "1,200", "310", "5.250", "2.100", "2.50x"]
-        assert "1,200 steps replayed, 9 eager." in text
+        first, _, titles, row, *_ = text.splitlines()
+        assert first == "2.50x as fast: 2.100 ms a step replayed, 5.250 ms eager."
+        assert titles.startswith("speed-up ")
+        row = row.split()
+        assert row[:8] == ["2.50x", "5.250", "2.100", "1,200", "310", "1,412", "1,400", "35.5"]
+        assert "1,200 steps replayed, 9 eager (99 %)." in text
         assert "Fallbacks:" in text
         assert "Recaptures:" in text
 
@@ -96,14 +100,14 @@ class TestTable:
     def test_the_parts_of_an_accumulation_window_have_rows_of_their_own(self) -> None:
         batch = "batch[0] f32[16,32], batch[1] i64[16]"
         parts = [GraphRecord(signature=f"{batch}; {part}, window of 4") for part in PARTS]
-        rows = render(example(graphs=tuple(parts))).splitlines()[1:4]
-        assert len({row.partition("  step")[0] for row in rows}) == 3
+        rows = render(example(graphs=tuple(parts))).splitlines()[2:5]
+        assert len({row.partition("batch[0]")[2] for row in rows}) == 3
 
     def test_a_long_batch_is_cut_and_what_follows_is_not(self) -> None:
         batch = ", ".join(f"feature_{i} f32[16,32]" for i in range(9))
         report = example(graphs=(GraphRecord(signature=f"{batch}; 2 calls"),))
-        row = render(report).splitlines()[1]
-        assert row.startswith("feature_0 f32[16,32], feature_1 f32[16,32], ...; 2 calls  step")
+        row = render(report).splitlines()[2]
+        assert row.endswith("step   feature_0 f32[16,32], feature_1 f32[16,32], ...; 2 calls")
 
     def test_repr_is_one_short_line(self) -> None:
         assert repr(example()) == "<Report: 1200 replayed, 9 eager, 3 captures, 2.50x as fast>"
@@ -112,10 +116,29 @@ class TestTable:
 
     def test_a_notebook_shows_the_table(self) -> None:
         text = example()._repr_html_()
-        assert text.startswith("<pre>signature ")
-        assert "5.250           2.100     2.50x" in text
+        assert text.startswith("<p><b>2.50x as fast: ")
+        assert "<td>2.50x</td><td>5.250</td><td>2.100</td><td>1,200</td>" in text
         assert "&lt;script&gt;" in text
         assert "0 steps replayed" in Report()._repr_html_()
+
+    def test_printing_shows_the_table(self) -> None:
+        assert str(example()) == render(example()) != repr(example())
+
+    def test_a_picture_shows_steps_and_times(self, tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        spans = (
+            Span(kind="eager", begin=0, steps=9),
+            Span(kind="replayed", begin=9, steps=1200),
+            Span(kind="captured", begin=9, steps=1),
+        )
+        figure = example(timeline=spans).plot(tmp_path / "fit.png")
+        assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
+        strip, times = figure.axes
+        assert strip.get_title() == "2.50x as fast: 2.100 ms a step replayed, 5.250 ms eager."
+        labels = [text.get_text() for text in strip.get_legend().get_texts()]
+        assert labels == ["eager (9)", "captured (1)", "replayed (1,200)"]
+        assert [bar.get_height() for bar in times.patches] == [5.5, 5.25, 2.125]
+        assert len(example(times=()).plot().axes) == 1
 
     def test_metrics_are_sums_and_the_busiest_graphs_times(self) -> None:
         assert example().metrics() == {

@@ -45,6 +45,10 @@ class TestOfAFit:
         assert report.backend == backend
         assert len(report.recaptures) == 1
         assert report.fallbacks == ()
+        assert [(span.kind, span.begin, span.steps) for span in report.timeline] == [
+            ("eager", 0, 5), ("replayed", 5, 4), ("eager", 9, 1), ("replayed", 10, 9),
+            ("eager", 19, 1), ("replayed", 20, 20), ("captured", 5, 1), ("captured", 29, 1),
+        ]  # fmt: skip
         for record in report.graphs:
             assert record.nodes is not None
             assert record.kernels is not None
@@ -206,7 +210,7 @@ class TestStepsOfSubmodules:
             replays, 40 - replays,
         )  # fmt: skip
         assert repr(report).startswith(f"<Report: {replays} replayed, {40 - replays} eager, ")
-        assert f"{replays} steps replayed, {40 - replays} eager." in render(report)
+        assert f"{replays} steps replayed, {40 - replays} eager" in render(report)
         found = json.loads(report.to_json())
         assert (found["replayed"], found["eager"]) == (replays, 40 - replays)
         if module is Bypassed:
@@ -229,8 +233,8 @@ class TestSaid:
         said = [r.getMessage() for r in caplog.records if "GraphCapture" in r.getMessage()]
         step = step[backend == "cuda"] if isinstance(step, tuple) else step
         steps = "step" if step == 1 else "steps"
-        assert (
-            said[0] == f"GraphCapture: the first graph comes after {step} {steps} at the earliest"
+        assert said[0].startswith(
+            f"GraphCapture: the first graph comes after {step} {steps} at the earliest ("
         )
 
     def test_a_line_once_settled_and_a_table_at_the_end(
@@ -245,7 +249,7 @@ class TestSaid:
         assert lines[0].startswith(f"GraphCapture: 1 graph, {nodes} nodes")
         assert ("captured in " in lines[0]) is (backend == "cuda")
         assert said[-1] == f"GraphCapture:\n{render(fit.capture.report)}"
-        assert "33 steps replayed, 7 eager." in said[-1]
+        assert "33 steps replayed, 7 eager (82 %)." in said[-1]
 
     def test_a_failing_fit_shows_no_table(
         self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
