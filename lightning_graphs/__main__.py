@@ -17,10 +17,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Read from the package itself, which also runs from a checkout that is not installed.
     own = str(sys.modules["lightning_graphs"].__version__)
     parser = argparse.ArgumentParser(
-        prog="lightning-graphs", description=__doc__.partition(": ")[2], allow_abbrev=False
+        prog="lightning-graphs",
+        description="Show versions, and what of lightning-graphs works on this machine: captures "
+        "on a GPU, rehearsals on the CPU, names of kernels. What does not work has its reason and "
+        "its fix. The command changes nothing.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {own}")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
     options = parser.parse_args(arguments)
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     versions["lightning-graphs"] = own

@@ -73,6 +73,10 @@ class Probe(Callback):
         if pl_module.device.type == "cuda":
             self._time(trainer, batch_idx)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.progress_bar_callback is None:
+            say(f"  epoch {trainer.current_epoch + 1} of {trainer.max_epochs}")
+
     def _time(self, trainer: Trainer, batch_idx: int) -> None:
         if batch_idx == SETTLED_AFTER:
             torch.cuda.synchronize()
@@ -154,7 +158,7 @@ def compare(
     backend = "cuda" if on_gpu(options) else "emulated"
     runs = []
     for graphs in (None, GraphCapture(backend=backend, **capture)):
-        say("\nEager:" if graphs is None else "\nWith GraphCapture:")
+        say("\nEager ..." if graphs is None else "\nWith GraphCapture ...")
         torch.manual_seed(options.seed)
         runs.append(_fit(make_module(), make_data(), graphs, options))
     return Comparison(*runs)
@@ -178,6 +182,8 @@ def _fit(
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        # A rehearsal replays operator by operator, and its bar would look like a slower fit.
+        enable_progress_bar=on_gpu(options),
         callbacks=[probe] if graphs is None else [probe, graphs],
     )
     trainer.fit(module, datamodule=data)
@@ -241,14 +247,21 @@ def report(comparison: Comparison, gpu: bool) -> None:
         print(indent(reason, "  "))
     if not gpu:
         print(
-            "Rehearsed on the CPU: the emulated backend runs a replay's operators one by one, to "
-            "compare\ntheir results. Times would mean nothing here, so none are shown."
+            "Rehearsed on the CPU, which has no CUDA graphs: a replay runs operator by operator.\n"
+            "Times would mean nothing here, so none are shown. On a GPU this command shows them."
         )
     elif eager.ms_per_step is not None and captured.ms_per_step is not None:
-        print(
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}: a captured step is "
-            f"{eager.ms_per_step / captured.ms_per_step:.2f} times as fast."
-        )
+        print(f"\nms per step, {torch.cuda.get_device_name()}, torch {torch.__version__}:")
+        print_bars({"eager": eager.ms_per_step, "GraphCapture": captured.ms_per_step})
+        print(f"A captured step is {eager.ms_per_step / captured.ms_per_step:.2f} times as fast.")
+
+
+def print_bars(times: dict[str, float], width: int = 50) -> None:
+    """Prints times with a bar each, the longest as wide as ``width`` characters."""
+    longest = max(times.values())
+    for name, ms in times.items():
+        bar = "\N{FULL BLOCK}" * max(1, round(width * ms / longest))
+        print(f"  {name:<14}{bar} {ms:.2f}")
 
 
 def _nodes(graphs: GraphCapture) -> str:
