@@ -25,9 +25,12 @@ from lightning_graphs.device.trace import (
     KnownStorage,
     Operation,
     OperatorCall,
+    OperatorMode,
     Recorder,
+    dispatches,
     is_collective,
     mapped,
+    only_views,
     refuse_dead_inputs,
     tensors_in,
     wait_for,
@@ -39,61 +42,67 @@ from lightning_graphs.private.torch import (
     current_autograd_node,
     dispatch_modes,
     has_memory,
+    memory_of,
     out_of_sight,
 )
 from lightning_graphs.values.memory import bytes_of
 
-# ------------------ Undoing writes
+# ------------------ What is written
 
 
-class UndoingRecorder(Recorder):
-    """Recorder that copies memory from before its entry ahead of the first write to it."""
-
-    def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
-        super().__init__(generators, strict=strict)
-        self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-
-    @out_of_sight()  # of a function that is traced while it is captured, as ``linearize`` does
-    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        if not known.born and known.id not in self._saved:
-            storage = tensor.untyped_storage()
-            # A GPU's allocator may be giving out memory of a graph, which its replay overwrites
-            copy = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-            self._saved[known.id] = storage, copy
-
-    def restore(self) -> None:
-        """Restore the value of every written storage; may be called again."""
-        for known in self.storages:
-            known.note_release()
-        # Backwards: where two storages share memory, the first one saved has the oldest value.
-        for key, (storage, value) in reversed(self._saved.items()):
-            if self.storages[key].address is None:
-                continue
-            if storage.nbytes() < value.nbytes():
-                storage.resize_(value.nbytes())
-            # A storage that an ``out=`` made larger stays so: its tensors have the new shape.
-            bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
+def _put_back(storage: UntypedStorage, value: UntypedStorage) -> None:
+    """Write a value back; a storage that an ``out=`` made larger stays so, as do its tensors."""
+    if storage.nbytes() < value.nbytes():
+        storage.resize_(value.nbytes())
+    bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
 
 
-class WriteWatch(UndoingRecorder):
-    """Watches which storages code writes; its results are discarded.
+class WriteWatch(OperatorMode):
+    """Watches which storages from before its entry code writes, and can undo that.
 
-    A dispatch mode changes formulas of torch, and compiled code runs eagerly under one.
+    A dispatch mode changes formulas of torch, and compiled code runs eagerly under one, so that
+    results may have other bits. It takes no notes of operators, which would take longer than these.
+
+    Args:
+        left_out: Addresses of storages that are saved elsewhere.
     """
 
-    def __init__(self, left_out: Collection[int]) -> None:
-        super().__init__(strict=False)
-        self._left_out = left_out  # addresses of storages that are saved elsewhere
+    sees_functions = False
 
-    def keep(self, operation: Operation) -> None:
-        """Record no operation."""
+    def __init__(self, left_out: Collection[int]) -> None:
+        super().__init__()
+        self._left_out = left_out
+        self._made: set[int] = set()  # inside of the body; none from before can be among them
+        self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
 
     def takes_other_formula(self, node: Node) -> None:
         """Accept it: that formula reads nothing on the host, and writes equal storages."""
 
-    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        if known.address not in self._left_out:
-            super().before_write(tensor, known)
+    def operator(self, call: OperatorCall) -> Any:
+        if any(dispatches(type(tensor)) for tensor in call.inputs):
+            return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
+        for tensor in filter(has_memory, call.written):
+            self._save(tensor)
+        result = call.run()
+        if not only_views(call.func):
+            returned = set(map(memory_of, filter(has_memory, tensors_in(result))))
+            self._made |= returned.difference(map(memory_of, filter(has_memory, call.inputs)))
+        return result
+
+    @out_of_sight()  # of a function that is traced while it is captured, as ``linearize`` does
+    def _save(self, tensor: Tensor) -> None:
+        key, storage = memory_of(tensor), tensor.untyped_storage()
+        is_known = key in self._made or key in self._saved
+        if not is_known and storage.data_ptr() not in self._left_out:
+            # A GPU's allocator may be giving out memory of a graph, which its replay overwrites
+            self._saved[key] = storage, storage.cpu() if storage.is_cuda else storage.clone()
+
+    def restore(self) -> None:
+        """Restore the value of every written storage; may be called again."""
+        # Backwards: where two storages share memory, the first one saved has the oldest value.
+        for storage, value in reversed(self._saved.values()):
+            if storage.nbytes():  # its memory was not let go of
+                _put_back(storage, value)
 
     def found(self) -> list[UntypedStorage]:
         """Return the storages that it has copied."""
@@ -238,12 +247,31 @@ def _spreads_evenly(node: object) -> bool:
     return type(node).__name__ in _OF_LARGEST
 
 
-class RecordingCapture(UndoingRecorder):
-    """Recorder of a capture: records operations for replays, and undoes writes."""
+class RecordingCapture(Recorder):
+    """Recorder of a capture: records operations for replays, and undoes writes.
+
+    It copies memory from before its entry ahead of the first write to it.
+    """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
         self._born: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
+        self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+
+    @out_of_sight()  # of a function that is traced while it is captured, as ``linearize`` does
+    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
+        if not known.born and known.id not in self._saved:
+            storage = tensor.untyped_storage()
+            self._saved[known.id] = storage, storage.clone()
+
+    def restore(self) -> None:
+        """Restore the value of every written storage; may be called again."""
+        for known in self.storages:
+            known.note_release()
+        # Backwards: where two storages share memory, the first one saved has the oldest value.
+        for key, (storage, value) in reversed(self._saved.items()):
+            if self.storages[key].address is not None:
+                _put_back(storage, value)
 
     def operator(self, call: OperatorCall) -> Any:
         if call.func is aten.mul.Tensor and _spreads_evenly(current_autograd_node()):

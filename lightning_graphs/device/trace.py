@@ -261,19 +261,19 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _dispatches(kind: type) -> bool:
+def dispatches(kind: type) -> bool:
     """Return whether a tensor class has operators of its own; torch 2.11 names plain ones, too."""
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 @functools.cache
-def _only_views(func: OpOverload) -> bool:
+def only_views(func: OpOverload) -> bool:
     """Return whether an operator only makes or changes views."""
     return torch.Tag.inplace_view in func.tags and func._schema.name not in _OF_MEMORY
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return is_strided(tensor) and not tensor.is_quantized and not _dispatches(type(tensor))
+    return is_strided(tensor) and not tensor.is_quantized and not dispatches(type(tensor))
 
 
 @functools.cache
@@ -602,13 +602,13 @@ class Recorder(OperatorMode):
         if func.namespace == "profiler":
             self._scopes.note_range(func, call.args)
             return call.run()
-        if not (self._strict and self.raises) and any(_dispatches(type(t)) for t in call.inputs):
+        if not (self._strict and self.raises) and any(dispatches(type(t)) for t in call.inputs):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         if self._strict:
             self._check(call)
         if func in OF_TWO_FORMULAS:
             self._differentiable.append((nodes_recorded(), self._sites.here()))
-        if _only_views(func):
+        if only_views(func):
             return call.run()  # its geometry is part of whatever uses it
         call.inputs = list(filter(has_memory, call.inputs))
         if func is aten.lift_fresh.default:

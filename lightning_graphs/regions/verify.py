@@ -21,6 +21,7 @@ from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.torch import storage_reference
 from lightning_graphs.values.memory import bytes_of, storage_address
 from lightning_graphs.values.snapshot import (
+    Fingerprint,
     Part,
     RegionState,
     Result,
@@ -194,6 +195,11 @@ class WrittenMemory:
     def __init__(self) -> None:
         self._found: list[Callable[[], UntypedStorage | None]] | None = None
 
+    @property
+    def is_found(self) -> bool:
+        """Whether a run has shown it."""
+        return self._found is not None
+
     def add_to(
         self,
         snapshot: Snapshot,
@@ -205,30 +211,39 @@ class WrittenMemory:
         """Add that memory to a snapshot; the first time a run, which is undone, finds it.
 
         Raises:
-            Exception: The run raised it in user code, is refused, or found no memory. What the
-                watching itself has caused does not come again, and is dropped.
+            Exception: See :meth:`shown_by`.
         """
         if self._found is not None:
             storages = [storage for find in self._found if (storage := find()) is not None]
             snapshot.add(Snapshot(map(bytes_of, storages)))
             return
-        watch = WriteWatch({*snapshot.addresses, *map(storage_address, spare)})
-        snapshot.add(watch)
-
-        def watched() -> None:
-            try:
-                with watch:
-                    run()
-            except Exception as error:
-                is_known = isinstance(error, GraphError) or is_out_of_memory(error)
-                if is_known or is_raised_by_user(error):
-                    raise
-
         try:
-            together(watched)
+            together(lambda: self.shown_by(run, snapshot, spare))
         finally:
             snapshot.restore()
+
+    def shown_by(
+        self, run: Callable[[], _Result], snapshot: Snapshot, spare: Iterable[Tensor] = ()
+    ) -> _Result | None:
+        """Return what a run gives that finds that memory, and adds it to a snapshot.
+
+        None: the watching itself has caused an error, which does not come again.
+
+        Raises:
+            Exception: The run raised it in user code, is refused, or found no memory.
+        """
+        watch = WriteWatch({*snapshot.addresses, *map(storage_address, spare)})
+        snapshot.add(watch)
+        result = None
+        try:
+            with watch:
+                result = run()
+        except Exception as error:
+            is_known = isinstance(error, GraphError) or is_out_of_memory(error)
+            if is_known or is_raised_by_user(error):
+                raise
         self._found = list(map(storage_reference, watch.found()))
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +275,11 @@ class Listener(Protocol):
 class Verifier:
     """Decides which steps are verified, and compares a region of one with its replay.
 
-    The first time, an eager run before all others shows what memory is written, and is undone. The
-    eager run that is compared leaves a fingerprint of every result. Where the bits of a replay
-    from that state differ, the region runs eagerly twice more and replays once more, now with
-    copies of what differs, and the :class:`~differences.Tolerance` is asked.
+    An eager run leaves a fingerprint of every result; the first one is watched, and shows what
+    memory is written. Where the bits of a replay from that state differ from those of a watched
+    run, an unwatched one follows. Where they still differ, the region runs eagerly twice more and
+    replays once more, now with copies of what differs, and the :class:`~differences.Tolerance` is
+    asked.
     Afterwards everything is as before. Hooks do not run, logs and metrics are not updated. What the
     region does to the world outside of module, optimizer and generators (a file that it writes) it
     does once more for each run.
@@ -302,12 +318,15 @@ class Verifier:
         try:
             state = self.ranks.all_or_none(partial(self._take, ways))
             try:
-                # FSDP2 frees and fills all parameters in every step
-                if ways.written is not None and not self.ranks.whole_steps_only:
+                written = ways.written
+                if self.ranks.whole_steps_only:  # FSDP2 frees and fills all parameters
+                    written = None
+                elif written is not None and (written.is_found or self.ranks.ddp is not None):
                     shown = partial(self._run_unreduced, ways.eager)
                     run = partial(self.ranks.all_or_none, exchanges=True)
-                    ways.written.add_to(state, shown, ways.spare, run)
-                self._require(ways, state, tolerance or self._tolerance)
+                    written.add_to(state, shown, ways.spare, run)
+                    written = None
+                self._require(ways, state, tolerance or self._tolerance, written)
             finally:
                 state.restore()
                 del state  # an error's traceback holds this frame
@@ -332,20 +351,36 @@ class Verifier:
         """Run it one way on all ranks; return what it computed, and its state after it."""
         return self.ranks.all_or_none(lambda: (way() or []) + ways.state.results(), exchanges=True)
 
-    def _require(self, ways: Comparison, state: Snapshot, tolerance: Tolerance) -> None:
-        expected = self._run(ways, ways.eager)
-        names = [result.name for result in expected]
-        known = fingerprints_of([result.value for result in expected], together=True)
-        del expected
+    def _require(
+        self,
+        ways: Comparison,
+        state: Snapshot,
+        tolerance: Tolerance,
+        written: WrittenMemory | None,  # is to be found by the first run
+    ) -> None:
+        way = ways.eager
+        if written is not None:
+            way = partial(written.shown_by, lambda: ways.eager() or [], state, ways.spare)
+        expected = self._bits(ways, way)
         state.restore()
-        found = self._run(ways, ways.replayed)
-        self.ranks.all_or_none(partial(self._require_names, names, [r.name for r in found]))
-        now = fingerprints_of([result.value for result in found], together=True)
-        del found
+        found = self._bits(ways, ways.replayed)
+        if written is not None and expected != found:  # maybe because the first run was watched
+            state.restore()
+            expected = self._bits(ways, ways.eager)
+        (names, known), (replayed, now) = expected, found
+        self.ranks.all_or_none(partial(self._require_names, names, replayed))
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}
         if self.ranks.any(bool(differing)):
             state.restore()
             self._require_values(ways, state, differing, tolerance)
+
+    def _bits(
+        self, ways: Comparison, way: Callable[[], list[Result] | None]
+    ) -> tuple[list[str], list[Fingerprint]]:
+        """Run it one way; return the names and fingerprints of its results."""
+        results = self._run(ways, way)
+        values = [result.value for result in results]
+        return [result.name for result in results], fingerprints_of(values, together=True)
 
     def _require_values(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from operator import is_
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -355,17 +355,11 @@ def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
     return exchanged(
         [
             (module, key, proxies[id(value)])
-            for module in (time, timeit, *_modules(own))
+            for module in (time, timeit, *own.modules())
             for key, value in vars(module).items()
             if id(value) in proxies
         ]
     )
-
-
-def _modules(own: UserCode) -> list[ModuleType]:
-    """List the modules that user code is from."""
-    found = map(sys.modules.get, filter(own.has_module, list(sys.modules)))
-    return [module for module in found if isinstance(module, ModuleType)]
 
 
 # ------------------ Numbers and gradients of the optimizer

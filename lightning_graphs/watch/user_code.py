@@ -8,8 +8,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from pathlib import PurePath
-from types import FrameType, MethodType
+from types import FrameType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -68,6 +67,7 @@ class UserCode:
         kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
         self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
         self._standard = sysconfig.get_paths()["stdlib"]
+        self._judged: dict[str, bool] = {}  # names in `sys.modules`, and whether user code is there
         # Whether code of this file, in the module of this name, is the author's
         self.has: Callable[[str, str], bool] = cache(self._judge)
         # Whether a module is one of an installed package, but those that every step goes through
@@ -83,9 +83,17 @@ class UserCode:
         if name.partition(".")[0] == self._package:
             return True
         path = os.path.normpath(file)
-        return not (
-            path.startswith(self._standard) or _INSTALLED.intersection(PurePath(path).parts)
-        )
+        return not (path.startswith(self._standard) or _is_installed(path))
+
+    def modules(self) -> list[ModuleType]:
+        """List the modules that are imported and user code.
+
+        Thousands are imported, few by the next call, so each is judged once.
+        """
+        for name in sys.modules.keys() - self._judged.keys():
+            self._judged[name] = self.has_module(name)
+        found = (sys.modules.get(name) for name, is_own in self._judged.items() if is_own)
+        return [module for module in found if isinstance(module, ModuleType)]
 
     def has_module(self, name: str) -> bool:
         """Return whether a module that was imported under this name is user code."""
@@ -102,7 +110,11 @@ class UserCode:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None or is_library(file) or name.partition(".")[0] in _NUMERIC:
             return False
-        return bool(_INSTALLED.intersection(PurePath(os.path.normpath(file)).parts))
+        return _is_installed(os.path.normpath(file))
+
+
+def _is_installed(path: str) -> bool:
+    return not _INSTALLED.isdisjoint(path.split(os.sep))
 
 
 def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
