@@ -387,12 +387,20 @@ def known_remedy(error: BaseException, otherwise: str) -> str:
     return otherwise if found is None else found.remedy
 
 
+def has_known_remedy(code: types.CodeType) -> bool:
+    """Return whether this is the code of a library function that cannot be captured."""
+    return _remedy_of(code) is not None
+
+
 def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> Remedy | None:
-    for frame, _ in frames:
-        path = frame.f_code.co_filename.replace(os.sep, "/")
-        for (file, function), remedy in _CAUSES.items():
-            if frame.f_code.co_name == function and path.endswith(file):
-                return remedy
+    return next(filter(None, (_remedy_of(frame.f_code) for frame, _ in frames)), None)
+
+
+def _remedy_of(code: types.CodeType) -> Remedy | None:
+    path = code.co_filename.replace(os.sep, "/")
+    for (file, function), remedy in _CAUSES.items():
+        if code.co_name == function and path.endswith(file):
+            return remedy
     return None
 
 

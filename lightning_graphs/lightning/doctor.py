@@ -33,6 +33,7 @@ from lightning_graphs.device.rules import (
     STORED,
     STORED_OUTSIDE,
     Obstacle,
+    has_known_remedy,
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning import words as findings
@@ -296,7 +297,12 @@ class Doctor:
             yield
 
     def _followed(self, code: CodeType) -> AbstractContextManager[None]:
-        """Note code that reads a number which the state holds, as replays do on the host."""
+        """Note code that reads a number which the state holds, as replays do on the host.
+
+        A library function that is known for what it makes of one is not followed.
+        """
+        if has_known_remedy(code):
+            return contextlib.nullcontext()
         self._following.add((code.co_filename, code.co_name))
         return self._observer.looking_away()
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle
+from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, with_known_remedy
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, frames_from, is_library
 from lightning_graphs.private.exchange import Member, exchanged
@@ -123,7 +123,8 @@ def _refuse_use(obstacle: Obstacle, name: str) -> NoReturn:
 
 def used(obstacle: Obstacle, name: str) -> CaptureError:
     """Return the error for a value that the user's current line uses."""
-    return obstacle.refused_here(f"{name} is {'read' if obstacle is COUNTER else 'used'}")
+    is_read = obstacle is COUNTER
+    return with_known_remedy(obstacle).refused_here(f"{name} is {'read' if is_read else 'used'}")
 
 
 def refuse_tracers(value: Any) -> None:
