@@ -189,6 +189,9 @@ class GraphCapture(Callback):
         only_if_faster: True: nothing is captured that is not expected to pay off, and if replayed
             steps turn out not to be faster than eager ones, the callback switches itself off with
             a message. False: whatever comes back is captured.
+        optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels during the fit,
+            whose results differ by rounding, unless they were made with ``fused=False`` or
+            ``foreach=True``. ``"own"``: every optimizer keeps the kernel that torch chooses for it.
         log_metrics: Log the figures of the report as ``graphs/...``, after the first steps and at
             the end of the fit.
         diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
@@ -214,6 +217,7 @@ class GraphCapture(Callback):
         verify: bool | int = True,
         memory: float | Literal["auto"] = "auto",
         only_if_faster: bool = True,
+        optimizer_kernel: Literal["fused", "own"] = "fused",
         log_metrics: bool = False,
         diagnose: bool = False,
         **unknown: NoReturn,  # refused with the names that there are
@@ -435,7 +439,7 @@ class GraphCapture(Callback):
         strategy, why_none = trainer.strategy, _reason_to_stay_out(trainer, self.options)
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
             self._fit.enter_context(BatchTransfer(trainer).installed())
-        why = why_no_whole_step(trainer, module)
+        why = why_no_whole_step(trainer, module, self.options.optimizer_kernel)
         watch = TrainerWatch(trainer, module)
         doctor = Doctor(trainer, watch, calls_of(strategy), self.options, why_none, why)
         self._fit.callback(doctor.finish)
@@ -461,7 +465,8 @@ class GraphCapture(Callback):
         raises = self.options.on_failure == "raise"
         whole = self.options.scope == "step" or is_model_parallel(trainer)
         if whole or (raises and not self.options.by_submodules):
-            reason = reason or why_no_whole_step(trainer, module)
+            kernel = self.options.optimizer_kernel
+            reason = reason or why_no_whole_step(trainer, module, kernel)
         if reason and raises:
             raise _refused(reason)
         if reason:
@@ -631,7 +636,7 @@ def _context(
         ranks=ranks,
         watch=TrainerWatch(trainer, module, progress),
         assertions=assertions,
-        no_whole_step=why_no_whole_step(trainer, module),
+        no_whole_step=why_no_whole_step(trainer, module, options.optimizer_kernel),
     )
 
 

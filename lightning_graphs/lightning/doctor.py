@@ -173,7 +173,7 @@ class Doctor:
         self._before: tuple[PythonSnapshot, ...] = ()  # the state before the last step
         self._has_moved = False  # a value in it changed, in a step or between two
         given = reason, no_whole_step, self._only_submodules, self._rehearsal
-        findings.judge_fit(self.diagnosis, trainer, *given)
+        findings.judge_fit(self.diagnosis, trainer, *given, options.optimizer_kernel)
         self._methods = intercepted(trainer.strategy, self)
 
     def finish(self) -> None:

@@ -119,15 +119,15 @@ class StepRunner(HeadedSteps):
         if not self._are_present():
             self._optimizers, self._obstacle = self._present(), None
         self._observers = self._fit.watch.observers()
-        device_type, plugin = self._fit.pool.backend.device_type, self._trainer.precision_plugin
-        whys = (capture_obstacle(self._module, o, device_type, plugin) for o in self._optimizers)
+        kernel = self._fit.options.optimizer_kernel
+        given = self._fit.pool.backend.device_type, self._trainer.precision_plugin, kernel
+        whys = (capture_obstacle(self._module, o, *given) for o in self._optimizers)
         # An optimizer step that ran eagerly stays eager: this may be in the middle of it.
         obstacle = self._obstacle = self._obstacle or next(filter(None, whys), None)
         self.capturables = dict.fromkeys(self._optimizers)
         for optimizer in self._optimizers if obstacle is None else ():
-            self.capturables[optimizer] = made = CapturableOptimizer(optimizer, self._module.device)
-            if made.runs_other_kernel:
-                self._messages.runs_fused(type(optimizer).__name__)
+            made = CapturableOptimizer(optimizer, self._module.device, kernel)
+            self.capturables[optimizer] = made.announced(self._messages.runs_fused)
         obstacle = obstacle or self._churn.obstacle
         if obstacle and not self._by_hand:
             self._messages.note(f"the optimizer step runs eagerly: {obstacle}")

@@ -49,7 +49,8 @@ def _facts_of(fit: LightningContext) -> StepFacts:
         adds=own or schedules or trainer.accumulate_grad_batches > 1,
         again=with_keyword(_AGAIN, reached_by_name(_STARTS, code.codes)),
         repeats=fit.recovery.repeats,
-        may_be_whole=fit.options.by_submodules and not why_no_whole_step(trainer, module),
+        may_be_whole=fit.options.by_submodules
+        and not why_no_whole_step(trainer, module, fit.options.optimizer_kernel),
     )
 
 

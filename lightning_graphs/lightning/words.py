@@ -38,7 +38,7 @@ from lightning_graphs.lightning.private import counts_manual_steps
 from lightning_graphs.private.callsite import LIBRARIES, definition_of, is_library
 from lightning_graphs.private.torch import is_compiled, module_hooks
 from lightning_graphs.regions.conditions import Observers
-from lightning_graphs.regions.optimizer import capture_obstacle
+from lightning_graphs.regions.optimizer import Kernel, capture_obstacle
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.watch.user_code import is_lightnings, obstacle_in
 
@@ -257,12 +257,15 @@ def _observers(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) 
     return tuple(f"{type(owner).__name__}.{hook}" for owner, hook in pairs)
 
 
-def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
-    """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be."""
+def why_no_whole_step(trainer: Trainer, module: LightningModule, kernel: Kernel) -> str:
+    """Why the steps of a fit are no whole graphs, in one sentence; empty if they may be.
+
+    ``kernel`` is the option ``optimizer_kernel``.
+    """
     if (obstacle := obstacle_in(module)) is not None:
         return obstacle
     if not module.automatic_optimization:
-        return _why_not_by_hand(trainer, module)
+        return _why_not_by_hand(trainer, module, kernel)
     if len(trainer.optimizers) != 1:
         return f"scope='step' needs one optimizer, and there are {len(trainer.optimizers)}"
     if isinstance(trainer.optimizers[0], torch.optim.LBFGS):
@@ -270,7 +273,7 @@ def why_no_whole_step(trainer: Trainer, module: LightningModule) -> str:
     return ""
 
 
-def _why_not_by_hand(trainer: Trainer, module: LightningModule) -> str:
+def _why_not_by_hand(trainer: Trainer, module: LightningModule, kernel: Kernel) -> str:
     """Why the steps of a module that optimizes manually are no whole graphs."""
     if trainer.world_size > 1:
         return "the module optimizes manually, which whole steps of several ranks do not allow"
@@ -283,7 +286,7 @@ def _why_not_by_hand(trainer: Trainer, module: LightningModule) -> str:
         return f"the module optimizes manually, and {hook} looks into its step"
     target, plugin = trainer.strategy.root_device.type, trainer.precision_plugin
     for optimizer in trainer.optimizers:
-        if why := capture_obstacle(module, optimizer, target, plugin):
+        if why := capture_obstacle(module, optimizer, target, plugin, kernel):
             return f"the module optimizes manually, and its optimizer cannot be captured: {why}"
     return ""
 
@@ -295,6 +298,7 @@ def judge_fit(
     no_whole_step: str,  # why its steps are no whole graphs; empty if they may be
     only_submodules: bool,  # graphs are of submodules
     rehearsal: bool,  # on the emulated backend
+    kernel: Kernel,  # the option ``optimizer_kernel``
 ) -> None:
     """Add to a diagnosis what hinders every step of a fit."""
     module, add = trainer.lightning_module, diagnosis.add
@@ -312,7 +316,7 @@ def judge_fit(
     for optimizer in trainer.optimizers:
         name, target = type(optimizer).__name__, "cpu" if rehearsal else "cuda"
         effect: Effect = "eager optimizer step"
-        if why := capture_obstacle(module, optimizer, target, trainer.precision_plugin):
+        if why := capture_obstacle(module, optimizer, target, trainer.precision_plugin, kernel):
             add(OPTIMIZER, name, configured, observed=why, effect=effect)
     for path, child in module.named_modules():
         if rehearsal and is_compiled(child):

@@ -210,6 +210,20 @@ class CallSiteFinder:
         return site
 
 
+def line_of_class(error: BaseException, kind: type) -> CallSite:
+    """Return the innermost line of a class's own files that ``error`` passed; unknown if none.
+
+    Those of its bases count, too: the line of an optimizer is one of a package's.
+    """
+    files = {getattr(sys.modules.get(each.__module__), "__file__", None) for each in kind.__mro__}
+    site = CallSite()
+    for frame, line in walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_filename in files:
+            site = CallSite(code.co_filename, line, code.co_name)
+    return site
+
+
 def definition_of(function: Any) -> CallSite:
     """Return where a function, method or callable object is defined; unknown for C code."""
     function = inspect.unwrap(getattr(function, "__func__", function))

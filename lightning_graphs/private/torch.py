@@ -26,7 +26,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.exchange import exchanged, replaced
 
 # ------------------ Dispatch modes
 
@@ -232,6 +232,17 @@ def step_hook_tables(optimizer: Optimizer) -> list[Any]:
         getattr(shared, "_global_optimizer_pre_hooks", ()),
         getattr(shared, "_global_optimizer_post_hooks", ()),
     ]
+
+
+def capturable_unasked(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Let an optimizer of torch that has no form for graphs be captured as it is, in the body.
+
+    torch asks every group for ``capturable`` there, also those of Adafactor, which have none: a
+    ``KeyError``. Versions of torch have two names for the check; under a third one it is asked.
+    """
+    names = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
+    own = [n for n in names if hasattr(optimizer, n) and "capturable" not in optimizer.defaults]
+    return exchanged([(optimizer, name, _nothing) for name in own])
 
 
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:

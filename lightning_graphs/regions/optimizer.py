@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,19 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import SCHEDULED
-from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.errors import CaptureError, GraphError, in_one_line, is_out_of_memory
+from lightning_graphs.errors import CaptureError, GraphError, is_out_of_memory
 from lightning_graphs.policy.worth import defragment
 from lightning_graphs.private.engine import local
-from lightning_graphs.private.exchange import Absence, nothing, replaced
-from lightning_graphs.private.torch import count_for_schedulers, step_hook_tables
+from lightning_graphs.private.exchange import nothing, replaced
+from lightning_graphs.private.torch import (
+    capturable_unasked,
+    count_for_schedulers,
+    step_hook_tables,
+)
 from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
-from lightning_graphs.values.snapshot import (
-    Gradients,
-    OptimizerState,
-    PythonSnapshot,
-    iter_inside,
-)
+from lightning_graphs.regions.tried import ClosureUse, HostState, why_failed
+from lightning_graphs.values.snapshot import Gradients, OptimizerState
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.environment import (
     NumberPlaces,
@@ -45,6 +44,11 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 CUDA and on the CPU."""
 
 
+Kernel = Literal["fused", "own"]
+"""What Adam, AdamW and SGD run where they were not asked for another kernel: the fused one for all
+parameters, or the one that torch would choose."""
+
+
 def scaler_of(plugin: object) -> torch.amp.GradScaler | None:
     """Return the gradient scaler that a precision plugin has in its attribute ``scaler``."""
     scaler: Any = getattr(plugin, "scaler", None)
@@ -52,7 +56,11 @@ def scaler_of(plugin: object) -> torch.amp.GradScaler | None:
 
 
 def capture_obstacle(
-    module: nn.Module, optimizer: Optimizer, device_type: str, plugin: object
+    module: nn.Module,
+    optimizer: Optimizer,
+    device_type: str,
+    plugin: object,
+    kernel: Kernel = "fused",
 ) -> str | None:
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
     name = type(optimizer).__name__
@@ -67,14 +75,14 @@ def capture_obstacle(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(devices := sorted({str(p.device) for p in parameters})) > 1:
         return f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
-    if not (why := _why_not_fused(optimizer)):
+    if not (why := _why_not_fused(optimizer, kernel)):
         return _too_precise(parameters, device_type)
     if _is_sharded(optimizer):
         return f"over DTensors only a fused step can be captured, and {name} here has none"
     if scaler_of(plugin) is not None:
         reads = f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
         return f"{reads}, and it {why}"
-    if _is_tried(optimizer):
+    if _is_tried(optimizer, kernel):
         return None
     if device_type == "cpu":
         return f"a rehearsal captures fused steps alone, and {name} {why}"
@@ -88,11 +96,11 @@ def _too_precise(parameters: Iterable[Tensor], device_type: str) -> str | None:
     return None
 
 
-def _is_tried(optimizer: Optimizer) -> bool:
+def _is_tried(optimizer: Optimizer, kernel: Kernel) -> bool:
     """Whether only a capture shows that graphs can take the step: torch has no form for them."""
     if _steps_as_torch(optimizer) and "capturable" in optimizer.defaults:
         return False
-    return not _fusable(optimizer)
+    return bool(_why_not_fused(optimizer, kernel))
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
@@ -105,12 +113,7 @@ def _sparse_embedding(module: nn.Module) -> str | None:
     return next((name for name, layer in layers if layer.weight.requires_grad), None)
 
 
-def _fusable(optimizer: Optimizer) -> bool:
-    """Whether the fused kernel exists and the user has not asked for another implementation."""
-    return not _why_not_fused(optimizer)
-
-
-def _why_not_fused(optimizer: Optimizer) -> str:
+def _why_not_fused(optimizer: Optimizer, kernel: Kernel) -> str:
     """Why an optimizer runs no fused kernel, in words that follow its name; empty if it may.
 
     That kernel takes the elements of a parameter to fill their memory. It is given no parameters
@@ -126,6 +129,8 @@ def _why_not_fused(optimizer: Optimizer) -> str:
         return "was made with fused=False"
     if any(group.get("foreach") for group in groups):
         return "was made with foreach=True"
+    if kernel == "own" and not all(group.get("fused") for group in groups):
+        return "keeps its own kernel by optimizer_kernel='own'"
     if any(p.is_complex() for group in groups for p in group["params"]):
         return "has complex parameters, which torch's fused kernels do not take"
     if not all(_is_plain(p) for group in groups for p in group["params"]):
@@ -246,10 +251,13 @@ class CapturableOptimizer:
     a capture, too, and a capture in which its step changes a number on the host is refused.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, optimizer: Optimizer, device: torch.device, kernel: Kernel = "fused"
+    ) -> None:
         self.optimizer = optimizer
         self._device = device
-        self._fused, self._is_tried = _fusable(optimizer), _is_tried(optimizer)
+        self._fused = not _why_not_fused(optimizer, kernel)
+        self._is_tried = _is_tried(optimizer, kernel)
         # It runs torch's fused kernel, and without graphs would run another one
         self.runs_other_kernel = self._fused and not all(
             group.get("fused") for group in optimizer.param_groups
@@ -270,6 +278,12 @@ class CapturableOptimizer:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
         self._filled: list[float] = [float("nan")] * len(self._groups)
+
+    def announced(self, say: Callable[[str], None]) -> CapturableOptimizer:
+        """Return it, once its name is said if it runs another kernel than by itself."""
+        if self.runs_other_kernel:
+            say(type(self.optimizer).__name__)
+        return self
 
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
@@ -304,19 +318,20 @@ class CapturableOptimizer:
             if closure is None or self.has_stepped:
                 returned = step(closure)
             else:
-                use = _ClosureUse(closure)
+                use = ClosureUse(closure)
                 returned = use.watched(step)
                 self.takes_closure_once = use.is_plain
             self.has_stepped = True
             return returned
-        before = _HostState(self.optimizer, self._device)
+        before = HostState(self.optimizer, self._device)
         try:
-            returned = step(closure)
+            with capturable_unasked(self.optimizer):
+                returned = step(closure)
         except Exception as error:
             before.restore()
             if is_out_of_memory(error):
                 raise
-            raise self._refused(in_one_line(error)) from error
+            raise self._refused(why_failed(self.optimizer, error)) from error
         if moved := before.moved():
             before.restore()
             names = ", ".join(f"`{name}`" for name in moved[:3])
@@ -552,76 +567,6 @@ def _all_exchanged(places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
 def takes_value(*given: Any) -> bool:
     """Whether a scheduler is handed a value of the step."""
     return any(isinstance(leaf, (Tensor, Tracer)) for leaf in leaves_of(given))
-
-
-class _ClosureUse:
-    """Finds whether a step only calls its closure, once and ahead of all work on tensors."""
-
-    def __init__(self, closure: Callable[[], Any]) -> None:
-        self._closure = closure
-        self._watching = contextlib.ExitStack()
-        self._calls, self._is_only_called = 0, True
-        self._loss: Any = None
-
-    @property
-    def is_plain(self) -> bool:
-        return self._calls == 1 and self._is_only_called
-
-    def watched(self, step: Callable[..., Any]) -> Any:
-        """Take the step, and watch its functions of torch."""
-        with self._watching:
-            self._watch()
-            return step(self._called)
-
-    def _watch(self) -> None:
-        self._watching.enter_context(FunctionMode(self._seen))
-
-    def _called(self) -> Any:
-        self._calls += 1
-        self._watching.close()  # what the closure runs is not the step's own
-        try:
-            self._loss = self._closure()
-            return self._loss
-        finally:
-            self._watch()
-
-    def _seen(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        tensors = leaves_of((args, kwargs), Tensor)
-        is_ahead = self._calls == 0 and bool(tensors)
-        if is_ahead or any(tensor is self._loss for tensor in tensors):
-            self._is_only_called = False
-        return function(*args, **kwargs)
-
-
-class _HostState:
-    """What an optimizer has on the host: values in its state and attributes, and CPU tensors.
-
-    Tensors of a CPU count only where parameters are elsewhere.
-    """
-
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._tables: list[dict[Any, Any]] = [*optimizer.state.values(), vars(optimizer)]
-        self._values = PythonSnapshot(iter_inside(("state", table) for table in self._tables[:-1]))
-        self._values.add("", vars(optimizer))
-        here = (v for v in self._tensors() if v.device.type == "cpu" != device.type)
-        self._known = [(tensor, tensor.clone()) for tensor in here]
-
-    def _tensors(self) -> Iterator[Tensor]:
-        held = chain.from_iterable(table.values() for table in self._tables)
-        return (value for value in held if isinstance(value, Tensor))
-
-    def moved(self) -> list[str]:
-        """List the names of what has another value now."""
-        found = list(self._values.changes())
-        names = {str(c.key) if c.key is not Absence.ABSENT else c.name for c in found}
-        changed = {id(tensor) for tensor, was in self._known if not torch.equal(tensor, was)}
-        names |= {str(k) for table in self._tables for k, v in table.items() if id(v) in changed}
-        return sorted(names)
-
-    def restore(self) -> None:
-        self._values.restore()
-        for tensor, was in self._known:
-            tensor.copy_(was)
 
 
 _FLAGS = ("capturable", "fused", "foreach")

@@ -56,16 +56,16 @@ class CapturedUpdate(Region[Hashable, Plan]):
 
     def _bind(self) -> None:
         client, device_type = self._context.watch, self._pool.backend.device_type
-        obstacle = capture_obstacle(self._context.module, self.optimizer, device_type, client)
+        module, kernel = self._context.module, self._context.options.optimizer_kernel
+        obstacle = capture_obstacle(module, self.optimizer, device_type, client, kernel)
         if client.scaler is not None and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
         if said := obstacle or self._churn.obstacle:
             self._context.messages.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
             return
-        self.capturable = CapturableOptimizer(self.optimizer, self._context.module.device)
-        if self.capturable.runs_other_kernel:
-            self._context.messages.runs_fused(type(self.optimizer).__name__)
+        made = CapturableOptimizer(self.optimizer, module.device, kernel)
+        self.capturable = made.announced(self._context.messages.runs_fused)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])

@@ -60,7 +60,6 @@ class Statistics(Report):
     timeline: list[Span] = field(default_factory=list)  # made when a report is
     captures: int = 0  # steps captured, a signature each
     comparisons: int = 0  # of graphs with eager runs
-    # Optimizers that run their fused kernel, and by themselves would not
     fused: list[str] = field(default_factory=list)
     evaluation: dict[str, Statistics] = field(default_factory=dict)
     waiting: str = ""  # why the last eager step was not captured, if none was refused
@@ -283,7 +282,8 @@ class Messages:
             self._statistics.fused.append(name)
             self.say(
                 f"GraphCapture: {name} runs its fused kernel during this fit; by itself it would "
-                "run another one, whose results differ by rounding"
+                "run another one, whose results differ by rounding, and which "
+                "optimizer_kernel='own' keeps"
             )
 
     def chosen(self, names: Sequence[str]) -> None:

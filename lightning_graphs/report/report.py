@@ -101,6 +101,7 @@ class Report:
         modules: Names of the submodules that have graphs.
         eager: Micro-batches that ran eagerly.
         replayed: Micro-batches that were replayed, as a whole or with a call of a submodule.
+        fused: Optimizers that run their fused kernel, and by themselves would run another one.
         fallbacks: Why steps ran eagerly, a reason each.
         recaptures: What changed, for each capture after the first.
         times: The steps that were timed: the first ones of the fit.
@@ -119,6 +120,7 @@ class Report:
     modules: Sequence[str] = ()
     eager: int = 0
     replayed: int = 0
+    fused: Sequence[str] = ()
     fallbacks: Sequence[str] = ()
     recaptures: Sequence[str] = ()
     times: Sequence[StepTime] = ()
@@ -280,6 +282,8 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
         said.append(_TIMES_OF_A_REHEARSAL)
     if report.verdict:
         said.append(report.verdict)
+    if report.fused:
+        said.append(f"Fused kernel in place of another one: {', '.join(report.fused)}.")
     for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
         counts = Counter(reasons)
         texts = [f"{r} ({n:,d} times)" if n > 1 else r for r, n in counts.items()]

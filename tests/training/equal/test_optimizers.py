@@ -414,6 +414,27 @@ def test_implementation_asked_for_by_the_user(
     compare(eager, captured, replayed=False)
 
 
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("kind", [optim.SGD, optim.AdamW])
+def test_an_optimizer_keeps_its_own_kernel(
+    backend: str, tmp_path: Path, kind: Any, scope: str
+) -> None:
+    """That of SGD takes numbers of the host that stand still, those of AdamW's do not."""
+    capture = {**in_scope(scope)["capture"], "optimizer_kernel": "own"}
+    options: dict[str, Any] = {"module": made(lambda p: kind(p, lr=RATE)), "capture": capture}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options)
+    if kind is optim.SGD or backend == "cuda":
+        compare(eager, captured.run(), tolerance=0.0 if kind is optim.SGD else 1e-4)
+    else:
+        said = "the optimizer step runs eagerly: .*AdamW keeps its own kernel by optimizer_kernel"
+        with pytest.warns(UserWarning, match=said):
+            captured.run()
+        compare(eager, captured, replayed=False)
+        assert captured.statistics.replayed > 10
+    assert captured.capture.report.fused == ()
+
+
 class Extra(Net):
     """Has one more parameter.
 

@@ -19,6 +19,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("scope", "everything", "scope must be one of"),
     ("backend", "tpu", "backend must be one of 'auto', 'cuda', 'emulated'"),
     ("on_failure", "ignore", "on_failure must be one of 'eager', 'raise'"),
+    ("optimizer_kernel", "foreach", "optimizer_kernel must be one of 'fused', 'own'"),
     ("warmup_steps", 0, "warmup_steps must be a whole number of at least 1"),
     ("warmup_steps", 2.0, "warmup_steps must be a whole number"),
     ("warmup_steps", True, "warmup_steps must be a whole number"),
