@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
 
 from lightning_graphs.errors import GraphError
 from lightning_graphs.lightning.oom import OomRecovery
@@ -19,13 +20,8 @@ from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, e
 from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch, judge
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.conditions import ClientGuards, Phase, ReplayGuards
-from lightning_graphs.regions.evaluation import (
-    NO_OBSERVERS,
-    EvaluationCapture,
-    EvaluationVerification,
-    NoOptimizer,
-)
+from lightning_graphs.regions.conditions import ClientGuards, Phase
+from lightning_graphs.regions.evaluation import EvaluationSteps
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report import summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
@@ -81,7 +77,7 @@ class EvaluationWatch(TrainerWatch):
         """Return None: an evaluation has no backward pass."""
 
 
-class EvaluationRunner(StepRunner):
+class EvaluationRunner(EvaluationSteps, StepRunner):
     """Runs the steps of an evaluation as whole graphs."""
 
     def __init__(self, fit: LightningContext, watch: EvaluationWatch) -> None:
@@ -92,18 +88,9 @@ class EvaluationRunner(StepRunner):
         statistics = fit.statistics
         self._verifier.step = lambda: statistics.eager + statistics.replayed
 
-    def _bind(self) -> None:
-        """Make guards and captures for the present parameters and modules."""
-        self._observers = NO_OBSERVERS
-        self._optimizers = [*self._trainer.optimizers]  # whose rates may be logged
-        self._in_graphs, self._eager_because = [], ""
-        optimizers = dict.fromkeys(self._optimizers or [NoOptimizer()])
-        self._capture = EvaluationCapture(self._fit, self._facts, optimizers, NO_OBSERVERS)
-        self._verification = EvaluationVerification(
-            self._verifier, self._capture, self._facts.places
-        )
-        guards = self._facts, self._client_guards()
-        self._watch = ReplayGuards(self._module, [], [], *guards)
+    def _present(self) -> list[Optimizer]:
+        """List all optimizers: their rates may be logged."""
+        return [*self._trainer.optimizers]
 
     def _client_guards(self) -> ClientGuards:
         trainer, plugin = self._trainer, self._trainer.precision_plugin
@@ -152,11 +139,7 @@ class EvaluationRunner(StepRunner):
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         with replaced(LIBRARIES, "step", self._client.name):
-            return self._is_equal(plan, call)
-
-    def _finds_head(self, error: GraphError) -> bool:
-        """Return False: the steps of an evaluation have no head."""
-        return False
+            return super().compare(plan, call)
 
     def refuse(self, error: GraphError) -> None:
         """Tell that such steps run eagerly, or raise, with remedies for an evaluation."""
@@ -169,7 +152,7 @@ class EvaluationRunner(StepRunner):
             self._waits = False
             self._messages.replayed()
         plan.launch("forward")
-        try:
+        try:  # as in a training step, without a further file
             returned = plan.hand_out()
         except Exception as error:
             returned = self._recovery.hand_out_without_copies(plan, error)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from operator import is_
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import may_follow_values
-from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
-from lightning_graphs.lightning.headed import HeadedSteps, refuse_unlike
+from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.lightning.logs import LOGGED_NUMBER
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
@@ -27,37 +22,20 @@ from lightning_graphs.lightning.private import (
     skipping_backward,
     takes_no_closure,
 )
-from lightning_graphs.lightning.ranks import NOT_REDUCED
+from lightning_graphs.lightning.ranks import NOT_REDUCED, Ranks
 from lightning_graphs.lightning.strategy import NAMES, StepHandler
-from lightning_graphs.lightning.trainer import LightningContext, client_guards, with_old_gradients
+from lightning_graphs.lightning.trainer import LightningContext, client_guards
 from lightning_graphs.lightning.words import OPTIMIZER
-from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept, StepTiming
+from lightning_graphs.policy.worth import StepTiming
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.behind import HeadMissed, StepHead
-from lightning_graphs.regions.conditions import (
-    CaptureKey,
-    NewSeeds,
-    Phase,
-    ReplayGuards,
-    signature_in_words,
-    without_values,
-)
-from lightning_graphs.regions.context import CaptureFacts, StepMessages
+from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.gradients import KEPT_LATE
-from lightning_graphs.regions.lifecycle import EAGER, Lifecycle
-from lightning_graphs.regions.optimizer import (
-    CapturableOptimizer,
-    StateAwaited,
-    UpdateRefused,
-    capture_obstacle,
-)
+from lightning_graphs.regions.lifecycle import EAGER
+from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.step import StepCapture
-from lightning_graphs.report.messages import Statistics, capture_cost
-from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.batch import BatchValueRead, BatchValues
+from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
+from lightning_graphs.report.messages import Statistics
 
-_BY_HAND = Phase(zeroing=False, stepping=True, window=1)
 _WRAPPED = (
     "the optimizer step runs eagerly: optimizer_step hands a closure of its own to the optimizer, "
     "which may change gradients; configure_gradient_clipping or on_before_optimizer_step may do so "
@@ -65,118 +43,23 @@ _WRAPPED = (
 )
 
 
-class StepRunner(HeadedSteps):
+class StepRunner(StepRegion):
     """Runs the steps of a fit as whole graphs."""
 
-    scope = step = "step"  # of its graphs, in the report; and what the user calls it
+    _fit: LightningContext
+    _recovery: OomRecovery
+    _ranks: Ranks
 
     def __init__(self, fit: LightningContext) -> None:
-        self._fit = fit
-        self._recovery = fit.recovery
         self._trainer = fit.trainer
-        self._module = fit.module
         self._calls = fit.recovery.calls
-        self._statistics, self._messages = fit.statistics, fit.messages
-        self._ranks = fit.ranks
-        self._policy = fit.policy
-        options = fit.options
-        self._verifier = fit.verifier()
-        # An eager step asks for the part of a key without values several times.
-        self._life: Lifecycle[tuple[Any, ...], StepPlan]
-        self._life = Lifecycle(self, fit, self._verifier, lru_cache(without_values))
-        self._cache = self._life.cache
-        self.plans: Mapping[Signature, StepPlan] = self._cache.by_key  # those of the present
+        self._run_step = self._calls.training_step
         # The plan of the coming step, or None, if it was looked for ahead of the methods
         self.found: tuple[StepPlan | None, ...] = ()
-        self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
-        self._captures_unseen = True
-        self._moved = ""
-        self._warmup_left = options.warmup_steps
-        self._facts = CaptureFacts(fit, self._forget_plans, fit.recovery.gradients_held)
-        self._head = StepHead(fit, self._facts.places, [LOGGED_NUMBER.rule])
-        self._kept = self._facts.kept
-        self._values = BatchValues(fit.watch.function)
-        self._seeds = NewSeeds.of(fit.module, fit.module.device)
-        self._active: StepPlan | None = None
         self._stepping = False
         self._closure: type | None = None  # Lightning's own
         self._skips_backward = skipping_backward(fit.trainer)
-        self._waits = True  # steps ran eagerly that a message may be about
-        # Whether the last refusal may be due to a shape that follows from values
-        self.may_follow_values = False
-        self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
-        # Lets graphs step each optimizer; None for one that cannot be captured
-        self.capturables: dict[Optimizer, CapturableOptimizer | None] = {}
-        self._by_hand = fit.watch.optimizes_itself
-        self._churn = HyperParameterChurn(fit.watch.cycles)
-        self._awaited = StateAwaited()
-        self._optimizers: list[Optimizer] = []
-        self._obstacle: str | None = None
-        self._bind()
-
-    def _bind(self) -> None:
-        """Make guards and captures for the present optimizer, parameters and modules."""
-        if not self._are_present():
-            self._optimizers, self._obstacle = self._present(), None
-        self._observers = self._fit.watch.observers()
-        kernel = self._fit.options.optimizer_kernel
-        given = self._fit.pool.backend.device_type, self._trainer.precision_plugin, kernel
-        whys = (capture_obstacle(self._module, o, *given) for o in self._optimizers)
-        # An optimizer step that ran eagerly stays eager: this may be in the middle of it.
-        obstacle = self._obstacle = self._obstacle or next(filter(None, whys), None)
-        self.capturables = dict.fromkeys(self._optimizers)
-        for optimizer in self._optimizers if obstacle is None else ():
-            made = CapturableOptimizer(optimizer, self._module.device, kernel)
-            self.capturables[optimizer] = made.announced(self._messages.runs_fused)
-        obstacle = obstacle or self._churn.obstacle
-        if obstacle and not self._by_hand:
-            self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
-        self._eager_because = obstacle
-        in_graphs = dict.fromkeys(self._optimizers) if obstacle else self.capturables
-        self._in_graphs = [one for one in in_graphs.values() if one is not None]
-        self._capture = StepCapture(self._fit, self._facts, in_graphs, self._observers)
-        guards = [one.guard for one in self._in_graphs]
-        trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp
-        if not self._by_hand:  # a replayed step asks
-            optimizer = self._optimizers[0]
-            is_present = lambda: trainer.optimizers[0] is optimizer  # noqa: E731
-        own = client_guards(trainer, self._phase, is_present, synced=ddp is not None)
-        old = with_old_gradients(self._optimizers, self._module if self._by_hand else None)
-        self._watch = ReplayGuards(self._module, guards, old, self._facts, own)
-        self._bind_head()
-
-    def _present(self) -> list[Optimizer]:
-        """List the optimizers that steps call: all of them if these optimize manually."""
-        return self._trainer.optimizers[: None if self._by_hand else 1]
-
-    def _are_present(self) -> bool:
-        """Whether they are those that graphs were made for."""
-        now = self._present()
-        return len(now) == len(self._optimizers) and all(map(is_, now, self._optimizers))
-
-    def _phase(self) -> Phase:
-        """Tell which part of an accumulation window the coming step is."""
-        if self._by_hand:  # it may add to gradients of earlier ones, and may step
-            return _BY_HAND
-        window = self._trainer.accumulate_grad_batches
-        zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
-        return Phase(zeroing, self._stepping, window)
-
-    def _forget_plans(self) -> None:
-        """Drop every graph, which lacks a place found later; keep the counts of keys."""
-        self._cache.drop_all()
-        self._watch.look_again()
-
-    def release(self, plan: StepPlan) -> None:
-        self._kept.track(None)
-        self._statistics.released(plan.graphs["forward"])
-        if plan is self._active:  # its step is not over: the pool keeps its graphs
-            return
-        self.discard(plan)
-
-    def discard(self, plan: StepPlan) -> None:
-        for graph in plan.graphs.values():
-            self._fit.pool.release(graph)
+        super().__init__(fit, fit.recovery, fit.verifier(), (LOGGED_NUMBER.rule,))
 
     @property
     def has_failed(self) -> bool:
@@ -184,19 +67,40 @@ class StepRunner(HeadedSteps):
         return self._life.has_failed
 
     @property
-    def held(self) -> str:
-        return "graphs" if len(self._cache) else ""
+    def _no_update(self) -> Obstacle:
+        return OPTIMIZER
+
+    def _present(self) -> list[Optimizer]:
+        """List the optimizers that steps call: all of them if these optimize manually."""
+        return self._trainer.optimizers[: None if self._by_hand else 1]
+
+    def _obstacle_of(self, optimizer: Optimizer) -> str | None:
+        given = self._fit.pool.backend.device_type, self._trainer.precision_plugin
+        return capture_obstacle(self._module, optimizer, *given, self._fit.options.optimizer_kernel)
+
+    def _client_guards(self) -> ClientGuards:
+        trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp
+        if not self._by_hand:  # a replayed step asks
+            optimizer = self._optimizers[0]
+            is_present = lambda: trainer.optimizers[0] is optimizer  # noqa: E731
+        return client_guards(trainer, self._phase, is_present, synced=ddp is not None)
+
+    def _phase(self) -> Phase:
+        """Tell which part of an accumulation window the coming step is."""
+        if self._by_hand:  # it may add to gradients of earlier ones, and may step
+            return BY_HAND
+        window = self._trainer.accumulate_grad_batches
+        zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
+        return Phase(zeroing, self._stepping, window)
+
+    def _rebind(self, reason: str = "") -> None:
+        self._ranks.lost = ""
+        super()._rebind(reason)
 
     def close(self) -> None:
-        self._active = None
-        self._cache.clear()
-        self._kept.track(None)
-        self._capture.persistent.clear()
         for optimizer in self._optimizers:
             vars(optimizer).pop("zero_grad", None)
-        for capturable in filter(None, self.capturables.values()):
-            capturable.restore()
-        self.capturables.clear()
+        super().close()
 
     # ------------------------------------------------------------------ strategy methods
 
@@ -303,120 +207,11 @@ class StepRunner(HeadedSteps):
             return None
         return self._life.plan_for(args, *found)
 
-    def _count_key(self, args: tuple[Any, ...]) -> None:
-        """Count the key of a warm-up batch, so that captures begin with the keys that return."""
-        with contextlib.suppress(CaptureError):
-            signature, _ = self._signature_of(args, self._watch.conditions())
-            if self._policy.measures:
-                self._cache.see(signature)
-
-    # ------------------------------------------------------------------ the region
-
-    def key(self, call: tuple[Any, ...]) -> Signature | None:
-        """Return the key of a batch in the coming step; None if it begins with a new seed."""
-        self._conditions = self._current_conditions(has_graphs=len(self._cache) > 0)
-        if self._seeds is not None and self._seeds.are_used_by_next_step():
-            return None
-        return self._signature_of(call, self._conditions)[0]
-
-    def wait(self, call: tuple[Any, ...], key: Signature) -> None:
-        self._waits = True
-        why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
-        step = key, why, self._values.why, self._facts.reads.codes, self._cache.by_key.values()
-        if self._gives_up_head():
-            return
-        if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
-            self._fail()
-
-    def is_ready(self, call: tuple[Any, ...], key: Signature) -> bool:
-        # Libraries choose and load their kernels for a shape in its first step.
-        if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
-            return False
-        steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
-        if steps and not all(one.has_stepped for one in self._in_graphs):
-            return False
-        return self._head.now is None or self._head.puts_off(key)
-
-    def _is_unseen(self, signature: Signature) -> bool:
-        return self._policy.measures and self._cache.is_new(signature)
-
-    def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
-        if self._by_hand and self._eager_because:
-            raise OPTIMIZER.refused(self._eager_because)
-        self._call = call
-        if not len(self._cache):
-            self._conditions = self._current_conditions(has_graphs=True)
-        with self._policy.timing_capture(), capture_cost(self._fit.pool.backend) as self._cost:
-            self._recovery.before_capture(call)
-            for plan in self._cache.plans():
-                plan.gradients.release_ownership()
-            self._kept.count()
-            for one in self._in_graphs if not len(self._cache) else ():
-                one.defragment_state()
-            if self._head.now is not None:
-                parts = self._key_behind, self._phase(), self._watch
-                return self._capture.capture_behind(self._head, call, *parts)
-            signature, tensors = self._signature_of(call, self._conditions)
-            return self._capture.capture(call, tensors, signature, self._watch)
-
-    def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
-        self._notices.captured(plan.key)
-        graphs = [*plan.graphs.values()]
-        words = signature_in_words(plan.key)
-        plan.record = self._statistics.captured(words, graphs, self._cost, scope=self.scope)
-        self._kept.count()
-        self._fit.assertions.is_used |= plan.assertions is not None
-        plan.take_call(call)
-
-    def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
-        if self._is_in_head:
-            return self._put_off(plan)
-        self._recovery.forget_gradients(plan)
-        self._kept.bound = None
-        return self._is_equal(plan, call)
-
-    def _is_equal(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
-        try:
-            self._verification.check(plan, call)
-        except MemoryKept:
-            self._rebind("code of a step keeps tensors that it has computed")
-            return False
-        except HeadMissed:
-            return refuse_unlike(plan)
-        return True
-
-    def may_succeed(self, key: Signature, error: GraphError) -> bool:
-        if isinstance(error, BatchValueRead):
-            if not self._finds_head(error):
-                self._values.read(error)
-            return True
-        if self._is_unseen(key):
-            self._captures_unseen = False
-            return True
-        if isinstance(error, UpdateRefused):
-            self._leave_update(error)
-            return True
-        return self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error)
-
-    def _leave_update(self, error: UpdateRefused) -> None:
-        """Let the optimizer step be eager; the rest of the step may be captured."""
-        self._obstacle = error.observed
-        self._rebind()
-
-    def refuse(self, error: GraphError) -> None:
-        self.may_follow_values = may_follow_values(error)
-        # If a whole step finds no memory, observing its submodules would find none.
-        is_branch = self._capture.was_in_a_branch()
-        if not (len(self._cache) or is_branch or isinstance(error, NoRoomError)):
-            self._fail()
-        self._notices.refused(error, has_graphs=not self._life.is_failing)
-
-    def _fail(self) -> None:
-        """Give up whole steps, so that submodules are captured; only with scope='auto'."""
-        if self._may_give_up:
-            self._life.give_up()
-
     # ------------------------------------------------------------------ eager and replayed
+
+    def _begin_eagerly(self) -> None:
+        if self._fit.progress is not None:
+            self._fit.progress.mirrored = frozenset()
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._begins_with_head:
@@ -428,8 +223,8 @@ class StepRunner(HeadedSteps):
             self._warmup_left -= 1
             watching = self._fit.watch.logged.watching(self._module)
             with watching, self._fit.compiled.watching():
-                return self._calls.training_step(*args, **kwargs)
-        return self._calls.training_step(*args, **kwargs)
+                return self._run_step(*args, **kwargs)
+        return self._run_step(*args, **kwargs)
 
     def _replay(self, plan: StepPlan) -> Any:
         plan.uses += 1
@@ -443,7 +238,7 @@ class StepRunner(HeadedSteps):
         if not (self._by_hand or self._observers.own_zero_grad):
             # Lightning zeroes after the forward pass, where the graph has written new gradients.
             vars(self._optimizers[0])["zero_grad"] = _nothing
-        try:
+        try:  # here, and not in another file: each replayed step of a fit comes through
             returned = plan.hand_out()
         except Exception as error:
             returned = self._recovery.hand_out_without_copies(plan, error)
@@ -454,27 +249,6 @@ class StepRunner(HeadedSteps):
         self._statistics.replayed += 1
         plan.record.replays += 1
         return returned
-
-    def _current_conditions(self, *, has_graphs: bool) -> CaptureKey:
-        """Return the conditions of the coming step; graphs that they make wrong are dropped."""
-        self._moved = reason = self._watch.reason_to_rebind(has_graphs=has_graphs)
-        if reason:
-            self._rebind(reason)
-        conditions = self._watch.conditions()
-        if self._churn.are_too_many(conditions.hyper_parameters):
-            self._rebind()
-            conditions = self._watch.conditions()
-        return conditions
-
-    def _rebind(self, reason: str = "") -> None:
-        """Drop every graph and make new guards; say the reason, if there is one."""
-        if reason:
-            self._messages.recaptured(f"recapturing, because {reason}", reason)
-        self._ranks.lost = ""
-        self._cache.clear()
-        for capturable in filter(None, self.capturables.values()):
-            capturable.restore()
-        self._bind()
 
 
 def _nothing(*_: Any, **__: Any) -> None:

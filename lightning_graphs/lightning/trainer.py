@@ -337,15 +337,6 @@ def _value_in(trainer: Trainer, key: str) -> Any:
     return getattr(trainer, key, Absence.ABSENT)
 
 
-def with_old_gradients(
-    optimizers: Sequence[Optimizer],
-    module: nn.Module | None,  # whose code may read gradients of all its parameters
-) -> list[Tensor]:
-    """List the parameters whose gradients of earlier steps the coming step may read."""
-    found = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return found if module is None else [*dict.fromkeys([*found, *module.parameters()])]
-
-
 def client_guards(
     trainer: Trainer, phase: Callable[[], Phase], is_present: Callable[[], bool], *, synced: bool
 ) -> ClientGuards:

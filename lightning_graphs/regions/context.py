@@ -284,6 +284,22 @@ class Client(environment.Client, Protocol):
         """Return the host's copy of each tensor in a batch; None if it has none."""
 
 
+class Recovery(Protocol):
+    """Repairs steps that find no memory because of graphs."""
+
+    def before_capture(self, call: tuple[Any, ...]) -> None:
+        """Require memory for a capture of a step."""
+
+    def forget_gradients(self, plan: Any) -> None:
+        """Release old gradients that a captured step zeroes before user code can read them."""
+
+    def gradients_held(self) -> list[int]:
+        """Return the ``id`` of each gradient that is held for a repetition."""
+
+    def hand_out_without_copies(self, plan: Any, error: Exception) -> Any:
+        """Return the graph's own tensors for a replayed step that has no memory for copies."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingContext:
     """What all regions of a fit are made with."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.behind import Behind
@@ -22,6 +22,7 @@ from lightning_graphs.regions.gradients import GradientTargets
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verified import Verification
+from lightning_graphs.regions.whole_step import StepRegion
 from lightning_graphs.values.memory import OutputPlan
 from lightning_graphs.values.snapshot import RegionState, Result
 from lightning_graphs.values.tree import flatten, substitute
@@ -160,3 +161,26 @@ class EvaluationVerification(EvaluationBody, Verification):
     ) -> list[Result]:
         plan.present.batch = args[0]
         return super()._replayed(plan, args, batch)
+
+
+class EvaluationSteps(StepRegion):
+    """The steps of an evaluation as regions: they have no head, and leave gradients alone."""
+
+    def _bind(self) -> None:
+        """Make guards and captures for the present parameters and modules."""
+        self._observers = NO_OBSERVERS
+        self._optimizers = self._present()
+        self._in_graphs, self._eager_because = [], ""
+        optimizers = dict.fromkeys(self._optimizers or [NoOptimizer()])
+        self._capture = EvaluationCapture(self._fit, self._facts, optimizers, NO_OBSERVERS)
+        self._verification = EvaluationVerification(
+            self._verifier, self._capture, self._facts.places
+        )
+        guards = self._facts, self._client_guards()
+        self._watch = ReplayGuards(self._module, [], [], *guards)
+
+    def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
+        return self._is_equal(plan, call)
+
+    def _finds_head(self, error: GraphError) -> bool:
+        return False

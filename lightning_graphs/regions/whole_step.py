@@ -1,0 +1,504 @@
+"""The steps of a client as regions: their keys, captures, comparisons and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_graphs.device.rules import Obstacle, may_follow_values
+from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, VerificationError
+from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept
+from lightning_graphs.regions.behind import HeadMissed, StepHead
+from lightning_graphs.regions.conditions import (
+    CaptureKey,
+    ClientGuards,
+    NewSeeds,
+    Observers,
+    Phase,
+    ReplayGuards,
+    signature_in_words,
+    without_values,
+)
+from lightning_graphs.regions.context import (
+    CaptureFacts,
+    Recovery,
+    StepMessages,
+    TrainingContext,
+)
+from lightning_graphs.regions.lifecycle import Lifecycle, PlanCache, Region
+from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, UpdateRefused
+from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.step import StepCapture, refuse_iterator
+from lightning_graphs.regions.verified import Verification
+from lightning_graphs.regions.verify import Ranks, Verifier
+from lightning_graphs.report.messages import Statistics, capture_cost
+from lightning_graphs.values.signature import Modes, Signature
+from lightning_graphs.watch.batch import BatchValueRead, BatchValues
+from lightning_graphs.watch.head import VARIABLES, HeadEnded, is_callers
+
+# ------------------ Steps that begin with a head: it runs as it is, what follows by graphs
+
+
+class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
+    """What a region of whole steps does for those with a head.
+
+    To the life cycle such a step is what leaves its head. Its plan is looked for when the head has
+    ended; where there is none, the step goes on eagerly from there. A capture or a verification
+    runs the head by itself, and undoes what it does, so both come ahead of a step.
+    """
+
+    _begins_with_head = False  # the coming step does
+    _is_in_head = False  # and runs it now
+    _unverified: StepPlan | None = None  # to be verified ahead of a step
+    _call: tuple[Any, ...] = ()  # what a capture is of
+
+    _fit: TrainingContext
+    _statistics: Statistics
+    _life: Lifecycle[tuple[Any, ...], StepPlan]
+    _cache: PlanCache[Any, StepPlan]
+    _facts: CaptureFacts
+    _head: StepHead
+    _watch: ReplayGuards
+    _values: BatchValues
+    _active: StepPlan | None
+    _verification: Verification
+    _verifier: Verifier
+    _capture: StepCapture
+    _ranks: Ranks
+    _observers: Observers
+    _by_hand: bool
+    _run_step: Callable[..., Any]  # runs the step's own code eagerly
+    is_undivided: bool
+
+    @abstractmethod
+    def _phase(self) -> Phase: ...
+
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: CaptureKey
+    ) -> tuple[Signature, list[Tensor]]:
+        refuse_iterator(args[0])
+        modes = Modes.current(self._fit.pool.backend.device_type)
+        extra = (conditions, *self._facts.places.signature())
+        return self._values.signature(args[0], modes, extra)
+
+    @abstractmethod
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def _begin_eagerly(self) -> None:
+        """Note that the coming step begins with code that runs eagerly."""
+
+    @abstractmethod
+    def _replay(self, plan: StepPlan) -> Any: ...
+
+    def _finds_head(self, error: GraphError) -> bool:
+        """Whether a capture with a head may succeed: at another statement, or for another batch."""
+        if isinstance(error, HeadMissed):
+            return True
+        if not self._head.learn(error, self._call):
+            return False
+        self._values = BatchValues(
+            self._fit.watch.function, VARIABLES, is_callers
+        )  # of what leaves the head from now on
+        self._cache.clear()
+        self.is_undivided = False
+        self._facts.has_host_program, self._facts.is_unseen = False, True
+        return True
+
+    def _key_behind(self, leaving: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
+        """Return the key of what follows the head of the step that is captured, and its tensors.
+
+        Raises:
+            HeadMissed: No capture of such a step is due.
+        """
+        signature, tensors = self._signature_of((leaving,), self._watch.conditions())
+        self._head.take_due(signature)
+        self._head.refuse_bound(signature.tensor_names, tensors)
+        return signature, tensors
+
+    def _bind_head(self) -> None:
+        """Take note of the present parameters, guards and capture."""
+        body = self._capture, self._facts.places, self._head
+        self._verification = Verification(self._verifier, *body)
+        self._verification.fits = self._watch.are_as_in
+        self._head.look_again()
+        is_alone = self._ranks.are_one and self._ranks.ddp is None and not self._by_hand
+        # Nothing but one graph runs between the batch and the end of the step
+        is_alone &= not self._observers and self._head.now is None
+        self.is_undivided = is_alone and self._fit.watch.scaler is None
+
+    def _gives_up_head(self) -> bool:
+        """Whether too many steps in a row had no graph for what left their head."""
+        error = self._head.missed()
+        if error is not None:
+            self.refuse(error)
+        return error is not None
+
+    def _put_off(self, plan: StepPlan) -> bool:
+        """Verify a plan with the next step, since the head of this one runs already."""
+        self._unverified = plan
+        return True
+
+    def _run_head(self, args: tuple[Any, ...]) -> Any:
+        """Run the head of a step; replay what follows it, or go on eagerly from there."""
+        self._begins_with_head = False
+        self._capture_behind(args)
+        head = self._head.now
+        if head is None:
+            return self._eager(args, {})
+        self._begin_eagerly()
+
+        def at_end(leaving: dict[str, Any]) -> None:
+            plan = self._active = self._life.plan_for((leaving,))
+            if plan is not None:
+                plan.present.batch = leaving
+                raise HeadEnded
+
+        self._is_in_head = True
+        try:
+            returned = head.run(partial(self._run_step, *args), at_end)
+        except HeadEnded:
+            assert self._active is not None, "its graph was found"
+            self._head.was_served()
+            return self._replay(self._active)
+        finally:
+            self._is_in_head = False
+        self._statistics.ran_eagerly()
+        return returned
+
+    def _capture_behind(self, args: tuple[Any, ...]) -> None:
+        """Capture or verify what follows the head of the coming step, if that is due."""
+        plan, self._unverified = self._unverified, None
+        if plan is not None and plan.key in self._cache.by_key:
+            if plan.conditions.phase == self._phase():
+                self._life.verified(plan, args)
+            else:
+                self._unverified = plan
+        key = self._head.due_key(self._phase())
+        if key is not None:
+            self._life.capture(args, key)
+            self._head.end_capture()
+
+
+def refuse_unlike(plan: StepPlan) -> bool:
+    """Refuse a plan that was just captured, if the head of its step gives something else now.
+
+    Another one may be right: returns False, since it is not known to be.
+    """
+    if plan.unverified:
+        raise VerificationError(
+            "The head of a step must give the same each time that it runs from one state.",
+            "it gave other shapes or values",
+            "draw from generators of torch, Python and NumPy, or from those in attributes",
+        )
+    return False
+
+
+# ------------------ All steps
+
+BY_HAND = Phase(zeroing=False, stepping=True, window=1)
+"""The phase of a step whose own code optimizes: it may add to gradients, and may step."""
+
+
+def with_old_gradients(
+    optimizers: list[Optimizer],
+    module: nn.Module | None,  # whose code may read gradients of all its parameters
+) -> list[Any]:
+    """List the parameters whose gradients of earlier steps the coming step may read."""
+    found = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    return found if module is None else [*dict.fromkeys([*found, *module.parameters()])]
+
+
+class StepRegion(HeadedSteps):
+    """Whole steps of a client; a runner of the client calls and replays them."""
+
+    scope = step = "step"  # of its graphs, in the report; and what the user calls it
+
+    def __init__(
+        self,
+        fit: TrainingContext,
+        recovery: Recovery,
+        verifier: Verifier,
+        head_rules: tuple[str, ...] = (),  # see :class:`StepHead`
+    ) -> None:
+        self._fit, self._recovery, self._verifier = fit, recovery, verifier
+        self._module = fit.module
+        self._statistics, self._messages = fit.statistics, fit.messages
+        self._ranks, self._policy = fit.ranks, fit.policy
+        options = fit.options
+        # An eager step asks for the part of a key without values several times.
+        self._life: Lifecycle[tuple[Any, ...], StepPlan]
+        self._life = Lifecycle(self, fit, verifier, lru_cache(without_values))
+        self._cache = self._life.cache
+        self.plans: Mapping[Signature, StepPlan] = self._cache.by_key  # those of the present
+        self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
+        self._captures_unseen = True
+        self._moved = ""
+        self._warmup_left = options.warmup_steps
+        self._facts = CaptureFacts(fit, self._forget_plans, recovery.gradients_held)
+        self._head = StepHead(fit, self._facts.places, head_rules)
+        self._kept = self._facts.kept
+        self._values = BatchValues(fit.watch.function)
+        self._seeds = NewSeeds.of(fit.module, fit.module.device)
+        self._active: StepPlan | None = None
+        self._waits = True  # steps ran eagerly that a message may be about
+        # Whether the last refusal may be due to a shape that follows from values
+        self.may_follow_values = False
+        self._may_give_up = options.scope == "auto" and not fit.ranks.whole_steps_only
+        # Lets graphs step each optimizer; None for one that cannot be captured
+        self.capturables: dict[Optimizer, CapturableOptimizer | None] = {}
+        self._by_hand = fit.watch.optimizes_itself
+        self._churn = HyperParameterChurn(fit.watch.cycles)
+        self._awaited = StateAwaited()
+        self._optimizers: list[Optimizer] = []
+        self._obstacle: str | None = None
+        self._eager_because: str | None = None  # why an optimizer step is
+        self._in_graphs: list[CapturableOptimizer] = []
+        self._bind()
+
+    # ------------------------------------------------------------------ what a client supplies
+
+    @property
+    @abstractmethod
+    def _no_update(self) -> Obstacle:
+        """The obstacle that an optimizer is whose steps no graph can take."""
+
+    @abstractmethod
+    def _present(self) -> list[Optimizer]:
+        """List the optimizers that steps call."""
+
+    @abstractmethod
+    def _obstacle_of(self, optimizer: Optimizer) -> str | None:
+        """Why the step of an optimizer cannot be captured; None if it can."""
+
+    @abstractmethod
+    def _client_guards(self) -> ClientGuards:
+        """List what of the program around steps their graphs depend on."""
+
+    # ------------------------------------------------------------------ what they are bound to
+
+    def _bind(self) -> None:
+        """Make guards and captures for the present optimizers, parameters and modules."""
+        if not self._are_present():
+            self._optimizers, self._obstacle = self._present(), None
+        self._observers = self._fit.watch.observers()
+        kernel = self._fit.options.optimizer_kernel
+        # An optimizer step that ran eagerly stays eager: this may be in the middle of it.
+        whys = map(self._obstacle_of, self._optimizers)
+        obstacle = self._obstacle = self._obstacle or next(filter(None, whys), None)
+        self.capturables = dict.fromkeys(self._optimizers)
+        for optimizer in self._optimizers if obstacle is None else ():
+            made = CapturableOptimizer(optimizer, self._module.device, kernel)
+            self.capturables[optimizer] = made.announced(self._messages.runs_fused)
+        obstacle = obstacle or self._churn.obstacle
+        if obstacle and not self._by_hand:
+            self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
+        self._eager_because = obstacle
+        in_graphs = dict.fromkeys(self._optimizers) if obstacle else self.capturables
+        self._in_graphs = [one for one in in_graphs.values() if one is not None]
+        self._capture = StepCapture(self._fit, self._facts, in_graphs, self._observers)
+        guards = [one.guard for one in self._in_graphs]
+        old = with_old_gradients(self._optimizers, self._module if self._by_hand else None)
+        own = self._client_guards()
+        self._watch = ReplayGuards(self._module, guards, old, self._facts, own)
+        self._bind_head()
+
+    def _are_present(self) -> bool:
+        """Whether they are those that graphs were made for."""
+        now = self._present()
+        return len(now) == len(self._optimizers) and all(map(is_, now, self._optimizers))
+
+    def _rebind(self, reason: str = "") -> None:
+        """Drop every graph and make new guards; say the reason, if there is one."""
+        if reason:
+            self._messages.recaptured(f"recapturing, because {reason}", reason)
+        self._cache.clear()
+        for capturable in filter(None, self.capturables.values()):
+            capturable.restore()
+        self._bind()
+
+    def _forget_plans(self) -> None:
+        """Drop every graph, which lacks a place found later; keep the counts of keys."""
+        self._cache.drop_all()
+        self._watch.look_again()
+
+    def release(self, plan: StepPlan) -> None:
+        self._kept.track(None)
+        self._statistics.released(plan.graphs["forward"])
+        if plan is self._active:  # its step is not over: the pool keeps its graphs
+            return
+        self.discard(plan)
+
+    def discard(self, plan: StepPlan) -> None:
+        for graph in plan.graphs.values():
+            self._fit.pool.release(graph)
+
+    @property
+    def held(self) -> str:
+        return "graphs" if len(self._cache) else ""
+
+    def close(self) -> None:
+        self._active = None
+        self._cache.clear()
+        self._kept.track(None)
+        self._capture.persistent.clear()
+        for capturable in filter(None, self.capturables.values()):
+            capturable.restore()
+        self.capturables.clear()
+
+    def _count_key(self, args: tuple[Any, ...]) -> None:
+        """Count the key of a warm-up batch, so that captures begin with the keys that return."""
+        with contextlib.suppress(CaptureError):
+            signature, _ = self._signature_of(args, self._watch.conditions())
+            if self._policy.measures:
+                self._cache.see(signature)
+
+    # ------------------------------------------------------------------ the region
+
+    def key(self, call: tuple[Any, ...]) -> Signature | None:
+        """Return the key of a batch in the coming step; None if it begins with a new seed."""
+        self._conditions = self._current_conditions(has_graphs=len(self._cache) > 0)
+        if self._seeds is not None and self._seeds.are_used_by_next_step():
+            return None
+        return self._signature_of(call, self._conditions)[0]
+
+    def wait(self, call: tuple[Any, ...], key: Signature) -> None:
+        self._waits = True
+        why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
+        step = key, why, self._values.why, self._facts.reads.codes, self._cache.by_key.values()
+        if self._gives_up_head():
+            return
+        if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
+            self._fail()
+
+    def is_ready(self, call: tuple[Any, ...], key: Signature) -> bool:
+        # Libraries choose and load their kernels for a shape in its first step.
+        if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
+            return False
+        steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
+        if steps and not all(one.has_stepped for one in self._in_graphs):
+            return False
+        return self._head.now is None or self._head.puts_off(key)
+
+    def _is_unseen(self, signature: Signature) -> bool:
+        return self._policy.measures and self._cache.is_new(signature)
+
+    def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
+        if self._by_hand and self._eager_because:
+            raise self._no_update.refused(self._eager_because)
+        self._call = call
+        if not len(self._cache):
+            self._conditions = self._current_conditions(has_graphs=True)
+        with self._policy.timing_capture(), capture_cost(self._fit.pool.backend) as self._cost:
+            self._recovery.before_capture(call)
+            for plan in self._cache.plans():
+                plan.gradients.release_ownership()
+            self._kept.count()
+            for one in self._in_graphs if not len(self._cache) else ():
+                one.defragment_state()
+            if self._head.now is not None:
+                parts = self._key_behind, self._phase(), self._watch
+                return self._capture.capture_behind(self._head, call, *parts)
+            signature, tensors = self._signature_of(call, self._conditions)
+            return self._capture.capture(call, tensors, signature, self._watch)
+
+    def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+        self._notices.captured(plan.key)
+        graphs = [*plan.graphs.values()]
+        words = signature_in_words(plan.key)
+        plan.record = self._statistics.captured(words, graphs, self._cost, scope=self.scope)
+        self._kept.count()
+        self._fit.assertions.is_used |= plan.assertions is not None
+        plan.take_call(call)
+
+    def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
+        if self._is_in_head:
+            return self._put_off(plan)
+        self._recovery.forget_gradients(plan)
+        self._kept.bound = None
+        return self._is_equal(plan, call)
+
+    def _is_equal(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
+        try:
+            self._verification.check(plan, call)
+        except MemoryKept:
+            self._rebind("code of a step keeps tensors that it has computed")
+            return False
+        except HeadMissed:
+            return refuse_unlike(plan)
+        return True
+
+    def may_succeed(self, key: Signature, error: GraphError) -> bool:
+        if isinstance(error, BatchValueRead):
+            if not self._finds_head(error):
+                self._values.read(error)
+            return True
+        if self._is_unseen(key):
+            self._captures_unseen = False
+            return True
+        if isinstance(error, UpdateRefused):
+            self._leave_update(error)
+            return True
+        return self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error)
+
+    def _leave_update(self, error: UpdateRefused) -> None:
+        """Let the optimizer step be eager; the rest of the step may be captured."""
+        self._obstacle = error.observed
+        self._rebind()
+
+    def refuse(self, error: GraphError) -> None:
+        self.may_follow_values = may_follow_values(error)
+        # If a whole step finds no memory, observing its submodules would find none.
+        is_branch = self._capture.was_in_a_branch()
+        if not (len(self._cache) or is_branch or isinstance(error, NoRoomError)):
+            self._fail()
+        self._notices.refused(error, has_graphs=not self._life.is_failing)
+
+    def _fail(self) -> None:
+        """Give up whole steps, so that submodules are captured; only with scope='auto'."""
+        if self._may_give_up:
+            self._life.give_up()
+
+    # ------------------------------------------------------------------ replayed
+
+    def _replay(self, plan: StepPlan) -> Any:
+        plan.uses += 1
+        if self._waits:
+            self._waits = False
+            self._messages.replayed()
+        self._churn.replays += 1
+        plan.launch("forward")
+        returned = self._hand_out(plan)
+        if self._by_hand:
+            self._active = None
+            plan.attach()
+            self._kept.track(plan.visible)
+        return returned
+
+    def _hand_out(self, plan: StepPlan) -> Any:
+        """Return what a replayed step returns, and count the replay."""
+        try:
+            returned = plan.hand_out()
+        except Exception as error:
+            returned = self._recovery.hand_out_without_copies(plan, error)
+        self._statistics.replayed += 1
+        plan.record.replays += 1
+        return returned
+
+    def _current_conditions(self, *, has_graphs: bool) -> CaptureKey:
+        """Return the conditions of the coming step; graphs that they make wrong are dropped."""
+        self._moved = reason = self._watch.reason_to_rebind(has_graphs=has_graphs)
+        if reason:
+            self._rebind(reason)
+        conditions = self._watch.conditions()
+        if self._churn.are_too_many(conditions.hyper_parameters):
+            self._rebind()
+            conditions = self._watch.conditions()
+        return conditions
