@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError, in_one_line
+from lightning_graphs.lightning.evaluation_loop import evaluations_looped
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
 from lightning_graphs.lightning.loop import replays_looped
 from lightning_graphs.lightning.oom import OomRecovery
@@ -338,6 +339,7 @@ class GraphCapture(Callback):
                 evaluation = EvaluationHandler(fit, "validation_step", beside=handler)
                 stack.callback(evaluation.close)
                 evaluation.take_over(trainer.strategy)
+                stack.enter_context(evaluations_looped(trainer, pl_module, evaluation))
             stack.enter_context(replays_looped(trainer, pl_module, handler))
             self._fit = stack.pop_all()
         self._handler, self._summary, self._assertions = handler, summary, fit.assertions
@@ -384,6 +386,7 @@ class GraphCapture(Callback):
 
             fit.ranks.on_leave = switch_off
             evaluation.take_over(trainer.strategy)
+            stack.enter_context(evaluations_looped(trainer, module, evaluation))
             self._fit = stack.pop_all()
         self._evaluation = evaluation
 

@@ -16,7 +16,12 @@ from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.ranks import syncs
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import calls_of
-from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, evaluations_left
+from lightning_graphs.lightning.trainer import (
+    PLUGIN,
+    LightningContext,
+    TrainerWatch,
+    evaluations_left,
+)
 from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch, judge
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
@@ -100,7 +105,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
             flags=(bool, partial(syncs, trainer) if self._ranks.ddp is not None else bool),
             of_all=(
                 (
-                    (lambda: trainer.precision_plugin, plugin),
+                    (partial(PLUGIN, trainer), plugin),
                     lambda: "the trainer's precision was changed",
                 ),
             ),
@@ -123,13 +128,29 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         plan.present.batch = args[0]
         return self._replay(plan)
 
+    def replay(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replay the step for this batch, if nothing is to be decided; return its result in one.
+
+        Empty: :meth:`training_step` is to run it. It goes on from what was found here.
+        """
+        life, self._client.given = self._life, args
+        if self._warmup_left > 0:
+            return ()
+        plan = life.find(args)
+        if plan is None or not life.is_ready(plan):
+            self.found = (plan,)
+            return ()
+        plan.present.batch = args[0]
+        return (self._replay(plan),)
+
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
+        found, self.found = self.found, ()
         is_outside = bool(kwargs) or self._policy.is_over
         if is_outside or self._warmup_left > 0:
             if not is_outside:
                 self._count_key(args)
             return None
-        return self._life.plan_for(args)
+        return self._life.plan_for(args, *found)
 
     # ------------------------------------------------------------------ the region
 
@@ -214,9 +235,10 @@ class EvaluationHandler(StrategyHandler):
         )
         self._fit = own
         stopwatch = Stopwatch(trainer.strategy.root_device)
-        self._is_timed = stopwatch.meaningful
+        self._is_meaningful = stopwatch.meaningful
         runner = EvaluationRunner(own, watch)
         timing = StepTiming(statistics, stopwatch, manual=True)
+        self.evaluation = runner
         # It has no successor: what is no whole graph runs eagerly
         super().__init__(runner, lambda _: runner, recovery, statistics, timing, self._judge)
         recovery.beside, fit.recovery.beside = beside, self
@@ -224,8 +246,28 @@ class EvaluationHandler(StrategyHandler):
 
     def take_over(self, strategy: Strategy) -> None:
         """Exchange the strategy's method, also one that user code has set."""
-        self._own = getattr(strategy, self.name)
+        self._own, self._table = getattr(strategy, self.name), vars(strategy)
+        self._methods = {self.name: self.training_step}
         self._open.enter_context(replaced(strategy, self.name, self.training_step))
+
+    # ------------------------------------------------------------------ steps without the method
+
+    def replay_batch(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replay a step as the method does, and return its result in one.
+
+        Empty: the method is to run it. It goes on from what was found here.
+        """
+        recovery, counts, method = self._recovery, self._statistics, self._methods[self.name]
+        if self._timing is not None or recovery.is_open or self._table.get(self.name) != method:
+            return ()
+        recovery.counted = counts.eager, counts.replayed
+        try:
+            return self.evaluation.replay(args)
+        except Exception as error:
+            self._again = recovery.repetition_after(error)
+            if self._again is None:
+                raise
+        return ()
 
     def _bind(self) -> None:
         """Leave the method where it is: it repeats a step that finds no memory."""
@@ -236,12 +278,12 @@ class EvaluationHandler(StrategyHandler):
             self._timing.read(wait=True)
         statistics = self.statistics
         if statistics.graphs:
-            statistics.verdict = judge(statistics.graphs).sentence if self._is_timed else ""
+            statistics.verdict = judge(statistics.graphs).sentence if self._is_meaningful else ""
             self._fit.messages.say(f"{summary_line(statistics.report())}, of {self.name}")
 
     def _judge(self) -> None:
         """Let steps run eagerly from now on if graphs make them slower."""
-        if not self._is_timed:
+        if not self._is_meaningful:
             return
         verdict = judge(self.statistics.graphs)
         self.statistics.verdict = verdict.sentence

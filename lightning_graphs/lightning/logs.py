@@ -251,7 +251,7 @@ class LogRecorder:
             value = _tensor_of(value, device)
         elif now is None and isinstance(value, Tensor):
             # The rest of the step may change it in place. No replay copies a tensor of the host.
-            value = value.detach().clone() if value.device == device else value.detach()
+            value = self._widened(value.detach()) if value.device == device else value.detach()
             if name not in self._kept.logged:
                 self._computed.append((f"the logged `{name}`", value))
         call = _LogCall(self._module, log, name, arguments, value, now)
@@ -262,6 +262,12 @@ class LogRecorder:
             self.at_end(partial(self._reissue, [call]))
         else:
             self._calls.append(call)
+
+    def _widened(self, value: Tensor) -> Tensor:
+        """Copy a value, in 32 bits at least, as results convert all that are not whole numbers."""
+        wide = self._dtype if self._dtype in _WIDE else torch.float32
+        narrow = value.is_floating_point() and value.dtype not in _WIDE
+        return value.to(wide) if narrow else value.clone()
 
     def _metric_recorder(
         self, metric: nn.Module, function: Callable[..., Any], name: str
@@ -335,6 +341,8 @@ class LogRecorder:
     def reissue(self) -> None:
         if self._progress is not None:
             self._progress.mirrored = self._mirrored
+        if not self._calls:
+            return
         self._update = update = self._update or LogUpdate(self._calls)
         calls = update.begin()
         if calls:
@@ -433,3 +441,4 @@ def _tensor_of(number: Any, device: torch.device) -> Tensor:
 
 
 _PLAIN = (bool, int, str, type(None))
+_WIDE = (torch.float32, torch.float64)

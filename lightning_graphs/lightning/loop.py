@@ -20,7 +20,7 @@ from math import inf
 from operator import attrgetter, is_
 from sys import getrefcount
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -34,10 +34,7 @@ from lightning_graphs.lightning.strategy import rebuilt
 from lightning_graphs.lightning.words import overrides
 from lightning_graphs.private.exchange import replaced
 
-_FX = "_current_fx_name"
-_START, _END = "on_train_batch_start", "on_train_batch_end"
-_IDLE = vars(Callback)[_START], vars(Callback)[_END]
-_OF_MODULE = getattr(LightningModule, _START), getattr(LightningModule, _END)
+FX = "_current_fx_name"
 _CACHE = attrgetter("_forward_cache")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _SCHEDULERS = "torch.optim.lr_scheduler"
@@ -62,7 +59,7 @@ def replays_looped(
 
 def _is_served(trainer: Trainer, module: LightningModule) -> bool:
     strategy: Any = trainer.strategy
-    of_base = (_START, "post_training_step")
+    of_base = ("on_train_batch_start", "post_training_step")
     return (
         module.automatic_optimization
         and trainer.world_size == 1
@@ -73,24 +70,86 @@ def _is_served(trainer: Trainer, module: LightningModule) -> bool:
     )
 
 
-class ReplayLoop:
+class Hook(NamedTuple):
+    """A hook of a batch, and what it is where user code does not override it."""
+
+    name: str
+    of_callback: Any
+    of_module: Any
+
+    @classmethod
+    def named(cls, name: str) -> Hook:
+        """Find the functions of Lightning's base classes."""
+        return cls(name, vars(Callback)[name], getattr(LightningModule, name))
+
+
+_START, _END = map(Hook.named, ("on_train_batch_start", "on_train_batch_end"))
+
+
+class BatchLoop:
+    """What loops over batches do alike: move a batch, and call hooks where they are overridden."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, loop: Any) -> None:
+        self._trainer: Any = trainer
+        self._module = module
+        self._names = vars(module)  # of the hook that runs, and of hooks that an instance has
+        self._strategy: Any = trainer.strategy
+        self._device = trainer.strategy.root_device
+        self._loop = loop
+        self._connector: Any = trainer._logger_connector
+        self._moves = True  # user code runs while a batch is moved
+
+    def _look_at_moves(self) -> None:
+        """Find out whether user code runs while a batch is moved."""
+        trainer = self._trainer
+        owners = [self._module, *filter(None, [trainer.datamodule])]
+        converts = type(trainer.precision_plugin).convert_input is not Precision.convert_input
+        self._moves = converts or any(overrides(o, n) for o in owners for n in _TRANSFERS)
+        self._moves |= type(self._strategy).batch_to_device is not Strategy.batch_to_device
+
+    def _moved(self, batch: Any, loader: int = 0) -> Any:
+        """Move a batch of a data loader to the device."""
+        names, strategy = self._names, self._strategy
+        if self._moves:
+            batch = self._trainer.precision_plugin.convert_input(batch)
+            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=loader)
+        elif "batch_to_device" not in vars(strategy):  # else it is exchanged
+            moved = rebuilt(batch, self._device)
+            if moved is not None:
+                return moved
+        before, names[FX] = names[FX], "batch_to_device"
+        batch = strategy.batch_to_device(batch, dataloader_idx=loader)
+        names[FX] = before
+        return batch
+
+    def _call(self, hook: Hook, *values: Any) -> Any:
+        """Call a hook where it is overridden; return what the module's own one returns."""
+        trainer, module, names = self._trainer, self._module, self._names
+        name, idle, of_module = hook
+        before, names[FX], answer = names[FX], name, None
+        for owner in trainer.callbacks:  # the live list, to which hooks may add
+            own = getattr(type(owner), name) is not idle or name in vars(owner)
+            if own and callable(function := getattr(owner, name)):
+                function(trainer, module, *values)
+        own = getattr(type(module), name) is not of_module or name in names
+        if own and callable(function := getattr(module, name)):
+            answer = function(*values)
+        names[FX] = before
+        return answer
+
+
+class ReplayLoop(BatchLoop):
     """Runs the steps of an epoch up to one whose end is Lightning's: validation, the last batch."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, handler: StrategyHandler) -> None:
         loop: Any = trainer.fit_loop.epoch_loop
-        self._trainer: Any = trainer
-        self._module = module
-        self._names = vars(module)  # of the hook that runs, and of hooks that an instance has
+        super().__init__(trainer, module, loop)
         self._handler = handler
-        self._strategy: Any = trainer.strategy
-        self._device = trainer.strategy.root_device
-        self._loop, self._own = loop, loop.advance
+        self._own = loop.advance
         self._automatic = loop.automatic_optimization
-        self._connector: Any = trainer._logger_connector
         # What the entries of results had of the step before, where the metrics are behind it
         self._behind: list[Any] | None = None
         self._given = 0  # arguments of ``training_step``
-        self._moves = True  # user code runs while a batch is moved
         self._runner: StepRunner
 
     # ------------------------------------------------------------------ whose step it is
@@ -110,7 +169,7 @@ class ReplayLoop:
 
     def _may_begin(self, fetcher: Any) -> bool:
         """Whether an epoch is under way, in which nothing unusual is to be done."""
-        loop, trainer, module = self._loop, self._trainer, self._module
+        loop, trainer = self._loop, self._trainer
         if (
             self._connector._first_loop_iter is None
             or loop._restarting
@@ -123,10 +182,7 @@ class ReplayLoop:
             return False
         step = loop._build_kwargs({}, None, 0)
         self._given = len(step)
-        owners = [module, *filter(None, [trainer.datamodule])]
-        converts = type(trainer.precision_plugin).convert_input is not Precision.convert_input
-        self._moves = converts or any(overrides(o, n) for o in owners for n in _TRANSFERS)
-        self._moves |= type(self._strategy).batch_to_device is not Strategy.batch_to_device
+        self._look_at_moves()
         return True
 
     def _goes_on(self) -> bool:
@@ -154,7 +210,7 @@ class ReplayLoop:
             if batch is None:
                 loop._warning_cache.warn(_NO_BATCH)
             else:
-                skips = self._call_start_hooks(batch, index)
+                skips = bool(self._call(_START, batch, index) == -1)
                 if skips:
                     progress.increment_by(0, is_last_batch=True)
                 else:
@@ -170,7 +226,7 @@ class ReplayLoop:
                 self._move_rates(index, is_last=is_last)
             if skips:
                 raise StopIteration
-            self._call_end_hooks(output, batch, index)
+            self._call(_END, output, batch, index)
             window = trainer.accumulate_grad_batches  # which a hook may have changed
             steps = is_last or window == 1 or current.ready % window == 0
             updates = self._automatic.optim_progress.optimizer.step.total.completed
@@ -206,46 +262,6 @@ class ReplayLoop:
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
         return batch
 
-    def _moved(self, batch: Any) -> Any:
-        names, strategy = self._names, self._strategy
-        if self._moves:
-            batch = self._trainer.precision_plugin.convert_input(batch)
-            batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        elif "batch_to_device" not in vars(strategy):  # else it is exchanged
-            moved = rebuilt(batch, self._device)
-            if moved is not None:
-                return moved
-        before, names[_FX] = names[_FX], "batch_to_device"
-        batch = strategy.batch_to_device(batch, dataloader_idx=0)
-        names[_FX] = before
-        return batch
-
-    def _call_start_hooks(self, batch: Any, index: int) -> bool:
-        """Call ``on_train_batch_start`` where it is overridden; True: the epoch is to end."""
-        trainer, module, names = self._trainer, self._module, self._names
-        before, names[_FX], answer = names[_FX], _START, None
-        for owner in trainer.callbacks:  # the live list, to which hooks may add
-            own = type(owner).on_train_batch_start is not _IDLE[0] or _START in vars(owner)
-            if own and callable(hook := owner.on_train_batch_start):
-                hook(trainer, module, batch, index)
-        own = type(module).on_train_batch_start is not _OF_MODULE[0] or _START in names
-        if own and callable(hook := module.on_train_batch_start):
-            answer = hook(batch, index)
-        names[_FX] = before
-        return bool(answer == -1)
-
-    def _call_end_hooks(self, output: Any, batch: Any, index: int) -> None:
-        trainer, module, names = self._trainer, self._module, self._names
-        before, names[_FX] = names[_FX], _END
-        for owner in trainer.callbacks:
-            own = type(owner).on_train_batch_end is not _IDLE[1] or _END in vars(owner)
-            if own and callable(hook := owner.on_train_batch_end):
-                hook(trainer, module, output, batch, index)
-        own = type(module).on_train_batch_end is not _OF_MODULE[1] or _END in names
-        if own and callable(hook := module.on_train_batch_end):
-            hook(output, batch, index)
-        names[_FX] = before
-
     def _step(self, batch: Any, index: int) -> Any:
         """Replay a step as a whole, or let Lightning run it; return what hooks get of it."""
         trainer, automatic, names = self._trainer, self._automatic, self._names
@@ -261,9 +277,9 @@ class ReplayLoop:
         updates = automatic.optim_progress.optimizer.step
         updates.total.ready += stepping
         updates.current.ready += stepping
-        before, names[_FX] = names[_FX], "training_step"
+        before, names[FX] = names[FX], "training_step"
         returned = self._handler.replay(self._runner, given, stepping=stepping)
-        names[_FX] = before
+        names[FX] = before
         if returned is None:  # Lightning counts
             updates.total.ready -= stepping
             updates.current.ready -= stepping
@@ -308,9 +324,9 @@ class ReplayLoop:
                 ):
                     progress.total.ready += 1
                     progress.current.ready += 1
-                    before, names[_FX] = names[_FX], "lr_scheduler_step"
+                    before, names[FX] = names[FX], "lr_scheduler_step"
                     config.scheduler.step()
-                    names[_FX] = before
+                    names[FX] = before
                     progress.total.completed += 1
                     progress.current.completed += 1
         if is_last:

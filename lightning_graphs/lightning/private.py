@@ -21,8 +21,15 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loops import fetchers, fit_loop, training_epoch_loop
+from lightning.pytorch.loops import (
+    evaluation_loop,
+    fetchers,
+    fit_loop,
+    prediction_loop,
+    training_epoch_loop,
+)
 from lightning.pytorch.loops.optimization import automatic
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
@@ -141,9 +148,9 @@ _HAS_RESET, _VALUE, _SIZE = (
 class ResultsUpdate:
     """One update of the results of several keys, to the bit what one for each of them gives.
 
-    ``_ResultMetric.update`` takes four kernels a key and 20 us, and no public API takes several
-    values. Results that sum or compare, that ranks reduce or that convert values are left out.
-    Fallback: one update for each key.
+    ``_ResultMetric.update`` takes up to four kernels a key and 20 us, and no public API takes
+    several values. Results that ranks reduce at each step are left out, and those that convert
+    values. Fallback: one update for each key.
     """
 
     def __init__(self, results: Any, values: Mapping[str, Tensor]) -> None:
@@ -156,8 +163,20 @@ class ResultsUpdate:
         of_steps = [(e, v) for _, e, v in known if e.meta.on_step]
         self._steps = [(entry.__dict__, not entry.meta.on_epoch) for entry, _ in of_steps]
         self._step_values = [value for _, value in of_steps]
-        self._means = [entry.__dict__ for entry in self._entries if entry.meta.on_epoch]
-        self._mean_values = [value for _, entry, value in known if entry.meta.on_epoch]
+        of_epochs = [
+            (entry.__dict__, entry.meta, v) for _, entry, v in known if entry.meta.on_epoch
+        ]
+        means = [(table, v) for table, meta, v in of_epochs if meta.is_mean_reduction]
+        self._mean_values = [value for _, value in means]
+        sums = [(table, v) for table, meta, v in of_epochs if meta.is_sum_reduction]
+        self._sum_values = [value for _, value in sums]
+        self._means = [table for table, _ in means]
+        self._added = self._means + [table for table, _ in sums]
+        self._extremes = [
+            (table, meta.reduce_fx, v)
+            for table, meta, v in of_epochs
+            if meta.reduce_fx in _EXTREMES
+        ]
 
     @property
     def is_valid(self) -> bool:
@@ -166,37 +185,51 @@ class ResultsUpdate:
         return all(map(is_, found, self._entries)) and not any(map(_HAS_RESET, self._entries))
 
     def apply(self, sizes: Sequence[int]) -> None:
-        """Update the entries with the present values; those of epochs are weighted by a size."""
+        """Update the entries with the present values; means of epochs are weighted by a size."""
         for table in self._tables:
             table["_computed"] = None
             table["_update_count"] += 1
-        copies = clone_all(self._step_values)
-        for (table, is_all), copy_of in zip(self._steps, copies, strict=True):
-            table["_forward_cache"] = copy_of
-            if is_all:
-                table["value"] = copy_of
+        if self._steps:
+            copies = clone_all(self._step_values)
+            for (table, is_all), copy_of in zip(self._steps, copies, strict=True):
+                table["_forward_cache"] = copy_of
+                if is_all:
+                    table["value"] = copy_of
+        if self._added:
+            values = self._sum_values
+            if self._means:
+                values = [*torch._foreach_mul(self._mean_values, sizes), *values]
+            sums = torch._foreach_add([*map(_VALUE, self._added)], values)
+            for table, value in zip(self._added, sums, strict=True):
+                table["value"] = value
         if self._means:
-            tables, values = self._means, self._mean_values
-            weighted = torch._foreach_mul(values, sizes)
-            sums = torch._foreach_add([*map(_VALUE, tables)], weighted)
-            counts = torch._foreach_add([*map(_SIZE, tables)], sizes)
-            for table, value, count in zip(tables, sums, counts, strict=True):
-                table["value"], table["cumulated_batch_size"] = value, count
+            counts = torch._foreach_add([*map(_SIZE, self._means)], sizes)
+            for table, count in zip(self._means, counts, strict=True):
+                table["cumulated_batch_size"] = count
+        for table, extreme, value in self._extremes:
+            table["value"] = extreme(table["value"], value)
 
     def sizes(self, given: Mapping[str, int | None]) -> list[int]:
-        """Return the sizes by which :meth:`apply` weights the epoch means."""
+        """Return the sizes by which :meth:`apply` weights the means of epochs."""
         pairs = zip(self.keys, self._entries, strict=True)
-        means = [(key, entry) for key, entry in pairs if entry.meta.on_epoch]
+        means = [(k, e) for k, e in pairs if e.meta.on_epoch and e.meta.is_mean_reduction]
         return [batch_size_of(self._results, entry, given[key]) for key, entry in means]
 
 
+_EXTREMES = torch.max, torch.min
+"""Those of Python read which one is larger on the host."""
+
+
 def _takes(entry: Any, value: Tensor) -> bool:
-    """Whether an entry keeps or averages values such as this one as they are."""
+    """Whether an entry keeps or reduces values such as this one as they are."""
+    if type(entry) is not _ResultMetric or not entry.is_tensor:
+        return False
+    meta = entry.meta
+    is_reduced = meta.is_mean_reduction or meta.is_sum_reduction or meta.reduce_fx in _EXTREMES
     return (
-        type(entry) is _ResultMetric
-        and entry.is_tensor
-        and (entry.meta.is_mean_reduction or not entry.meta.on_epoch)
-        and not (entry.meta.enable_graph or entry.meta.sync.should or entry.compute_on_cpu)
+        (is_reduced or not meta.on_epoch)
+        and not (meta.on_step and meta.sync.should)  # that of an epoch comes at its end
+        and not (meta.enable_graph or entry.compute_on_cpu)
         and value.dtype in (torch.float32, torch.float64)
         and value.ndim == 0
         and entry.value.device == value.device
@@ -391,7 +424,16 @@ def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
 
 
 _LOOPS_READ = (2, 6, 0), (2, 6, 6)
-"""The first and the last version whose training loop was read."""
+"""The first and the last version whose loops were read."""
+
+
+def _are_loops_read() -> bool:
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)$", lightning.__version__)
+    return (
+        found is not None
+        and _LOOPS_READ[0] <= tuple(map(int, found.groups())) <= _LOOPS_READ[1]
+        and not logging.getLogger(call.__name__).isEnabledFor(logging.DEBUG)  # it names each hook
+    )
 
 
 def is_known_loop(trainer: Trainer) -> bool:
@@ -400,8 +442,7 @@ def is_known_loop(trainer: Trainer) -> bool:
     No public API leaves out what Lightning's ``advance`` does around hooks that are not overridden,
     and around metrics that are not read, 0.3 to 1 ms a step. Fallback: Lightning's own loop.
     """
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)$", lightning.__version__)
-    if found is None or not _LOOPS_READ[0] <= tuple(map(int, found.groups())) <= _LOOPS_READ[1]:
+    if not _are_loops_read():
         return False
     loop = trainer.fit_loop.epoch_loop
     parts = {
@@ -411,11 +452,36 @@ def is_known_loop(trainer: Trainer) -> bool:
         _ResultCollection: loop._results,
         _LoggerConnector: trainer._logger_connector,
     }
-    return (
-        all(type(part) is kind for kind, part in parts.items())
-        and vars(loop).keys().isdisjoint(("advance", "on_advance_end", "run"))
-        and not logging.getLogger(call.__name__).isEnabledFor(logging.DEBUG)  # it names each hook
+    return all(type(part) is kind for kind, part in parts.items()) and vars(loop).keys().isdisjoint(
+        ("advance", "on_advance_end", "run")
     )
+
+
+def is_known_evaluation(trainer: Trainer, loop: Any) -> bool:
+    """Tell whether :mod:`~lightning_graphs.lightning.evaluation_loop` may stand for a loop.
+
+    As :func:`is_known_loop`, of which the same is true, for the loops of validation, test and
+    prediction.
+    """
+    parts: dict[type, Any] = {_LoggerConnector: trainer._logger_connector}
+    if type(loop) is prediction_loop._PredictionLoop:
+        names = ("_predict_step", "_store_data_for_prediction_writer", "run")
+    else:
+        names = ("_evaluation_step", "_build_kwargs", "run")
+        parts |= {evaluation_loop._EvaluationLoop: loop, _ResultCollection: loop._results}
+    return (
+        _are_loops_read()
+        and all(type(part) is kind for kind, part in parts.items())
+        and vars(loop).keys().isdisjoint(names)
+    )
+
+
+def moved_to_cpu(value: Any) -> Any:
+    """Return predictions as Lightning keeps them: tensors on the CPU, in containers of their own.
+
+    The function is not documented, and older than Lightning 2. It is a fallback itself.
+    """
+    return move_data_to_device(value, torch.device("cpu"))
 
 
 def plain_fetchers() -> tuple[type, ...]:

@@ -81,7 +81,7 @@ _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _LOGGERS = ("logger", "loggers")
 _CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
-_PLUGIN = attrgetter("precision_plugin")
+PLUGIN = attrgetter("precision_plugin")
 _MANY = 10_000
 """Steps that are expected of a fit without an end."""
 
@@ -348,7 +348,7 @@ def client_guards(
         flags=(partial(_CLIPPING, trainer), partial(syncs, trainer) if synced else bool),
         of_all=(
             (
-                (partial(_PLUGIN, trainer), plugin),
+                (partial(PLUGIN, trainer), plugin),
                 lambda: "the trainer's precision was changed",
             ),
             (

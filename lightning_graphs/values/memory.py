@@ -613,6 +613,8 @@ class OutputPlan:
         """Return copies of a call's result, and pending gradients of tensors in it."""
         if self._is_one and not self._gradients:
             return self.tensors[0].clone()
+        if not self.tensors:
+            return self._build(self.tensors)
         return self._built(self._take(range(len(self.tensors))), owing)
 
     def _built(self, found: list[Tensor], owing: Owing) -> Any:

@@ -39,6 +39,8 @@ class Calls(Callback):
         self.steps.append(Counter())
         sys.setprofile(self._profile)
 
+    on_validation_batch_end = on_predict_batch_end = on_train_batch_end
+
     def _profile(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event == "call" and not self.replays and not code.co_filename.startswith(TORCH):
@@ -46,6 +48,8 @@ class Calls(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         sys.setprofile(None)
+
+    on_validation_epoch_end = on_predict_epoch_end = on_train_end
 
 
 class Small(LightningModule):
@@ -61,6 +65,12 @@ class Small(LightningModule):
         for key in self.keys:
             self.log(f"loss {key}", loss, **self.options)
         return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.weights * batch
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1, fused=True)
@@ -88,11 +98,9 @@ FITS = {
 }
 
 
-@pytest.mark.parametrize("name", FITS)
-def test_a_replayed_step_calls_few_functions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    most, module, options = FITS[name]
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """A callback that counts."""
     calls, original = Calls(), EmulatedGraph.replay
 
     def replay(graph: EmulatedGraph) -> None:
@@ -103,12 +111,22 @@ def test_a_replayed_step_calls_few_functions(
             calls.replays -= 1
 
     monkeypatch.setattr(EmulatedGraph, "replay", replay)
+    return calls
+
+
+def loader() -> Any:
+    return DataLoader(list(torch.ones(STEPS, 8)), batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_a_replayed_step_calls_few_functions(tmp_path: Path, calls: Calls, name: str) -> None:
+    most, module, options = FITS[name]
     fit = prepare(
         "emulated",
         tmp_path,
         True,
         module=module,
-        data=lambda: DataLoader(list(torch.ones(STEPS, 8)), batch_size=None),  # type: ignore[arg-type]
+        data=loader,
         callbacks=lambda: [calls],
         trace=Silent,
         validation=0,
@@ -118,3 +136,20 @@ def test_a_replayed_step_calls_few_functions(
     assert fit.statistics.fallbacks == []
     found = max(calls.steps[-6:-3], key=Counter.total)
     assert found.total() <= most, found
+
+
+EVALUATIONS = {"validate": 75, "predict": 65}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_a_replayed_batch_of_an_evaluation_calls_few_functions(
+    tmp_path: Path, calls: Calls, name: str
+) -> None:
+    fit = prepare(
+        "emulated", tmp_path, True, module=Small, validation=0, callbacks=lambda: [calls],
+        trace=Silent, logger=False,
+    )  # fmt: skip
+    getattr(fit.trainer, name)(fit.module, loader())
+    found = max(calls.steps[-6:-3], key=Counter.total)
+    assert found.total() <= EVALUATIONS[name], found
