@@ -237,21 +237,32 @@ _FIRST_CAPTURE = 5.0, 150.0
 """What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
 _FURTHER_CAPTURE = 0.5
 """What another one is expected to cost, as a part of the first, which loads what they find."""
-_DEARER = 3.5
+_DEARER, _FURTHER_DEARER = 3.5, 1.5
 """How many times more steps a capture costs in which every operator is looked at, or call by
-call."""
+call; of further ones the host looks at its own operators only."""
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
 _LEAST_SAVED = 0.02
 """The least part that is saved: even a busy GPU pauses between kernels."""
-_MARGIN, _FURTHER_MARGIN = 1.5, 1.25
+_MARGIN, _FURTHER_MARGIN = 1.5, 1.1
 """How much more than its cost a capture must be expected to save: the first one, and others."""
+_ALONE = 0.6
+"""The part of its cost that the first capture must be expected to save if no other one follows."""
 _FOR_VERIFICATION = 0.02
 """The part of the fit's time that verifying further graphs may take."""
 
 _BUSY = "the GPU is busy all the time, and graphs save the time between kernels only"
 _OFTEN = "which a graph would freeze; leave it alone, or move it every 20 steps at most"
 """The number is :data:`PAYBACK`."""
+
+
+class History(NamedTuple):
+    """What a cache of plans has seen of a signature, and of plans."""
+
+    seen: int  # how often this signature came, without a graph
+    lost: int  # how many graphs were refused, dropped, or gave way to another one of their shape
+    uses: int  # replays of all graphs
+    moved: bool = False  # there are graphs of its shape, for other values
 
 
 class CapturePolicy:
@@ -284,6 +295,7 @@ class CapturePolicy:
         self._part = 1.0  # the part of a step's work that graphs can take over
         self._goes_on = True
         self._expected = 0.0  # how many uses the signature that was asked about last will have
+        self._others: list[float] = []  # and each of the others without a graph
         self._began = 0.0
         self._started = perf_counter()
         self._verified = 0.0
@@ -291,24 +303,32 @@ class CapturePolicy:
 
     # ------------------------------------------------------------------ captures
 
-    def why_not(self, seen: int, share: float, lost: int, uses: int, *, moved: bool) -> str:
-        """Why a signature is not worth a capture yet; see :class:`~cache.PlanCache`."""
-        if lost > FEW + uses / self.break_even:
+    def why_not(
+        self,
+        history: History,
+        # Gives the part of the coming steps that have this signature, and those of each of the
+        # others without a graph
+        shares: Callable[[], tuple[float, Sequence[float]]],
+    ) -> str:
+        """Why a signature is not worth a capture yet; empty if it is."""
+        if history.lost > FEW + history.uses / self.break_even:
             return (
                 "graphs have to be dropped before they have paid off "
-                f"({lost} graphs, {uses} replays)"
+                f"({history.lost} graphs, {history.uses} replays)"
             )
         if self._step_times is None:
-            return "" if seen > self._sightings else TOO_RARE
-        if moved and seen <= self._sightings:
+            return "" if history.seen > self._sightings else TOO_RARE
+        if history.moved and history.seen <= self._sightings:
             return "values that the step reads have moved on"
         if not self._step_times.eager:
             return NOT_TIMED
         saving, remaining = self._saving(self._step_times), self._steps_left()
         if saving <= 0.0:
             return _BUSY
-        margin = _FURTHER_MARGIN if self._costs else _MARGIN
-        wanted, self._expected = margin * self._cost(self._step_times) / saving, remaining * share
+        share, others = shares()
+        self._expected = 1.0 + (remaining - 1) * share  # the present step is one of them
+        self._others = [remaining * other for other in others]
+        wanted = self._wanted()
         if remaining < wanted:
             most = _SAVED * self._part * median(self._step_times.eager)
             at_best = _MARGIN * self._cost(self._step_times) / most
@@ -317,6 +337,19 @@ class CapturePolicy:
                 return _BUSY
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
         return "" if self._expected >= wanted else TOO_RARE
+
+    def _wanted(self) -> float:
+        """Return how many uses a signature must be expected to have.
+
+        What the first capture costs beyond a further one, captures of the others help to repay.
+        """
+        uses = self.break_even
+        if self._costs:
+            return _FURTHER_MARGIN * uses
+        dearer = min(1.0, _FURTHER_DEARER / self._dearer)
+        further = _FURTHER_MARGIN * _FURTHER_CAPTURE * dearer * uses
+        gained = sum(other - further for other in self._others if other > further)
+        return max(_MARGIN * uses - gained, further, _ALONE * uses)
 
     @property
     def break_even(self) -> float:
@@ -344,7 +377,7 @@ class CapturePolicy:
     def goes_on_with_host(self) -> bool:
         """Whether a capture is still worth it, now that it must look at every operator."""
         self._dearer = _DEARER
-        self._goes_on = self._step_times is None or self._expected >= _MARGIN * self.break_even
+        self._goes_on = self._step_times is None or self._expected >= self._wanted()
         return self._goes_on
 
     def goes_on_with_part(self, part: float) -> bool:

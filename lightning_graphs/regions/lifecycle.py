@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.policy.options import Options
-from lightning_graphs.policy.worth import CapturePolicy
+from lightning_graphs.policy.worth import CapturePolicy, History
 from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import Ranks, Verifier
 
@@ -22,16 +22,68 @@ AnyPlan = TypeVar("AnyPlan", bound="Used")
 
 _KEYS = 512
 """How many keys are remembered, however many shapes there are."""
-_VALUES = 8
-"""How many plans there are for one shape, at most: values that change may never come back."""
 _RECENT = 1024
 """Sightings after which older ones count half."""
+_EQUAL = 1e6
+"""Sightings of every shape in advance that make all shares equal."""
+_VALUES = 8
+"""How many plans there are for one shape, at most: values that change may never come back."""
 
 
 class Used(Protocol):
     """A plan."""
 
     uses: int  # how often it was replayed
+
+
+class Sightings:
+    """Counts batches by shape, and estimates the share of each shape in the coming ones."""
+
+    def __init__(self) -> None:
+        self._counts: OrderedDict[Hashable, float] = OrderedDict()  # the latest comes last
+
+    def see(self, shape: Hashable) -> None:
+        """Count a batch."""
+        self._counts[shape] = self._counts.pop(shape, 0.0) + 1.0
+        while len(self._counts) > _KEYS:
+            self._counts.popitem(last=False)
+
+    def add(self, counts: Mapping[Hashable, int]) -> None:
+        """Count batches that were replayed, and let those of long ago count less."""
+        for shape, count in counts.items():
+            self._counts[shape] = self._counts.get(shape, 0.0) + count
+        if sum(self._counts.values()) > _RECENT:
+            for shape in self._counts:
+                self._counts[shape] /= 2.0
+
+    def count(self, shape: Hashable) -> float:
+        return self._counts.get(shape, 0.0)
+
+    def shares(self) -> dict[Hashable, float]:
+        """Estimate the share of each shape, from 0 to 1.
+
+        The part of sightings that were single ones estimates how many batches will bring something
+        new (Good, "The population frequencies of species", Biometrika 1953). The rest is divided
+        among the shapes: equally if their counts differ by no more than chance makes of equal
+        shares, and by their counts if they differ by much more (the counts of shapes are Poisson
+        numbers, whose means follow a gamma distribution).
+        """
+        kinds, total, squares, single = len(self._counts), 0.0, 0.0, 0
+        for count in self._counts.values():
+            total += count
+            squares += count * count
+            single += count <= 1.0
+        if single >= total:
+            return dict.fromkeys(self._counts, 0.0)
+        known = 1.0 - single / total
+        mean = known * total / kinds  # with those that have not come yet, of which each counts 0
+        variance = known * squares / kinds - mean * mean
+        equal = min(_EQUAL, mean * mean / max(variance - mean, 1e-9))
+        each = known / (total + kinds * equal)
+        return {shape: each * (count + equal) for shape, count in self._counts.items()}
+
+    def clear(self) -> None:
+        self._counts.clear()
 
 
 class PlanCache(Generic[Key, AnyPlan]):
@@ -52,7 +104,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         self.by_key: dict[Key, AnyPlan] = {}  # the one that was used last comes last
         self._counted: dict[Key, int] = {}
         self._seen: OrderedDict[Key, int] = OrderedDict()
-        self._shapes: OrderedDict[Hashable, float] = OrderedDict()
+        self._shapes = Sightings()
         self._refused: OrderedDict[Key, int] = OrderedDict()
         # Why the last key that was asked about is not due yet; empty if it is, or never will be
         self.why_not = ""
@@ -76,13 +128,13 @@ class PlanCache(Generic[Key, AnyPlan]):
 
     def see(self, key: Key) -> int:
         """Count a sighting of ``key``, for which there is no plan; return how many there were."""
-        _count(self._shapes, self._shape(key))
+        self._shapes.see(self._shape(key))
         _count(self._seen, key)
         return self._seen[key]
 
     def is_new(self, key: Key) -> bool:
         """Whether no step of this shape came before the one that was counted last."""
-        return self._shapes.get(self._shape(key), 0.0) <= 1.0
+        return self._shapes.count(self._shape(key)) <= 1.0
 
     def is_due(self, key: Key) -> bool:
         """Count a sighting of ``key``; return whether it is worth a capture now."""
@@ -91,51 +143,38 @@ class PlanCache(Generic[Key, AnyPlan]):
             return False
         seen = self.see(key)
         shape = self._shape(key)
-        share = self._share(shape)
+        self._count_uses()
         shapes = {self._shape(other) for other in self.by_key}
         # How many were refused or dropped, or gave way to another one of their shape
         lost = self._captures - len(shapes)
         uses = self._past_uses + sum(map(attrgetter("uses"), self.by_key.values()))
-        moved = shape in shapes  # there are plans for it, for other values
-        self.why_not = self._policy.why_not(seen, share, lost, uses, moved=moved)
+        history = History(seen, lost, uses, moved=shape in shapes)
+        self.why_not = self._policy.why_not(history, partial(self._shares, shape, shapes))
         self.is_full = not self.why_not and not self._has_room(shape)
         if self.is_full:
             self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
         return not self.why_not
 
-    def _share(self, shape: Hashable) -> float:
-        """Estimate the share of this shape in the coming steps.
-
-        The part of sightings that were single ones estimates how many steps will bring something
-        new. For a shape that came once, those that came twice show how often such ones come back
-        (Good, "The population frequencies of species", Biometrika 1953).
-        """
-        self._count_uses()
-        counts = self._shapes.values()
-        total, count = sum(counts), self._shapes.get(shape, 0.0)
-        single = sum(1 for other in counts if other <= 1.0)
-        share = (1.0 - single / total) * count / total
-        if 0.0 < count <= 1.0:
-            twice = sum(1 for other in counts if 1.0 < other <= 2.0)
-            share = max(share, min(2.0 * twice / single, total / len(counts)) / total)
-        return share
+    def _shares(self, shape: Hashable, known: Collection[Hashable]) -> tuple[float, list[float]]:
+        """Estimate the share of a shape, and those of all others that have no plan."""
+        shares = self._shapes.shares()
+        return shares.pop(shape), [part for key, part in shares.items() if key not in known]
 
     def _count_uses(self) -> None:
+        uses: dict[Hashable, int] = {}
         for key, plan in self.by_key.items():
-            uses, shape = plan.uses, self._shape(key)
-            self._shapes[shape] = self._shapes.get(shape, 0.0) + uses - self._counted[key]
-            self._counted[key] = uses
-        if sum(self._shapes.values()) > _RECENT:
-            for shape in self._shapes:
-                self._shapes[shape] /= 2.0
+            shape, before = self._shape(key), self._counted[key]
+            uses[shape] = uses.get(shape, 0) + plan.uses - before
+            self._counted[key] = plan.uses
+        self._shapes.add(uses)
 
     def _has_room(self, shape: Hashable) -> bool:
         """Whether a plan may be added, in the place of one that is used much less if need be."""
         other = self._in_the_way(shape)
         if other is None or self._shape(other) == shape:
             return True
-        least = self._shapes.get(self._shape(other), 0.0)
-        return self._shapes[shape] >= 2.0 * least + self._policy.break_even
+        least = self._shapes.count(self._shape(other))
+        return self._shapes.count(shape) >= 2.0 * least + self._policy.break_even
 
     def _in_the_way(self, shape: Hashable) -> Key | None:
         """Find the key whose plan gives way to this shape: its own oldest, or the least used."""
@@ -143,7 +182,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         same = [key for key in self.by_key if self._shape(key) == shape]
         if same:
             return same[0] if is_full or len(same) >= _VALUES else None
-        least = min(self.by_key, key=lambda k: self._shapes.get(self._shape(k), 0.0), default=None)
+        least = min(self.by_key, key=lambda k: self._shapes.count(self._shape(k)), default=None)
         return least if is_full else None
 
     def add(self, key: Key, plan: AnyPlan) -> None:
@@ -184,7 +223,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         self._shapes.clear()
 
 
-def _count(book: OrderedDict[Any, Any], key: Any) -> None:
+def _count(book: OrderedDict[Any, int], key: Any) -> None:
     book[key] = book.pop(key, 0) + 1
     while len(book) > _KEYS:
         book.popitem(last=False)
@@ -319,7 +358,7 @@ class Lifecycle(Generic[Call, P]):
         """Find the first plan that fits, from the one that was used last on; it is then ready."""
         plans = self.cache.by_key
         for place, (key, plan) in enumerate(reversed(plans.items())):
-            if plan.fits(call):
+            if (not place or plan.may_fit(call)) and plan.fits(call):
                 if place:
                     plans[key] = plans.pop(key)
                 return plan

@@ -54,6 +54,10 @@ class Plan:
         """Whether it is right for a call; if so it is ready for a replay."""
         return bool(self.key == call)
 
+    def may_fit(self, call: Any) -> bool:
+        """Whether a call has the shapes that it is for: a quick look, among many plans."""
+        return True
+
     def holds(self) -> bool:
         """Whether all that its checks read is as it was at the capture."""
         for read, known in self.checks:  # noqa: SIM110 (no generator in a replay)
@@ -233,6 +237,9 @@ class StepPlan(Plan):
     def conditions(self) -> CaptureKey:
         """The conditions of its capture."""
         return conditions_of(self.key)
+
+    def may_fit(self, call: tuple[Any, ...]) -> bool:
+        return self.call.match(call[:1], {}) is not None
 
     def fits(self, call: tuple[Any, ...]) -> bool:
         """Whether the call and its conditions are those of the capture; it is then ready."""

@@ -12,7 +12,7 @@ import pytest
 from lightning_graphs.policy import worth as module
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy
-from lightning_graphs.regions.lifecycle import PlanCache
+from lightning_graphs.regions.lifecycle import PlanCache, Sightings
 from lightning_graphs.report.messages import Statistics
 
 
@@ -187,19 +187,38 @@ def shuffled(steps: list[int]) -> list[int]:
 
 TEXTS = {168: 38, 176: 30, 160: 24, 184: 17, 192: 17, 208: 15, 152: 14, 224: 8, 216: 8, 200: 7}
 TEXTS |= {256: 5, 240: 4, 248: 4, 144: 3, 136: 2, 304: 2, 232: 2}
-LLAMA = {"eager": 46.0, "replay": 13.0, "verification": 120.0}
-BERT = {"eager": 43.5, "replay": 28.5, "refused": 130.0, "verification": 150.0}
+
+
+def texts(epochs: int) -> list[int]:
+    """The padded length of each batch."""
+    return shuffled([n for n, count in TEXTS.items() for _ in range(epochs * count)])
+
+
+LLAMA = {"eager": 54.0, "replay": 5.0, "verification": 200.0}
+BUSY_LLAMA = {"eager": 46.0, "replay": 13.0, "verification": 120.0}
+BERT = {"eager": 53.0, "replay": 12.0, "refused": 150.0, "verification": 200.0}
+BUSY_BERT = {"eager": 43.5, "replay": 28.5, "refused": 130.0, "verification": 150.0}
 GPT2 = {"eager": 36.0, "replay": 4.3}
-QUICK, SLOW, SLOWEST = (200.0, 100.0), (400.0, 150.0), (800.0, 690.0)
+QUICK, SLOW, SLOWER, SLOWEST = (200.0, 100.0), (400.0, 150.0), (800.0, 250.0), (800.0, 690.0)
 # The shapes of the steps; what they take; what captures take; how much of the eager time, at most.
 WHOLE_FITS = {
     "13 lengths": (shuffled([i % 13 for i in range(400)]), LLAMA, SLOW, 0.42),
     "13 lengths, quick": (shuffled([i % 13 for i in range(400)]), LLAMA, QUICK, 0.38),
-    "60 lengths": (shuffled([i % 60 for i in range(400)]), LLAMA, SLOW, 0.97),
-    "60 lengths, quick": (shuffled([i % 60 for i in range(400)]), LLAMA, QUICK, 0.72),
+    "60 lengths": (shuffled([i % 60 for i in range(400)]), LLAMA, SLOW, 0.6),
+    "60 lengths, busy": (shuffled([i % 60 for i in range(400)]), BUSY_LLAMA, SLOW, 0.88),
+    "60 lengths, slower": (shuffled([i % 60 for i in range(400)]), LLAMA, (500.0, 200.0), 0.8),
+    # A capture costs all that its graph saves
+    "60 lengths, slowest": (shuffled([i % 60 for i in range(400)]), LLAMA, (500.0, 270.0), 1.03),
     "new length at each step": (list(range(400)), LLAMA, SLOW, 1.0),
-    "texts": (shuffled([n for n, k in TEXTS.items() for _ in range(k)]), BERT, SLOWEST, 1.02),
-    "ten epochs": (shuffled([n for n, k in TEXTS.items() for _ in range(5 * k)]), BERT, SLOW, 0.75),
+    "texts": (texts(1), BERT, SLOWER, 0.8),
+    "texts, slow": (texts(1), BERT, SLOW, 0.65),
+    # Before the first capture nothing tells that it costs 18 steps, and saves a third of them
+    "texts, slowest": (texts(1), BUSY_BERT, SLOWEST, 1.09),
+    "ten epochs": (texts(5), BUSY_BERT, SLOW, 0.75),
+    "lengths that grow": ([i // 40 for i in range(400)], LLAMA, SLOW, 0.5),
+    "images of five sizes": ([i // 10 % 5 for i in range(400)], LLAMA, SLOW, 0.4),
+    "last batches": ([i % 20 == 19 for i in range(400)], LLAMA, SLOW, 0.35),
+    "accumulation": ([(i % 2, i // 2 * 7 % 10) for i in range(400)], LLAMA, SLOW, 0.4),
     "mixture of experts": (["x"] * 250, {"eager": 31.0, "replay": 20.0}, SLOW, 0.72),
     "validation every 20 steps": (["x"] * 300, GPT2, SLOW, 0.2),
     "15 steps": (["x"] * 15, GPT2, QUICK, 1.0),
@@ -236,8 +255,49 @@ def test_shapes_that_are_rare_get_no_graph(monkeypatch: pytest.MonkeyPatch) -> N
     steps = [int(numbers.paretovariate(0.8)) for _ in range(400)]
     fit = Fit(monkeypatch, times=replace(COSTLY, first=400.0, further=170.0)).run(steps)
     assert len(set(steps)) == 52
-    assert len(fit.graphs) <= 20
-    assert fit.seconds < 0.53 * 400 * 0.04
+    assert len(fit.graphs) <= 22
+    assert fit.seconds < 0.55 * 400 * 0.04
+
+
+def test_the_first_capture_is_repaid_by_those_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = shuffled([i % 60 for i in range(400)])
+    fit = Fit(monkeypatch, times=Times(first=400.0, further=150.0, **LLAMA)).run(steps)
+    # None of them is expected to come 19 times, as the first capture wants by itself.
+    assert len(fit.graphs) > 50
+    assert fit.statistics.eager < 40
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seen", "expected"),
+    [(60, 30, 1 / 60), (60, 200, 1 / 60), (13, 20, 1 / 13), (1, 3, 1.0), (2, 40, 0.5)],
+)
+def test_equal_shares_are_estimated_well(kinds: int, seen: int, expected: float) -> None:
+    estimates = []
+    for seed in range(40):
+        numbers, sightings = random.Random(seed), Sightings()
+        for _ in range(seen):
+            sightings.see(numbers.randrange(kinds))
+        estimates += sightings.shares().values()
+    assert sum(estimates) / len(estimates) == pytest.approx(expected, rel=0.25)
+    assert max(estimates) < 3 * expected
+
+
+def test_unequal_shares_are_those_of_the_counts() -> None:
+    sightings = Sightings()
+    sightings.add({"often": 80, "rare": 10, "twice": 2, "once": 1})
+    shares = sightings.shares()
+    assert shares["often"] == pytest.approx(0.85, abs=0.05)
+    assert shares["rare"] == pytest.approx(0.11, abs=0.03)
+    assert shares["often"] > shares["rare"] > shares["twice"] > shares["once"] > 0.0
+    assert sum(shares.values()) < 1.0  # something new may come
+    assert Sightings().shares() == {}
+
+
+def test_what_never_came_back_has_no_share() -> None:
+    sightings = Sightings()
+    for shape in range(9):
+        sightings.see(shape)
+    assert set(sightings.shares().values()) == {0.0}
 
 
 def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
