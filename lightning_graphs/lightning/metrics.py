@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from torch import nn
 from torchmetrics import Metric, MetricCollection
@@ -91,16 +91,18 @@ class StepMetrics:
         return [found for found in metrics_of(self._module) if self.is_apart(found[1])]
 
 
-def is_metric(value: object) -> bool:
-    return isinstance(value, (Metric, MetricCollection))
+_METRICS = frozenset({Metric, MetricCollection})
+
+
+def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
+    # As `isinstance`, which asks every class of torchmetrics about a class that is new to it.
+    return not _METRICS.isdisjoint(type(value).__mro__)
 
 
 def metrics_of(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
     """Find the metrics that a module holds, also those inside of others, outer ones first."""
     held = iter_objects(module)
-    return [
-        (n.removeprefix("self."), m) for n, m in held if isinstance(m, (Metric, MetricCollection))
-    ]
+    return [(name.removeprefix("self."), one) for name, one in held if is_metric(one)]
 
 
 @contextlib.contextmanager

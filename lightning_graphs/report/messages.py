@@ -24,6 +24,10 @@ from lightning_graphs.report import GraphRecord, Report, Span, StepTime
 # ------------------ Statistics of a fit
 
 
+_NODES_COUNTED = 8
+"""Of how many graphs the nodes are counted: others are for further shapes of the same code."""
+
+
 @dataclass(slots=True)
 class StepTimes:
     """How long steps take, in milliseconds."""
@@ -110,7 +114,7 @@ class Statistics(Report):
             self.graphs.append(record)
         if len(self._captured_at) < _MOST_ROWS:
             self._captured_at.append(self.eager + self.replayed)
-        record.parts = len(graphs)
+        record.parts, record.nodes, record.kernels = len(graphs), None, None
         record.captures += 1
         record.capture_ms = cost.ms
         if graphs[0].backend.name == "cuda":
@@ -122,7 +126,10 @@ class Statistics(Report):
 
     def _count_nodes(self, first: CUDAGraph) -> None:
         """Count nodes when a report is made: that takes as long as a tenth of a capture."""
-        counts = [graph.node_counts() for graph in self._uncounted.pop(first, ())]
+        graphs = self._uncounted.pop(first, ())
+        if sum(record.nodes is not None for record in self.graphs) >= _NODES_COUNTED:
+            return
+        counts = [graph.node_counts() for graph in graphs]
         if counts and all(counts):
             record = self._alive[first]
             record.nodes = sum(sum(count.values()) for count in counts)

@@ -27,8 +27,8 @@ class GraphRecord:
         scope: ``"step"``, or ``"module encoder.layers.0"``.
         parts: Its graphs: more than one where hooks look in between, for the backward pass of a
             module, and for several calls of it in a step.
-        nodes: Nodes of all parts; None if they cannot be counted.
-        kernels: Kernel launches among them; None if they cannot be counted.
+        nodes: Nodes of all parts; None beyond eight graphs, and if they cannot be counted.
+        kernels: Kernel launches among them; None likewise.
         captures: How often it was captured; more than once after a release or a recapture.
         capture_ms: Time of the last capture, in milliseconds.
         pool_mib: Memory that the last capture added to the pool of graphs, in MiB; None without a
