@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,19 @@ def filled(page: str) -> str:
             after = rest.partition(end)[2]
             page = f"{before}{begin}\n{text(Messages()).strip()}\n{end}{after}"
     return page
+
+
+def on_config(config: Any) -> None:
+    """Hook of mkdocs: the header links to the code, where the clone came from or where it lies."""
+    root = Path(__file__).parents[1]
+    command = ["git", "-C", str(root), "remote", "get-url", "origin"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        origin = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        address = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", origin)
+        if address.startswith("https://"):
+            config.repo_url = address.removesuffix(".git")
+    config.repo_url = config.repo_url or root.as_uri()
+    config.repo_name = "Code"
 
 
 _ROLE = re.compile(r":\w+:<code>~?([\w.]+)</code>")

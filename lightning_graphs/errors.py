@@ -1,4 +1,4 @@
-"""The exceptions of the package: a message is a line on what is wrong, and a line on the fix."""
+"""The exceptions of the package: a message is a line on what is wrong, and the fix, as code too."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ OF_PACKAGE = "of the installed package"  # precedes a package's name behind a li
 _OF_PACKAGE = re.compile(rf"\({OF_PACKAGE} ([\w.-]+)\)")
 USER_OPTIONS = ["scope=", "precision=", "config."]  # which users set
 _NO_MEMORY = "out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED"
+CODE: dict[str, str] = {}
+"""Remedy -> the same as a line or two of code, which a message shows below it."""
 _LONGEST = 300  # characters of what was observed that a message shows; a report has all
 
 
@@ -46,7 +48,12 @@ class GraphError(RuntimeError):
         what = self.rule.rstrip(".")
         if observed:
             what += f"{', ' if observed.startswith('got ') else ': '}{observed}"
-        return f"{what}{FIX}{self.remedy}{self._whose(observed)}" if self.remedy else what
+        if not self.remedy:
+            return what
+        whose = self._whose(observed)
+        code = "" if whose else CODE.get(self.remedy, "")
+        lines = [f"{what}{FIX}{self.remedy}{whose}", *code.splitlines()]
+        return "\n    ".join(lines)
 
     def _whose(self, observed: str) -> str:
         """Note that a remedy is for the authors of an installed package; empty for user code."""

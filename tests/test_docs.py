@@ -94,6 +94,12 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert foreign.findall(page.read_text(encoding="utf-8")) == [], page.name
 
 
+def test_the_header_links_to_the_code(site: Path) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    [address] = {*re.findall(r'<a href="([^"]+)" title="Go to repository"', page)}
+    assert address.startswith(("https://", ROOT.as_uri()))
+
+
 def test_docstrings_show_no_role_of_sphinx(site: Path) -> None:
     for page in site.glob("*.html"):
         assert not re.search(r":(class|func|meth|data):", page.read_text(encoding="utf-8"))
@@ -308,7 +314,7 @@ def test_a_message_is_one_sentence_and_its_fix(found: Any) -> None:
     for message in (*found.errors, *found.obstacles):
         if not message.passed_on:
             text = str(errors.GraphError(message.rule, message.observed, message.remedy))
-            assert re.fullmatch(r"[^\n]+\n  Fix: [^\n]+", text), message.site
+            assert re.fullmatch(r"[^\n]+\n  Fix: [^\n]+(\n    [^\n]+)*", text), message.site
             assert ": " not in message.rule, message.site
             assert not re.match(r"(it|that|this|they)\b", message.rule, re.IGNORECASE), message.site
             if message.observed.startswith("got "):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CODE, CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.torch import generator_identity, in_forward_mode
 
@@ -32,6 +32,9 @@ class Obstacle:
     code: str = ""  # the remedy as a line or two of code
     rehearsal: bool = False  # it stands in the way of a rehearsal only, and not on a GPU
 
+    def __post_init__(self) -> None:
+        CODE[self.remedy] = self.code
+
     def refused(self, observed: str) -> CaptureError:
         """Return the error for an observed use."""
         return CaptureError(self.rule, observed, self.remedy)
@@ -39,6 +42,17 @@ class Obstacle:
     def refused_here(self, what: str) -> CaptureError:
         """Return the error for a use by the user's current line."""
         return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
+
+
+_IN_WORDS = dict.fromkeys(
+    ("aten._local_scalar_dense.default", "aten.is_nonzero.default"), "item(), float() or an if"
+)
+
+
+def in_words(operator: str) -> str:
+    """Name an operator as user code calls it, where the two differ."""
+    words = _IN_WORDS.get(operator)
+    return operator if words is None else f"{words} ({operator})"
 
 
 OnUse = Callable[[Obstacle, str, str, CallSite], object]
@@ -64,6 +78,8 @@ NOT_RECORDED = Obstacle(
     "move the operation out of the captured code; typical ones are .item(), .cpu(), print of a "
     "tensor, boolean indexing, torch.tensor(...), a copy from pageable host memory",
     kind="host-read",
+    code="total += loss.detach()  # the tensor, without item()\n"
+    "loss = torch.where(condition, a, b)  # in place of an if",
 )
 AFTERMATH = "previous error during capture"
 """What CUDA says in a capture that something refused has ended, and user code has caught that."""
@@ -182,20 +198,20 @@ SIDE_EFFECT = Obstacle(
 )
 DRAWN = Obstacle(
     "A graph would freeze a random number, or another value, that the step draws on the host.",
-    "only add, multiply or compare what is drawn, or make a tensor of it, which replays follow; "
-    "else draw on the device (torch.rand(..., device=...)), or in the data loader",
+    "draw on the device (torch.rand(..., device=...)), or in the data loader; or only add, "
+    "multiply or compare the number, or make a tensor of it, which replays can follow",
     kind="python-state",
     code="share = torch.rand((), device=self.device)  # in place of random.random()",
 )
 CLOCK = Obstacle(
     "A graph would freeze a clock.",
-    "only store what a function of `time` gives, or numbers that follow from it, which replays "
-    "read anew; compute or decide with it outside of the captured code",
+    "compute and decide with times outside of the captured code, which may store them: every "
+    "replay reads the clock again for that",
     kind="python-state",
 )
 COUNTER = Obstacle(
     "A graph would freeze a counter, or another value that the trainer changes.",
-    "only add, multiply, divide or compare counters, which replays follow; else make the value a "
+    "only add, multiply, divide or compare counters, which replays can follow; or make the value a "
     "tensor that is filled ahead of the captured code",
     kind="python-state",
 )
@@ -322,6 +338,9 @@ class Remedy:
     remedy: str
     code: str
 
+    def __post_init__(self) -> None:
+        CODE[self.remedy] = self.code
+
 
 IS_CAUSAL = Remedy(
     "say whether the mask is causal, which torch else reads from the mask: is_causal=True or False "
@@ -368,6 +387,7 @@ def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
     for spoken, own in words.items():
         for field, text in own.items():
             setattr(spoken, field, text)
+        CODE[spoken.remedy] = spoken.code
 
 
 def may_follow_values(error: BaseException | None) -> bool:

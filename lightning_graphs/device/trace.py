@@ -36,6 +36,7 @@ from lightning_graphs.device.rules import (
     WITH_TWO_FORMULAS,
     Obstacle,
     has_other_tangents,
+    in_words,
     name_of_node,
     operator_obstacle,
     reads_in_backward,
@@ -561,7 +562,7 @@ class Recorder(OperatorMode):
         )
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
-        observed = f"{operator} at {(site or self._sites.here()).describe()}"
+        observed = f"{in_words(operator)} at {(site or self._sites.here()).describe()}"
         self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
         raise self._refused()
 

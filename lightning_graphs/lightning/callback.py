@@ -48,8 +48,8 @@ from lightning_graphs.watch.assertions import OpenAssertions
 
 # ------------------ Summary of a fit
 
-_PARTLY_EAGER = "the optimizer step", "capturing submodules, not"
-"""Beginnings of reasons that explain an eager part of a step, not an eager step."""
+_PARTLY_EAGER = "the optimizer step"
+"""The beginning of reasons that explain an eager part of a step, not an eager step."""
 
 
 class FitSummary:
@@ -670,6 +670,7 @@ def _runner_for(fit: LightningContext) -> Runner:
     if fit.options.by_submodules:
         return ModuleRunner(fit, fit.options.warmup_steps)
     if fit.no_whole_step:
-        fit.messages.note(f"capturing submodules, not the whole step: {fit.no_whole_step}")
+        reason = f"capturing submodules, not the whole step: {fit.no_whole_step}"
+        fit.messages.say(f"GraphCapture: {reason}")  # no warning: nothing is to be done
         return ModuleRunner(fit, fit.options.warmup_steps)
     return StepRunner(fit)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import CODE, GraphError
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.ranks import syncs
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
@@ -164,7 +164,9 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
 
     def refuse(self, error: GraphError) -> None:
         """Tell that such steps run eagerly, or raise, with remedies for an evaluation."""
-        error.remedy = remedy_for(self._client.name, error.remedy)
+        code, name = CODE.get(error.remedy, ""), self._client.name
+        error.remedy = remedy_for(name, error.remedy)
+        CODE.setdefault(error.remedy, remedy_for(name, code))
         super().refuse(error)
 
     def _replay(self, plan: StepPlan) -> Any:

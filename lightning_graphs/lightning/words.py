@@ -24,6 +24,7 @@ from lightning_graphs.device.rules import (
     HOST_READ,
     LINEAR_ALGEBRA,
     MOVED_STORAGE,
+    NOT_RECORDED,
     OLD_GRADIENTS,
     READ_IN_BACKWARD,
     SCHEDULED,
@@ -44,11 +45,13 @@ from lightning_graphs.watch.user_code import is_lightnings, obstacle_in
 
 # ------------------ Remedies in Lightning's words
 
+_OF_A_READ = (
+    'self.log("loss", loss)  # the tensor, without item()\n'
+    "loss = torch.where(condition, a, b)  # in place of an if"
+)
 WORDS = {
-    HOST_READ: {
-        "code": 'self.log("loss", loss)  # the tensor, without item()\n'
-        "loss = torch.where(condition, a, b)  # in place of an if",
-    },
+    HOST_READ: {"code": _OF_A_READ},
+    NOT_RECORDED: {"code": _OF_A_READ},
     LINEAR_ALGEBRA: {
         "remedy": "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave the check out; "
         "for svd, eigh, eig and matrix_exp use scope='modules', and call them between submodules",
@@ -99,19 +102,19 @@ WORDS = {
         "    print(outputs['loss'])  # what training_step returns",
     },
     DRAWN: {
-        "remedy": "only add, multiply, compare or log what is drawn, or make a tensor of it, in "
-        "training_step, which replays follow; else draw on the device (torch.rand(..., "
-        "device=...)), or in the data loader",
+        "remedy": "draw on the device (torch.rand(..., device=...)), or in the data loader; or "
+        "let training_step only add, multiply, compare or log the number, or make a tensor of it, "
+        "which replays can follow",
     },
     CLOCK: {
-        "remedy": "only log or store what a function of `time` gives, or numbers that follow from "
-        "it, in training_step, which replays read anew; compute or decide with it in a hook",
+        "remedy": "compute and decide with times in a hook; training_step may log and store them: "
+        "every replay reads the clock again for that",
         "code": "def on_train_batch_start(self, batch, batch_idx):\n"
         "    self.share.fill_(time.monotonic() - self.began)  # a buffer, for the step",
     },
     COUNTER: {
-        "remedy": "only add, multiply, divide, compare or log counters in training_step, which "
-        "replays follow; move other code that needs the value to a hook, or make the value a "
+        "remedy": "let training_step only add, multiply, divide, compare or log counters, which "
+        "replays can follow; move other code that needs the value to a hook, or make the value a "
         "tensor that a hook fills",
         "code": 'self.register_buffer("scale", torch.ones(()))  # in __init__\n'
         "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
@@ -203,8 +206,8 @@ CHANGING_SHAPE = Obstacle(
 )
 CHANGING_NUMBER = Obstacle(
     "A graph would freeze Python numbers that change, and branches that they choose.",
-    "leave the number, if it is made of counters and learning rates alone, which replays follow; "
-    "else make it a tensor that a hook fills, and choose between values with torch.where",
+    "make the number a tensor that a hook fills, and choose between values with torch.where; leave "
+    "it if it is made of counters and learning rates alone, which replays can follow",
     kind="python-state",
     code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
     "self.scale.fill_(number)  # in on_train_batch_start",

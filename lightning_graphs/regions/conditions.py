@@ -65,8 +65,8 @@ class Phase(NamedTuple):
     loader: int = 0  # index of the data loader among those of an evaluation
 
     def __str__(self) -> str:
-        parts = ["zeroing"] * self.zeroing + ["stepping"] * self.stepping
-        return f"{' and '.join(parts) or 'neither zeroing nor stepping'}, window of {self.window}"
+        parts = ["first"] * self.zeroing + ["last"] * self.stepping
+        return f"{' and '.join(parts) or 'inner'} micro-batch of {self.window}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class CaptureKey:
         if self.phase.loader != other.phase.loader:
             lines.append(f"data loader: {self.phase.loader} -> {other.phase.loader}")
         elif self.phase != other.phase:
-            lines.append(f"accumulation: {self.phase} -> {other.phase}")
+            lines.append(f"gradient accumulation: {self.phase} -> {other.phase}")
         if len(self.hyper_parameters) != len(other.hyper_parameters):
             lines.append("the optimizer's parameter groups changed")
         else:

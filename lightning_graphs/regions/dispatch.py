@@ -221,7 +221,7 @@ def _not_called(name: str, module: nn.Module) -> str:
         return "it is scripted and takes no hooks; name the module that calls it"
     if type(module).forward is nn.Module.forward:
         kind = type(module).__name__
-        return f'it is a {kind}, which nobody can call; name what is in it: modules=["{name}.*"]'
+        return f'a {kind} has no forward(); name its children: modules=["{name}.*"]'
     return "no observed step calls it"
 
 

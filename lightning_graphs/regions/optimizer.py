@@ -71,21 +71,21 @@ def capture_obstacle(
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
     if (sparse := _sparse_embedding(module)) is not None:
-        return f"`{sparse}` has sparse gradients, whose memory is another one in every step"
+        return f"`{sparse}` has sparse gradients, whose memory changes in every step"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(devices := sorted({str(p.device) for p in parameters})) > 1:
         return f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
     if not (why := _why_not_fused(optimizer, kernel)):
         return _too_precise(parameters, device_type)
     if _is_sharded(optimizer):
-        return f"over DTensors only a fused step can be captured, and {name} here has none"
+        return f"with DTensors only a fused step can be captured, and {name} here has none"
     if scaler_of(plugin) is not None:
-        reads = f"the gradient scaler reads on the host whether {name} steps, unless it is fused"
-        return f"{reads}, and it {why}"
+        reads = "unless the optimizer is fused, the gradient scaler decides on the host if it steps"
+        return f"{reads}, and {name} {why}"
     if _is_tried(optimizer, kernel):
         return None
     if device_type == "cpu":
-        return f"a rehearsal captures fused steps alone, and {name} {why}"
+        return f"a rehearsal can capture fused steps only, and {name} {why}"
     return _too_precise(parameters, device_type)
 
 

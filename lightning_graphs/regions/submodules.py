@@ -359,11 +359,11 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
                     self._selection.refuse(error.call.module)
                     calls = self._selection.calls(observation)
                     messages.refused(error.call.name, error)
-        whole = ', scope="step" tries the whole step' if self._may_be_whole else ""
+        whole = '. scope="step" tries the whole step' if self._may_be_whole else ""
         if options.on_failure == "eager" and observation.calls:
             messages.note(
-                "steps run eagerly: no submodule of them could be captured. modules=[...] names "
-                f"some, diagnose=True lists what is in the way{whole}"
+                "steps run eagerly: no submodule could be captured. List what is in the way with "
+                f"diagnose=True, choose submodules with modules=[...]{whole}"
             )
         elif options.on_failure == "eager":
             messages.note(f"steps run eagerly: they call no submodule that has parameters{whole}")

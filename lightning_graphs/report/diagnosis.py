@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from lightning_graphs.device.rules import Obstacle
+from lightning_graphs.device.rules import Obstacle, in_words
 from lightning_graphs.errors import OF_PACKAGE
 from lightning_graphs.private.callsite import CallSite, package_of, shown
 
@@ -150,15 +150,27 @@ class Diagnosis:
     def __str__(self) -> str:
         observed = f"{self.steps} {self.kind} step{'s' * (self.steps != 1)} observed"
         lines = [f"GraphCapture, doctor: {self.summary} ({observed})"]
-        groups: dict[tuple[str, str], list[Finding]] = {}  # what one remedy mends, together
-        for finding in sorted(self.findings, key=lambda one: one not in self.obstacles):
-            groups.setdefault((finding.rule, finding.remedy), []).append(finding)
-        for findings in groups.values():
-            first = findings[0]
-            lines += ["", f"{first.kind}: {first.rule}"]
-            for finding in findings:
-                lines.append(f"  {finding.operator} ({finding.details})")
-                lines += [f"    {finding.place}"] * bool(finding.place)
-            lines.append(f"  Fix: {first.remedy}")
-            lines += [f"    {line}" for line in first.code.splitlines()]
+        obstacles = self.obstacles
+        remarks = [finding for finding in self.findings if finding not in obstacles]
+        lines += _in_groups(obstacles, "Fix")
+        if remarks:
+            lines += ["", "Remarks: none of these stands in the way, and nothing is to be done."]
+            lines += [f"  {line}".rstrip() for line in _in_groups(remarks, "To change it")]
         return "\n".join(lines)
+
+
+def _in_groups(findings: list[Finding], label: str) -> list[str]:
+    """List findings, those together that have one remedy, which the label precedes."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.rule, finding.remedy), []).append(finding)
+    lines = []
+    for alike in groups.values():
+        first = alike[0]
+        lines += ["", f"{first.kind}: {first.rule}"]
+        for finding in alike:
+            lines.append(f"  {in_words(finding.operator)} ({finding.details})")
+            lines += [f"    {finding.place}"] * bool(finding.place)
+        lines.append(f"  {label}: {first.remedy}")
+        lines += [f"    {line}" for line in first.code.splitlines()]
+    return lines

@@ -288,9 +288,8 @@ class Messages:
         if name not in self._statistics.fused:
             self._statistics.fused.append(name)
             self.say(
-                f"GraphCapture: {name} runs its fused kernel during this fit; by itself it would "
-                "run another one, whose results differ by rounding, and which "
-                "optimizer_kernel='own' keeps"
+                f"GraphCapture: this fit uses {name}'s fused kernel, which rounds differently; "
+                "pass fused=True to your eager run to compare, or write optimizer_kernel='own' here"
             )
 
     def chosen(self, names: Sequence[str]) -> None:

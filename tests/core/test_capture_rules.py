@@ -94,8 +94,7 @@ def test_illegal(backend: BackendName, device: torch.device, name: str) -> None:
     message = _refused(backend, lambda: body(x))
     line = body.__code__.co_firstlineno
     assert f"{__file__}:{line} in <lambda>" in message
-    assert len(message.splitlines()) == 2
-    assert "\n  Fix: " in message
+    assert message.splitlines()[1].startswith("  Fix: ")
     # The refusal spoils nothing: the same graph object and the same memory go on.
     captured = CUDAGraph(backend=backend)
     with graph(captured):
@@ -140,7 +139,7 @@ def test_legal(backend: BackendName, device: torch.device, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "operator"),
     [
-        ("item", "aten._local_scalar_dense.default"),
+        ("item", "item(), float() or an if (aten._local_scalar_dense.default)"),
         ("tolist", "tolist"),
         ("nonzero", "aten.nonzero.default"),
         ("boolean index", "aten.index.Tensor"),

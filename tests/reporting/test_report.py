@@ -13,7 +13,7 @@ from lightning_graphs.device.rules import HOST_DATA, HOST_READ
 from lightning_graphs.report import GraphRecord, Report, Span, StepTime, render, summary_line
 from lightning_graphs.report.diagnosis import Diagnosis
 
-PARTS = ("zeroing", "neither zeroing nor stepping", "stepping")
+PARTS = ("first", "inner", "last")
 
 
 def example(**changes: Any) -> Report:
@@ -99,7 +99,7 @@ class TestTable:
 
     def test_the_parts_of_an_accumulation_window_have_rows_of_their_own(self) -> None:
         batch = "batch[0] f32[16,32], batch[1] i64[16]"
-        parts = [GraphRecord(signature=f"{batch}; {part}, window of 4") for part in PARTS]
+        parts = [GraphRecord(signature=f"{batch}; {part} micro-batch of 4") for part in PARTS]
         rows = render(example(graphs=tuple(parts))).splitlines()[2:5]
         assert len({row.partition("batch[0]")[2] for row in rows}) == 3
 

@@ -153,7 +153,7 @@ def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
         data = partial(of_rank, own, last=options.pop("last", None))
         fits.append(prepare(backend, folder, is_captured, data=data, **options).run())
     said = fits[1].statistics.fallbacks
-    assert all("over DTensors only a fused step" in line for line in said)
+    assert all("with DTensors only a fused step" in line for line in said)
     assert bool(said) == ("no graph" in case)
     compare(*fits, replayed=not said)
     assert fits[1].statistics.captures <= 3, "what a validation gathers is no other parameter"

@@ -304,7 +304,7 @@ def test_a_step_that_calls_no_submodule_is_told_of_the_other_scope(
     compare(*fits, replayed=False)
     (reason,) = fits[1].capture.report.fallbacks
     assert reason.startswith("steps run eagerly: they call no submodule that has parameters")
-    assert reason.endswith(', scope="step" tries the whole step')
+    assert reason.endswith('. scope="step" tries the whole step')
     compare(fits[0], prepare(backend, tmp_path / "whole", True, **options).run())
     (row,) = rows(
         examined(backend, tmp_path / "doctor", capture={"scope": "modules"}, **options),
@@ -322,7 +322,7 @@ class Branching(Net):
 
 @pytest.mark.parametrize("scope", ["auto", "step", "modules"])
 @pytest.mark.parametrize("module", [Branching, ManyReads, moving(1)])
-def test_a_warning_has_two_lines_at_most(
+def test_a_warning_has_two_lines_and_code(
     backend: str, tmp_path: Path, recwarn: pytest.WarningsRecorder, lines: Lines,
     module: Any, scope: str,
 ) -> None:  # fmt: skip
@@ -330,12 +330,13 @@ def test_a_warning_has_two_lines_at_most(
     data = {"data": lambda: batches(50), "max_epochs": 1, "validation": 0}
     fit = prepare(backend, tmp_path, True, module=module, capture=capture, **data).run()
     said = [str(w.message) for w in recwarn if "GraphCapture" in str(w.message)]
-    assert all(len(text.splitlines()) <= 2 for text in said)
+    for text in said:  # what was found, the fix, and that as code
+        assert all(line.startswith("    ") for line in text.splitlines()[2:])
     reasons = fit.capture.report.fallbacks
     refused = [text for text in said if "\n" in text]
     assert refused or (scope, module) == ("modules", Branching) or module.__name__ == "Stepwise"
     for text in refused:
-        what, remedy = text.splitlines()
+        what, remedy, *_ = text.splitlines()
         assert "test_notices.py:" in what or "self.share" in what
         assert remedy.startswith("  Fix: ")
     assert sum("\n  Fix: " in reason for reason in reasons) >= len(refused)

@@ -88,8 +88,8 @@ class TestOfAFit:
         fit = prepare(backend, tmp_path, True, accumulate_grad_batches=2, max_epochs=4).run()
         words = sorted(record.signature for record in fit.capture.report.graphs)
         assert words == [
-            "x f32[8,8], y i64[8]; stepping, window of 2",
-            "x f32[8,8], y i64[8]; zeroing, window of 2",
+            "x f32[8,8], y i64[8]; first micro-batch of 2",
+            "x f32[8,8], y i64[8]; last micro-batch of 2",
         ]
         assert all(record.replay_ms for record in fit.capture.report.graphs)
 
