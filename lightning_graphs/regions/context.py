@@ -32,7 +32,6 @@ from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
-from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import StepState
@@ -41,11 +40,13 @@ from lightning_graphs.watch.user_code import CompiledCode
 # ------------------ Messages about whole steps
 
 
-class _WithHost(Protocol):
+class _Tried(Protocol):
     """A plan of a whole step."""
 
     key: Signature
-    host: HostProgram | None
+
+    @property
+    def why_missed(self) -> str: ...
 
 
 class StepMessages:
@@ -78,7 +79,7 @@ class StepMessages:
         # What reads a value of the batch that was another one before, if anything
         read: CaptureError | None,
         codes: Iterable[CodeType],  # what captured steps have run
-        plans: Collection[_WithHost],  # those that are there
+        plans: Collection[_Tried],  # those that are there
         *,
         is_new: bool,  # no step before had a batch like this one
         at_once: bool,  # do not wait for more of them
@@ -120,11 +121,11 @@ class StepMessages:
             self._messages.note(f"a {self._step} runs eagerly", error)
 
 
-def _read_on_host(key: Signature, plans: Iterable[_WithHost]) -> CaptureError | None:
+def _read_on_host(key: Signature, plans: Iterable[_Tried]) -> CaptureError | None:
     """Return the error for a step that reads otherwise on the host than those of its shape did."""
     shape = without_values(key)
-    hosts = [plan.host for plan in plans if without_values(plan.key) == shape][::-1]
-    why = next((host.why_missed for host in hosts if host is not None), "")
+    found = [plan.why_missed for plan in plans if without_values(plan.key) == shape]
+    why = next(filter(None, reversed(found)), "")
     if not why:
         return None
     return CaptureError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +14,14 @@ from torch import Tensor
 
 from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.private.generators import CapturedDropout
+from lightning_graphs.private.exchange import nothing
 from lightning_graphs.regions.conditions import CaptureKey, Check, Instruction, conditions_of
 from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
-from lightning_graphs.watch.assertions import PendingAssertions
-from lightning_graphs.watch.environment import Readings
+from lightning_graphs.values.snapshot import Part as SnapshotPart
 from lightning_graphs.watch.head import Head
-from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.side_effects import SideEffects
 
 
@@ -93,6 +93,47 @@ class Plan:
         self.emit(name)
 
 
+Take = Callable[[Sequence[Tensor]], object]
+"""Take in what the tensors of a batch bring; False: the code would go another way than the graph.
+"""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Mechanism:
+    """What a plan does about one kind of thing that its code does: as a rule, a few of these.
+
+    Mechanisms are nested as contexts are: ``takes`` and ``before`` run in their order, ``after`` in
+    reverse. All but ``before_update`` are around the forward part.
+    """
+
+    key: tuple[Hashable, ...] = ()  # what tells the plan from others, in addition
+    checks: Sequence[Check] = ()
+    takes: Sequence[Take] = ()
+    cancel: Instruction | None = None  # undoes what ``takes`` have done, since there is no replay
+    why_missed: Callable[[], str] | None = None  # why ``takes`` gave False last; empty if they fit
+    before: Sequence[Instruction] = ()
+    before_update: Sequence[Instruction] = ()  # ahead of the optimizer step, if that is a part
+    after: Sequence[Instruction] = ()
+    last: Sequence[Instruction] = ()  # after those of all mechanisms, in their order
+    enter: Instruction | None = None  # called as soon as all ranks have the plan
+
+    # Where both ways are compared:
+    state: SnapshotPart | None = None  # what each of them is to begin with
+    draws: Sequence[Any] | None = None  # generators that are a part of that
+    # Lets the eager way have what the last replay had, of which there is no other one: ``before``
+    # does not run
+    repeated: Callable[[], AbstractContextManager[None]] | None = None
+
+
+class Watcher(NamedTuple):
+    """One kind of thing that captured code does, as its capture watches for it."""
+
+    around: Callable[[], AbstractContextManager[object]] = nullcontext  # surrounds the capture
+    inside: Callable[[], AbstractContextManager[object]] = nullcontext  # and the step's own code
+    finish: Instruction = nothing  # refuses what shows only at the end
+    mechanism: Callable[[], Mechanism | None] = nothing  # what replays do about it
+
+
 @dataclass(slots=True)
 class Present:
     """What a plan knows of the coming or the present replay."""
@@ -102,6 +143,28 @@ class Present:
     copies: bool = True  # the graph replays again: what is handed out must not be its memory
     # Tensors that were handed out, and what is their gradient after the backward pass
     owing: Owing = field(default_factory=list)
+
+
+def batch_written(
+    inputs: StaticInputs,
+    written: Sequence[int],  # the tensors of a batch that its step changes in place
+    asked: BatchGradients,
+    present: Present,
+) -> Mechanism | None:
+    """Make a replay change its batch as the step has changed the static one; None: it has not."""
+    if not (written or asked):
+        return None
+
+    @torch.no_grad()
+    def write() -> None:
+        batch = present.tensors
+        for i in written:
+            batch[i].copy_(inputs.tensors[i])
+        if asked:
+            asked.hand_out(batch, present.owing)
+
+    note = partial(setattr, present, "tensors")
+    return Mechanism(takes=(asked.take, note) if asked else (note,), last=(write,))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -114,39 +177,25 @@ class StepPlan(Plan):
     """
 
     key: Signature
-    inputs: StaticInputs  # the static batch
+    mechanisms: Sequence[Mechanism]
     effects: SideEffects  # what it finds in places, and does there and to containers of its batch
     outputs: OutputPlan  # what its code returned
-    logs: Instruction  # makes its calls of loggers and metrics again
-    logged: Callable[[], list[tuple[str, Tensor]]]  # the tensors that these are given
-    # Logs what its side effects have changed, and counts its own steps; None if that is nothing
-    last: Instruction | None = None
+    logged: Callable[[], list[tuple[str, Tensor]]]  # the tensors that its logs are given
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: GradientBuffers
     # What is added to earlier steps' gradients, or stays: of parameters that the optimizer does not
     # have; of a step that optimizes by its own code, of those that it does not zero
     outside: GradientBuffers
     graphs: dict[str, CUDAGraph]  # by the names of the parts, in the order of their capture
-    # What the host has of the tensors of a batch
-    copies: Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
     guards: tuple[Check, ...]  # what must be as it was, for this step and for any other of the fit
-    # Bring up to date what its graphs read of the optimizer, which comes first, and the trainer
-    refreshes: Sequence[Instruction] = ()
     steps: bool = False  # whether the optimizer step is captured at all
     adds: bool = False  # whether its gradients are added to those of earlier steps
     # What it writes next to parameters and buffers, by name
     written: dict[str, Tensor] = field(default_factory=dict)
-    writes_batch: Sequence[int] = ()  # the tensors of its batch that it changes in place
-    asked: BatchGradients | None = None  # which gradients of its batch it asks for
     # Attributes that each of its parts sets
     stores: dict[str, Stores] = field(default_factory=dict)
     # What the gradient scaler knows between ``unscale`` and ``step``
     scaling: dict[str, Any] = field(default_factory=dict)
-    host: HostProgram | None = None  # what its code computes on the host; None if that is nothing
-    dropout: CapturedDropout | None = None  # cuDNN's random state, if its recurrent layers draw
-    clocks: Readings | None = None  # what its code reads of clocks; None if that is nothing
-    advance: Instruction | None = None  # advances the numbers of its state that the host knows
-    assertions: PendingAssertions | None = None  # what its code reads only to raise
     # Of a step that optimizes by its own code: earlier steps' gradients that it reads and replaces,
     # and all that are visible after it
     replaced: GradientBuffers | None = None
@@ -160,10 +209,8 @@ class StepPlan(Plan):
 
     def __post_init__(self) -> None:
         self.call = CallPlan(self.key, check_modes=True)
-        self.checks = self.guards
-        if self.dropout is not None:
-            self.checks += ((self.dropout.is_current, True),)
-        self.takes = tuple(self._takes())
+        self.checks = (*self.guards, *self._of_all("checks"))
+        self.takes = tuple(self._of_all("takes"))
         self.parts = {
             name: Part(tuple(self._before(name)), graph, tuple(self._after(name)))
             for name, graph in self.graphs.items()
@@ -171,30 +218,20 @@ class StepPlan(Plan):
 
     # No instruction refers to the plan itself: its memory is free as soon as nothing else does.
 
-    def _takes(self) -> Iterator[Callable[[Sequence[Tensor]], object]]:
-        host, copies = self.host, self.copies
-        if self.asked:
-            yield self.asked.take
-        if self.effects.is_needed:
-            yield self.effects.take
-        if host is not None:
-            yield lambda batch: host.run(partial(copies, batch))
-        yield self.inputs.copy_in
-        if self.writes_batch or self.asked:
-            yield partial(setattr, self.present, "tensors")
+    def _of_all(self, name: str) -> Iterator[Any]:
+        """Yield the instructions of a name in the order of the mechanisms."""
+        return chain.from_iterable(getattr(mechanism, name) for mechanism in self.mechanisms)
 
     def _before(self, name: str) -> Iterator[Instruction]:
         if name == "unscale":
             yield self.gradients.load
         elif name == "step":
-            yield self.refreshes[0]
+            yield from self._of_all("before_update")
             yield partial(self.gradients.bring_in, self.are_kept)
-        elif name == "forward":
-            yield from self.refreshes
         if name == self.first_backward:
             yield from self.loads()
-        if name == "forward" and self.clocks is not None:
-            yield self.clocks.begin
+        if name == "forward":
+            yield from self._of_all("before")
 
     def _after(self, name: str) -> Iterator[Instruction]:
         if name == "unscale":
@@ -204,20 +241,10 @@ class StepPlan(Plan):
         if name in self.stores:
             yield partial(set_again, self.stores[name])
         if name == "forward":
-            if self.assertions is not None:
-                yield self.assertions.note
-            if self.clocks is not None:
-                yield self.clocks.end
-            yield self.logs
             yield self.present.owing.clear
-            if self.effects.is_needed:
-                yield partial(self.effects.store, self.present)
-            if self.last is not None:
-                yield self.last
-            if self.advance is not None:
-                yield self.advance
-            if self.assertions is not None:
-                yield self.assertions.look
+            for mechanism in reversed(self.mechanisms):
+                yield from mechanism.after
+            yield from self._of_all("last")
 
     def loads(self) -> Iterator[Instruction]:
         """Yield what loads the gradients of earlier steps, to which this one adds its own."""
@@ -262,9 +289,15 @@ class StepPlan(Plan):
             self.take(tensors)
 
     def cancel(self) -> None:
-        """Put the generators of the host back to where they were: there is no replay."""
-        if self.host is not None:
-            self.host.restore()
+        for mechanism in self.mechanisms:
+            if mechanism.cancel is not None:
+                mechanism.cancel()
+
+    @property
+    def why_missed(self) -> str:
+        """Why it did not fit the last batch like its own; empty if it did."""
+        found = (m.why_missed() for m in self.mechanisms if m.why_missed is not None)
+        return next(filter(None, found), "")
 
     @property
     def loose(self) -> dict[str, Tensor]:
@@ -277,20 +310,10 @@ class StepPlan(Plan):
         present.copies = copies
         for instruction in self.parts["forward"].after:
             instruction()
-        if present.tensors:
-            self._write_batch()
         hand_out = self.outputs.copies if copies else self.outputs.give_away
         returned = hand_out(present.owing)
         present.batch, present.tensors = None, ()  # not before: without memory it is done again
         return returned
-
-    @torch.no_grad()
-    def _write_batch(self) -> None:
-        batch = self.present.tensors
-        for i in self.writes_batch:
-            batch[i].copy_(self.inputs.tensors[i])
-        if self.asked:
-            self.asked.hand_out(batch, self.present.owing)
 
     def attach(self, *, bound: bool = False) -> None:
         """Let every ``.grad`` be what it is after the backward pass."""

@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.graph import Backend, CUDAGraph, GraphPool
-from lightning_graphs.device.rules import AFTERMATH, DRAWN, NOT_RECORDED, with_known_remedy
+from lightning_graphs.device.graph import CUDAGraph, GraphPool
+from lightning_graphs.device.rules import AFTERMATH, DRAWN
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -46,6 +46,7 @@ from lightning_graphs.regions.conditions import (
     refuse_new_seeds,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
+from lightning_graphs.regions.followed import Followed
 from lightning_graphs.regions.gradients import (
     BatchGradients,
     BucketReduction,
@@ -55,35 +56,21 @@ from lightning_graphs.regions.gradients import (
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients
-from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.plan import Mechanism, Present, StepPlan, Watcher, batch_written
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.assertions import Assertions
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.environment import (
     Environment,
     RaisedInCapture,
-    Readings,
-    clocks_exchanged,
     code_captured,
 )
-from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.host_trace import (
     ArenaFull,
-    HostTracer,
-    draws_recorded,
-    draws_refused,
 )
-from lightning_graphs.watch.mirrors import FollowedState, held_numbers
-from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects
-from lightning_graphs.watch.tracers import (
-    Conversion,
-    DrawingFunction,
-    calls_followed,
-)
 
 # ------------------ Graphs of one step
 
@@ -136,24 +123,17 @@ class _Begun(NamedTuple):
     arguments: Sequence[Any]
     inputs: StaticInputs
     versions: Sequence[int]  # of the static inputs, before
+    written: list[int]  # which of them the step has changed in place, known at the end
     asked: BatchGradients
     effects: SideEffects
     environment: Environment
     targets: GradientTargets | OwnGradients
+    present: Present
 
-    def written(self) -> list[int]:
-        return written_tensors(self.tensors, self.inputs.tensors, self.versions)
-
-
-_ROOM_ON_DEVICE = 2**20  # bytes for what the host hands to the graph, to begin with
-
-
-def _note_refusal(backend: Backend, found: list[CaptureError], error: RuntimeError) -> None:
-    """Note an operator that CUDA refuses, while the user's line runs that calls it."""
-    if not found and (refusal := backend.refusal(error)) is not None:
-        if refusal.rule == NOT_RECORDED.rule:
-            refusal.remedy = with_known_remedy(NOT_RECORDED).remedy
-        found.append(refusal)
+    def finish(self) -> None:
+        """Find what the step has done to its batch."""
+        self.written.extend(written_tensors(self.tensors, self.inputs.tensors, self.versions))
+        self.asked.finish_capture()
 
 
 class Outcome(enum.Enum):
@@ -177,28 +157,17 @@ class Attempts(StepBody):
         super().__init__(context, optimizers, observers)
         self._facts = facts
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
-        self._copies = self.client.copies_on_host
         self._units = context.ranks.units
         self._hooks, self._registers_hooks = 0, False
         self._asked: list[str] = []
-        self._room_on_device = _ROOM_ON_DEVICE
-        self._host_tracer: HostTracer | None = None
-        self._numbers = StepNumbers(facts.reads, self.module.device)
-        self._has_branched = self._finds_draws = False
-        self._clocks = Readings()
-        self._conversions: frozenset[Conversion] = frozenset()
-        self._functions: frozenset[DrawingFunction] = frozenset()
+        self._followed = Followed(context, facts)
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._unread: UnreadValues | None = None  # the unguarded values of what is captured
         self._inside = contextlib.ExitStack()  # surrounds the step's own code
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
-        self._old_gradients: AbstractContextManager[None] = nullcontext()
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
+        self._watchers: Sequence[Watcher] = ()  # likewise
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
-        self._caught: list[CaptureError] = []  # CUDA's refusals of operators, which code may catch
-        self._assertions: Assertions | None = None  # what the coming capture reads only to raise
-        self._state: FollowedState  # numbers that it reads and writes in tensors
-        self._advance: Callable[[], None] | None = None
 
     def _attempts(self, attempt: Callable[[], StepPlan]) -> StepPlan | None:
         self._unread = None
@@ -213,14 +182,15 @@ class Attempts(StepBody):
             CaptureError: It is refused, whatever was learned.
         """
         self._asked.clear()
-        self._caught.clear()
+        self._followed.caught.clear()
         self.context.policy.tries_again()
         compiled = self.context.compiled.runs
         try:
             return attempt()
         except CaptureError as raised:
             # Others follow the first one
-            error = self._caught[0] if self._caught and AFTERMATH in raised.observed else raised
+            caught = self._followed.caught
+            error = caught[0] if caught and AFTERMATH in raised.observed else raised
             outcome = self._outcome_of(error, compiled=compiled)
             if outcome is Outcome.REFUSED and self.client.keeps_back(error):
                 self._facts.is_unseen = True  # once more as an eager step, to begin with
@@ -247,7 +217,7 @@ class Attempts(StepBody):
         if NO_LINE in error.observed:
             add_line(error, "in the code of", definition_of(self.client.function))
         if isinstance(error, ArenaFull):
-            self._room_on_device = error.needed
+            self._followed.room_on_device = error.needed
         if raised or waits or isinstance(error, NoRoomError):
             return Outcome.REFUSED
         if compiled != self.context.compiled.runs:
@@ -270,7 +240,7 @@ class Attempts(StepBody):
 
     def _refuse_draws(self, captured: Callable[[], StepPlan]) -> None:
         """Refuse the first draw on the host of a step that draws there, with its line."""
-        self._finds_draws = True
+        self._followed.finds_draws = True
         try:
             plan = captured()
         except GraphError as error:
@@ -280,18 +250,13 @@ class Attempts(StepBody):
             for graph in plan.graphs.values():
                 self.context.pool.release(graph)
         finally:
-            self._finds_draws = False
+            self._followed.finds_draws = False
 
     def _learns(self) -> bool:
-        """Whether there are new places to store in, or calls to follow.
-
-        Conversions to bare numbers are followed if user code, or a package's, has asked for them;
-        functions that draw are followed if a use of what they drew was refused.
-        """
+        """Whether there are new places to store in, or calls to follow."""
         places = self._facts.places
         if places.learn(places.found):
             return True
-        learned = self._facts.mirrors.learn()
         if self._unforeseen:
             self.persistent.of(self._unforeseen)
             self._unforeseen.clear()
@@ -299,10 +264,11 @@ class Attempts(StepBody):
         if self._has_several_passes and not self._facts.has_several_passes:
             self._facts.has_several_passes = True
             return True
-        known = self._conversions, self._functions
-        self._conversions |= set(filter(self._could_follow, self._numbers.asked))
-        self._functions |= self._numbers.refused
-        return learned or known != (self._conversions, self._functions)
+        return self._followed.learn()
+
+    def was_in_a_branch(self) -> bool:
+        """Whether the first refusal may hold only for the present numbers of the trainer."""
+        return self._followed.was_in_a_branch()
 
     @contextlib.contextmanager
     def _passes_counted(self, *, adds: bool) -> Iterator[None]:
@@ -320,11 +286,6 @@ class Attempts(StepBody):
 
         with backward_passes_observed(begun):
             yield
-
-    def _could_follow(self, asked: Conversion) -> bool:
-        own = self.context.watch.own
-        is_new = asked not in self._conversions and not self.context.compiled.runs
-        return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
 
 
 class StepCapture(Attempts):
@@ -371,36 +332,6 @@ class StepCapture(Attempts):
         given = Behind(head, arguments, key_of, definition_of(self.client.function))
         return self._attempts(partial(self._captured, given, phase, watch))
 
-    def _follow_host(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> None:
-        """Prepare to trace what the coming capture computes on the host."""
-        self._host_tracer, self._clocks = None, Readings()
-        device = self.module.device
-        if self._facts.has_host_program and not self.context.compiled.runs:
-            copies, room = self._copies(tensors), self._room_on_device
-            self._host_tracer = HostTracer(device, inputs.tensors, copies, room)
-            note = partial(_note_refusal, self.context.pool.backend, self._caught)
-            self._host_tracer.on_error = note
-        tape = None if self._host_tracer is None else self._host_tracer.tape
-        self._assertions = Assertions(device, (lambda _: False) if tape is None else tape.knows)
-        parts = self._facts.reads, device, tape, self._could_follow
-        self._numbers = StepNumbers(*parts)
-        named = ((f"self.{name}", buffer) for name, buffer in self.module.named_buffers())
-        self._state = FollowedState(
-            self._facts.mirrors,
-            held_numbers(named),
-            self._numbers,
-            self._assertions,
-            is_synced=self.client.ddp is not None,
-        )
-
-    def _refuse_recorded_beside_compiled(self) -> None:
-        if self._host_tracer is not None and self.context.compiled.runs:
-            raise CaptureError(  # and once more without: it runs eagerly while that is done
-                "A capture cannot record what the host computes beside compiled code.",
-                "the step calls code that torch.compile has made",
-                "move what is compiled, or what the host computes, out of the step",
-            )
-
     def _targets(self, phase: Phase, environment: Environment) -> GradientTargets | OwnGradients:
         """Choose where gradients of the coming capture go, and what sums them over ranks."""
         ddp = self.client.ddp
@@ -408,9 +339,7 @@ class StepCapture(Attempts):
             groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
             inside = (parameter for group in groups for parameter in group["params"])
             found = (*self.module.parameters(), *inside, *environment.leaves)
-            own = OwnGradients(found, self.persistent, self._unforeseen)
-            self._old_gradients = own.watched()
-            return own
+            return OwnGradients(found, self.persistent, self._unforeseen)
         trained = [p for p in self.module.parameters() if p.requires_grad]
         targets = GradientTargets(
             self.optimizer,
@@ -440,12 +369,16 @@ class StepCapture(Attempts):
 
         def begin(given: Given) -> Sequence[Any]:
             """Begin to capture, at the end of the head if there is one."""
-            self._begun = begun = self._begin(given, phase, recorder, around)
+            self._begun = begun = self._begin(given, phase, recorder)
+            self._watchers = self._watched(begun, given, recorder, segments)
+            for watcher in self._watchers:
+                around.enter_context(watcher.around())
+            begun.targets.begin()
+            renew_gradient_nodes(begun.targets.parameters)
             capturing.enter_context(segments.capturing("forward"))
             capturing.enter_context(self._passes_counted(adds=begun.targets.adds))
-            self._watch_code(self._inside)
-            self._inside.enter_context(given.inside())
-            self._inside.enter_context(recorder.keeping())
+            for watcher in self._watchers:
+                self._inside.enter_context(watcher.inside())
             self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments
 
@@ -459,127 +392,127 @@ class StepCapture(Attempts):
                         begun.effects.look()
                     copied = self._facts.kept.are_copied
                     gradients = begun.targets.found(copied=copied)
-                host = self._finish(begun, segments)
-            written = begun.written()
-            begun.asked.finish_capture()
+                for watcher in self._watchers:
+                    watcher.finish()
         except BaseException:  # KeyboardInterrupt and the like, too
             segments.abandon()
             if self._units is not None:
                 self._units.forget_step()
             raise
         effects, environment = begun.effects, begun.environment
-        captured = [one for one in self.optimizers.values() if one is not None]
-        for capturable in captured:
+        for capturable in self._captured_optimizers:
             capturable.guard.remember()
         stores = {n: effects.without_numbers(found) for n, found in segments.stores.items()}
         environment.outside.read_into(self._facts.reads)
         output.finish_capture()
         effects.finish_capture()
-        assert self._assertions is not None, "made ahead of the capture"
-        refreshes = [capturable.refreshing for capturable in captured]
-        refreshes += [number.refresh for number in self._numbers.on_device.values()]
+        mechanisms = [m for w in self._watchers if (m := w.mechanism()) is not None]
         conditions = replace(conditions_of(begun.signature), attributes=watch.attributes())
-        read = (*effects.signature, *([] if host is None else [host.read]))
+        read = itertools.chain.from_iterable(mechanism.key for mechanism in mechanisms)
         return StepPlan(
             key=replace(begun.signature, extra=(conditions, *read)),
+            mechanisms=mechanisms,
             guards=watch.checks(conditions, reads_old=gradients.reads_old),
             are_kept=self._facts.kept.has_external_references,
-            inputs=begun.inputs,
-            writes_batch=written,
-            asked=begun.asked,
             effects=effects,
             outputs=output,
-            logs=recorder.reissue,
             logged=recorder.logged,
-            last=recorder.last,
             gradients=gradients.inside,
             outside=gradients.outside,
             replaced=gradients.replaced,
             visible=gradients.visible,
             graphs=segments.graphs,
-            copies=self._copies,
-            steps=phase.stepping and bool(captured),
+            steps=phase.stepping and bool(self._captured_optimizers),
             adds=begun.targets.adds,
             written=environment.loose.written(),
             stores=stores,
             scaling=scaling,
-            host=host,
-            dropout=segments.dropout,
-            clocks=self._clocks or None,
-            advance=self._advance,
-            assertions=self._assertions.pending(self.context.assertions),
-            refreshes=refreshes,
+            present=begun.present,
             head=given.head,
         )
 
-    def _finish(self, begun: _Begun, segments: Segments) -> HostProgram | None:
-        """Refuse what shows only at the end of a capture; return what its code does on the host."""
-        assert self._unread is not None, "made as the capture began"
-        self._unread.refuse_read()
-        refuse_new_seeds(segments.dropout)
-        self._refuse_recorded_beside_compiled()
-        self._numbers.finish()
-        if "type" in begun.environment.outside.words:
-            begun.effects.refuse_untouched()
-        return None if self._host_tracer is None else self._host_tracer.finish()
+    @property
+    def _captured_optimizers(self) -> list[CapturableOptimizer]:
+        return [one for one in self.optimizers.values() if one is not None]
 
-    def _begin(
-        self, given: Given, phase: Phase, recorder: Recorder, around: contextlib.ExitStack
-    ) -> _Begun:
-        """Prepare a capture of this call, and enter what surrounds it."""
+    def _begin(self, given: Given, phase: Phase, recorder: Recorder) -> _Begun:
+        """Prepare a capture of this call."""
         (batch, *rest), tensors = given.arguments, given.tensors
         self._unread = unread = UnreadValues(given.signature, given.step)
         inputs = StaticInputs(tensors, given.given)
         versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
-        self._follow_host(tensors, inputs)
+        self._followed.begin(tensors, inputs)
+        number = self._followed.numbers.number
         static: Sequence[Tensor] = inputs.tensors
-        if self._host_tracer is None:
+        if self._followed.tracer is None:
             static = of_host(inputs.tensors, self.module.device)
         own = unread.left_out(batch, static, given.name)
         for key, read in given.numbers.items():
-            own[key] = self._numbers.number(key, read)
+            own[key] = number(key, read)
         effects = self._facts.places.capturing(own)
-        arguments = (own, *self.context.watch.arguments(rest, self._numbers.number))
+        arguments = (own, *self.context.watch.arguments(rest, number))
         environment = self.context.watch.environment()
         environment.outside.assume_running(given.frames)
         targets = self._targets(phase, environment)
-        recorder.live = self._numbers.logged
-        around.enter_context(state_undone(self.optimizers, targets.parameters))
-        around.enter_context(self.context.compiled.watching())
-        around.enter_context(self._surrounded(environment, recorder, effects))
-        around.enter_context(objects_undone(own, environment.outside.listed))
-        targets.begin()
-        renew_gradient_nodes(targets.parameters)
+        recorder.live = self._followed.numbers.logged
         return _Begun(
-            given.signature, tensors, arguments, inputs, versions, asked, effects, environment,
-            targets,
+            given.signature, tensors, arguments, inputs, versions, [], asked, effects, environment,
+            targets, Present(),
         )  # fmt: skip
 
-    def was_in_a_branch(self) -> bool:
-        """Whether the first refusal may hold only for the present numbers of the trainer."""
-        first = not self._has_branched
-        self._numbers.note_guards()
-        self._has_branched |= self._numbers.has_guards
-        return first and self._has_branched
-
-    @contextlib.contextmanager
-    def _surrounded(
-        self, environment: Environment, recorder: Recorder, effects: SideEffects
-    ) -> Iterator[None]:
-        if not self.client.optimizes_itself:  # there they are what an eager step has
-            self._old_gradients = environment.old_gradients(effects.own)
-        number, listed = self._numbers.number, environment.outside.listed
+    def _watched(
+        self, begun: _Begun, given: Given, recorder: Recorder, segments: Segments
+    ) -> list[Watcher]:
+        """List what is watched for, from the outside to the inside."""
+        effects, environment, targets = begun.effects, begun.environment, begun.targets
+        inputs, present = begun.inputs, begun.present
+        assert self._unread is not None, "made as the capture begins"
+        number, listed = self._followed.numbers.number, environment.outside.listed
+        places, generators = self._facts.places, environment.generators
         parts = self.optimizers, self.client.schedulers, number
-        self._in_optimizers = numbers = OptimizerNumbers(*parts)
-        with (
-            effects.exchanged(number),
+        self._in_optimizers = rates = OptimizerNumbers(*parts)
+        old: Callable[[], AbstractContextManager[None]]
+        if isinstance(targets, OwnGradients):  # there they are what an eager step has
+            old = targets.watched
+        else:
+            old = partial(environment.old_gradients, effects.own)
+        return [
+            Watcher(finish=self._unread.refuse_read),
+            Watcher(
+                finish=begun.finish,
+                mechanism=partial(batch_written, inputs, begun.written, begun.asked, present),
+            ),
+            Watcher(partial(state_undone, self.optimizers, targets.parameters), old),
+            Watcher(self.context.compiled.watching),
+            Watcher(
+                partial(effects.exchanged, number),
+                finish=partial(_refuse_untouched, effects, environment),
+                mechanism=partial(_applied, effects, present),
+            ),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
-            self.surrounded(recorder, self._facts.places, environment.generators, listed),
-            environment.reading(self._facts.reads, number),
-            numbers.rates(),
-            environment.refusing(LIBRARIES.step),
-        ):
-            yield
+            Watcher(
+                partial(self.surrounded, recorder, places, generators, listed),
+                mechanism=partial(_logged, recorder),
+            ),
+            Watcher(partial(environment.reading, self._facts.reads, number)),
+            Watcher(rates.rates, rates.traced, mechanism=self._refreshed),
+            Watcher(partial(environment.refusing, LIBRARIES.step)),
+            Watcher(partial(objects_undone, begun.arguments[0], listed)),
+            Watcher(inside=self._unseen),
+            Watcher(inside=nullcontext if self._reduction is None else self._reduction.unprepared),
+            *self._followed.watchers(),
+            Watcher(
+                finish=lambda: refuse_new_seeds(segments.dropout),
+                mechanism=lambda: _with_dropout(segments.dropout),
+            ),
+            Watcher(inside=given.inside),
+            Watcher(inside=recorder.keeping),
+            Watcher(mechanism=lambda: Mechanism(takes=(inputs.copy_in,))),
+        ]
+
+    def _refreshed(self) -> Mechanism | None:
+        found = [capturable.refreshing for capturable in self._captured_optimizers]
+        return Mechanism(before=found, before_update=found) if found else None
 
     def schedule(
         self, recorder: Recorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
@@ -604,33 +537,6 @@ class StepCapture(Attempts):
         (code,) = arguments
         return code(self.client.run)
 
-    def _watch_code(self, around: contextlib.ExitStack) -> None:
-        """Enter what surrounds the step's own code."""
-        around.enter_context(self._old_gradients)
-        assert self._in_optimizers is not None, "made ahead of the capture"
-        around.enter_context(self._in_optimizers.traced())
-        around.enter_context(self._unseen())
-        if not self.context.compiled.runs:
-            around.enter_context(calls_followed(self._conversions))
-            reading = partial(self._clocks.reading, self._numbers)
-            around.enter_context(clocks_exchanged(self.context.watch.own, reading))
-        if self._finds_draws:
-            around.enter_context(draws_refused(self.module.device))
-        elif self._host_tracer is not None:
-            parts = self._numbers, self._host_tracer, self._functions
-            around.enter_context(draws_recorded(*parts))
-        if self._reduction is not None:
-            around.enter_context(self._reduction.unprepared())
-        assert self._assertions is not None, "made ahead of the capture"
-        around.enter_context(self._finishing(self._assertions))
-
-    @contextlib.contextmanager
-    def _finishing(self, assertions: Assertions) -> Iterator[None]:
-        with self._state.watching(), assertions.watching():
-            yield
-        self._advance = self._state.instruction()
-        assertions.finish()
-
     def _backward(self, loss: Tensor) -> None:
         watch, reduction = self.context.watch, self._reduction
         casts: AbstractContextManager[None] = nullcontext()
@@ -640,13 +546,35 @@ class StepCapture(Attempts):
             reduction.leave_to_ddp()
         elif not self._registers_hooks:
             casts = watch.cast_unseen(loss)
-        tracer = self._host_tracer
+        tracer = self._followed.tracer
         host = tracer if tracer is not None and tracer.in_backward else nullcontext()
         with casts, self._unseen(), host:
             super()._backward(loss)
 
     def _unseen(self) -> AbstractContextManager[None]:
         return capture_unseen(self._asked) if self._facts.is_unseen else nullcontext()
+
+
+def _refuse_untouched(effects: SideEffects, environment: Environment) -> None:
+    if "type" in environment.outside.words:
+        effects.refuse_untouched()
+
+
+def _applied(effects: SideEffects, present: Present) -> Mechanism:
+    if not effects.is_needed:
+        return Mechanism(key=effects.signature)
+    store = partial(effects.store, present)
+    return Mechanism(key=effects.signature, takes=(effects.take,), after=(store,))
+
+
+def _logged(recorder: Recorder) -> Mechanism:
+    last = recorder.last
+    return Mechanism(after=(recorder.reissue,), last=() if last is None else (last,))
+
+
+def _with_dropout(dropout: CapturedDropout | None) -> Mechanism | None:
+    """Check that cuDNN's random state is that of the capture, if recurrent layers draw from it."""
+    return None if dropout is None else Mechanism(checks=((dropout.is_current, True),))
 
 
 def refuse_iterator(batch: Any) -> None:

@@ -92,12 +92,12 @@ class Verification(StepBody):
             plan.cancel()
         for stores in plan.stores.values():  # another step may have set them otherwise
             set_again(stores)
-        parts: list[Part] = [self._random()] if plan.host is None else [plan.host, self._random()]
+        parts: list[Part] = [m.state for m in plan.mechanisms if m.state is not None]
         ways = Comparison(
             self._state(plan.loose, plan.outside.parameters),
             partial(self._eager, plan, args, batch),
             partial(self._replayed, plan, args, batch),
-            parts,
+            [*parts, self._random()],
             self._verifier.written[plan.conditions],
             [] if self.client.optimizes_itself else plan.gradients.buffers,
             plan.gradients.pool_bytes,  # they lie where the eager step would compute
@@ -128,8 +128,9 @@ class Verification(StepBody):
                 if plan.head is not None:
                     undone.quiet.close()
                     around.enter_context(recorder.recording())
-                if plan.clocks is not None:
-                    around.enter_context(plan.clocks.repeated(self.context.watch.own))
+                for mechanism in plan.mechanisms:
+                    if mechanism.repeated is not None:
+                        around.enter_context(mechanism.repeated())
                 results = plan.effects.eager_results(batch, tensors)
 
             if plan.head is None:
@@ -158,7 +159,7 @@ class Verification(StepBody):
     def _as_captured(self, plan: StepPlan, recorder: Recorder) -> AbstractContextManager[None]:
         """Set up what surrounds a capture, but for its tracers: here every value is real."""
         assert self._places is not None, "whole steps have places"
-        seen = None if plan.host is None else plan.host.generators
+        seen = next((m.draws for m in plan.mechanisms if m.draws is not None), None)
         generators = Generators(iter_objects(self.module), self.module.device, seen=seen)
         return self.surrounded(recorder, self._places, generators)
 
@@ -214,15 +215,14 @@ class Verification(StepBody):
         return leaving, tensors
 
     def _launched(self, plan: StepPlan, batch: Any, tensors: Sequence[Tensor]) -> list[Result]:
-        for refresh in plan.refreshes:
-            refresh()
+        for mechanism in plan.mechanisms:
+            for instruction in mechanism.before if mechanism.repeated is None else ():
+                instruction()
         for name, graph in plan.graphs.items():
             if name == plan.first_backward:
                 for load in plan.loads():
                     load()
             graph.replay()
-        if plan.assertions is not None:
-            plan.assertions.note()
         plan.attach()
         stored = plan.effects.results(batch, tensors)
         return _returned(plan.outputs.hand_out()) + stored + _logged(plan.logged())

@@ -415,7 +415,9 @@ class StepRegion(HeadedSteps):
         words = signature_in_words(plan.key)
         plan.record = self._statistics.captured(words, graphs, self._cost, scope=self.scope)
         self._kept.count()
-        self._fit.assertions.is_used |= plan.assertions is not None
+        for mechanism in plan.mechanisms:
+            if mechanism.enter is not None:
+                mechanism.enter()
         plan.take_call(call)
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
