@@ -171,6 +171,11 @@ class CUDAGraph:
         """
         self._replay()
 
+    @property
+    def launch(self) -> Callable[[], None]:
+        """What :meth:`replay` calls, for callers that prepare it; not valid after :meth:`reset`."""
+        return self._replay
+
     def _require_capture(self, call: str, *, template: bool = False) -> None:
         if self._replay is _replay_of_nothing:
             raise _needs_capture(call)

@@ -18,6 +18,7 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError, UnsupportedError, in_one_line
 from lightning_graphs.lightning.evaluation_loop import evaluations_looped
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
+from lightning_graphs.lightning.handler import Runner, StrategyHandler
 from lightning_graphs.lightning.loop import replays_looped
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts, updates_loggers
@@ -27,7 +28,7 @@ from lightning_graphs.lightning.ranks import (
     is_model_parallel,
     why_not_captured,
 )
-from lightning_graphs.lightning.runner import Runner, StepRunner, StrategyHandler
+from lightning_graphs.lightning.runner import StepRunner
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
     ProgressValues,

@@ -47,7 +47,6 @@ from lightning_graphs.lightning.strategy import (
     calls_of,
     copies_on_host,
     intercepted,
-    loss_of,
 )
 from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.policy.options import Options
@@ -435,7 +434,7 @@ class Doctor:
             add(COUNTER, number.name, self._returned, observed="it is returned", effect=effect)
         if self._module.automatic_optimization:
             with self._refusals_noted("training_step", self._returned):
-                loss_of(returned)
+                self._watch.loss_of(returned)
                 if not (self._only_submodules or leaves_of(returned, Noted)):
                     tensors_returned(returned)
 

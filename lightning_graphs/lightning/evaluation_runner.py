@@ -12,9 +12,10 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CODE, GraphError
+from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.ranks import syncs
-from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
+from lightning_graphs.lightning.runner import StepRunner
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.trainer import (
     PLUGIN,
@@ -128,7 +129,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         plan.present.batch = args[0]
         return self._replay(plan)
 
-    def replay(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def replay(self, args: tuple[Any, ...], *, stepping: bool = False) -> Any:
         """Replay the step for this batch, if nothing is to be decided; return its result in one.
 
         Empty: :meth:`training_step` is to run it. It goes on from what was found here.
@@ -266,8 +267,8 @@ class EvaluationHandler(StrategyHandler):
         try:
             return self.evaluation.replay(args)
         except Exception as error:
-            self._again = recovery.repetition_after(error)
-            if self._again is None:
+            recovery.repetition = recovery.repetition_after(error)
+            if recovery.repetition is None:
                 raise
         return ()
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Number
+from operator import is_
 from typing import Any, NoReturn
 
 import torch
@@ -25,7 +27,7 @@ from lightning_graphs.lightning.metrics import (
 )
 from lightning_graphs.lightning.private import (
     HOOK,
-    ResultsUpdate,
+    ResultTables,
     batch_size_of,
     bound_log_redirected,
     present_hook,
@@ -33,15 +35,17 @@ from lightning_graphs.lightning.private import (
     result_key,
     within_hook,
 )
-from lightning_graphs.lightning.strategy import ProgressValues, log_exchanged
+from lightning_graphs.lightning.strategy import ProgressValues
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import current_autograd_node, version_of
 from lightning_graphs.regions.conditions import Instruction, in_turn
-from lightning_graphs.values.memory import storage_address
+from lightning_graphs.values.memory import clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.containers import ListAppend
 from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateValue, Use
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers
+from lightning_graphs.watch.user_code import is_lightnings
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -70,6 +74,30 @@ LOGGED_INSIDE = Obstacle(
 def refuse_log(*_: Any, **__: Any) -> NoReturn:
     """Refuse ``self.log`` where no replay could call it again."""
     raise LOGGED_INSIDE.refused_here("self.log is called")
+
+
+@contextlib.contextmanager
+def log_exchanged(
+    module: LightningModule, log: Callable[..., None]
+) -> Iterator[Callable[..., None]]:
+    """Call ``log`` in place of ``LightningModule.log`` for a module, also below an override."""
+    base: Any = next(
+        kind
+        for kind in type(module).__mro__
+        if "log" in vars(kind) and is_lightnings(kind, "core.module")
+    )
+    original = base.log
+    own = functools.partial(original, module)
+
+    @functools.wraps(original)
+    def exchanged(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if owner is module:
+            log(own, *args, **kwargs)
+        else:
+            original(owner, *args, **kwargs)
+
+    with replaced(base, "log", exchanged):
+        yield own
 
 
 @dataclass(eq=False)
@@ -146,15 +174,43 @@ class LogUpdate:
         self._given = {
             key: c.options.get("batch_size") for c, key in zip(logged, keys, strict=True)
         }
-        self._update: ResultsUpdate | None = None
+        self._tables: ResultTables | None = None
 
     def begin(self) -> list[LateCall | _LogCall]:
         """Update what can be updated at once, and return the calls that are to be made."""
-        update = self._update
-        if update is None or not update.is_valid:
+        tables = self._tables
+        if tables is None:
             return self._calls
-        update.apply(self._sizes)
+        entries = tables.entries
+        are_same = all(map(is_, map(tables.entry_of, tables.keys), entries))
+        if not are_same or any(map(tables.has_reset, entries)):
+            return self._calls
+        self._update(tables)
         return self.rest
+
+    def _update(self, tables: ResultTables) -> None:
+        """Update the entries, to the bit as Lightning does it for each of them."""
+        for table, name in tables.caches:
+            table[name] = None
+        for table, name in tables.counts:
+            table[name] += 1
+        if tables.steps:
+            copies = clone_all(tables.step_values)
+            for (table, names), copy in zip(tables.steps, copies, strict=True):
+                for name in names:
+                    table[name] = copy
+        values, sizes = tables.sum_values, self._sizes
+        if tables.mean_values:
+            values = [*torch._foreach_mul(tables.mean_values, sizes), *values]
+            counts = torch._foreach_add([table[name] for table, name in tables.weights], sizes)
+            for (table, name), value in zip(tables.weights, counts, strict=True):
+                table[name] = value
+        if tables.totals:
+            sums = torch._foreach_add([table[name] for table, name in tables.totals], values)
+            for (table, name), value in zip(tables.totals, sums, strict=True):
+                table[name] = value
+        for table, name, extreme, value in tables.extremes:
+            table[name] = extreme(table[name], value)
 
     def learn(self) -> None:
         """Find what the next replay may update at once, after all calls were made."""
@@ -162,8 +218,8 @@ class LogUpdate:
         results = None if first is None else present_results(first.module.trainer)
         if results is None or not self._scalars:
             return
-        self._update = update = ResultsUpdate(results, self._scalars)
-        self._sizes, done = update.sizes(self._given), set(update.keys)
+        self._tables = tables = ResultTables(results, self._scalars)
+        self._sizes, done = tables.sizes(self._given), set(tables.keys)
         self.rest = [
             call
             for call in self._calls

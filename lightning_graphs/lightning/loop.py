@@ -28,10 +28,15 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_graphs.lightning.private import is_known_loop, is_unrecorded, plain_fetchers
-from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
+from lightning_graphs.lightning.handler import StrategyHandler
+from lightning_graphs.lightning.private import (
+    is_known_loop,
+    is_unrecorded,
+    overrides,
+    plain_fetchers,
+)
+from lightning_graphs.lightning.runner import StepRunner
 from lightning_graphs.lightning.strategy import rebuilt
-from lightning_graphs.lightning.words import overrides
 from lightning_graphs.private.exchange import replaced
 
 FX = "_current_fx_name"
@@ -278,7 +283,7 @@ class ReplayLoop(BatchLoop):
         updates.total.ready += stepping
         updates.current.ready += stepping
         before, names[FX] = names[FX], "training_step"
-        returned = self._handler.replay(self._runner, given, stepping=stepping)
+        returned = self._runner.replay(given, stepping=stepping)
         names[FX] = before
         if returned is None:  # Lightning counts
             updates.total.ready -= stepping

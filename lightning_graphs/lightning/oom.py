@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_graphs.errors import GraphError, ReplayError, first_line, is_out_of_memory
 from lightning_graphs.lightning.private import logs_snapshot
 from lightning_graphs.lightning.ranks import Ranks
-from lightning_graphs.lightning.strategy import StrategyCalls, loss_of
+from lightning_graphs.lightning.strategy import StrategyCalls
 from lightning_graphs.policy.worth import SETTLED, MemoryBudget
 from lightning_graphs.private.callsite import (
     CallSiteFinder,
@@ -137,6 +137,8 @@ class OomRecovery:
         self._fitting: dict[tuple[str, int], tuple[int, int]] = {}  # -> largest size, how often
         self._reason = ""
         self._again: Again | None = None
+        # Repeats the present step, which was begun outside of the strategy's methods
+        self.repetition: Callable[..., Any] | None = None
         self._update_fits = -1  # the optimizer step fits next to the graphs of so many captures
 
     def before_capture(self, args: tuple[Any, ...]) -> None:
@@ -308,7 +310,8 @@ class OomRecovery:
                 returned = self._again(refused, begin.args, {})
             else:
                 returned = self._own.training_step(*begin.args)
-        fresh = loss_of(returned) / self._trainer.accumulate_grad_batches
+        loss = returned["loss"] if isinstance(returned, Mapping) else returned
+        fresh = loss / self._trainer.accumulate_grad_batches
         del returned
         now.restore()
         scaler = scaler_of(self._trainer.precision_plugin)

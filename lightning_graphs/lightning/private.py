@@ -11,11 +11,11 @@ import copy
 import logging
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -41,7 +41,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.private.exchange import replaced, subclassed
-from lightning_graphs.values.memory import clone_all
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.user_code import is_lightnings
 
@@ -138,82 +137,49 @@ def batch_size_of(results: Any, entry: Any, given: int | None) -> int:
     return size
 
 
-_HAS_RESET, _VALUE, _SIZE = (
-    attrgetter("has_reset"),
-    itemgetter("value"),
-    itemgetter("cumulated_batch_size"),
-)
-
-
-class ResultsUpdate:
-    """One update of the results of several keys, to the bit what one for each of them gives.
+class ResultTables:
+    """Where Lightning keeps the results of several keys, so that one update serves all of them.
 
     ``_ResultMetric.update`` takes up to four kernels a key and 20 us, and no public API takes
     several values. Results that ranks reduce at each step are left out, and those that convert
     values. Fallback: one update for each key.
     """
 
+    has_reset = attrgetter("has_reset")
+    """Whether an entry was reset."""
+
     def __init__(self, results: Any, values: Mapping[str, Tensor]) -> None:
         found = ((key, results.get(key), value) for key, value in values.items())
         known = [(k, entry, v) for k, entry, v in found if _takes(entry, v)] if _IS_KNOWN else []
-        self._results = results
+        self._results, self.entry_of = results, results.get
         self.keys = [key for key, _, _ in known]
-        self._entries = [entry for _, entry, _ in known]
-        self._tables: list[dict[str, Any]] = [entry.__dict__ for entry in self._entries]
-        of_steps = [(e, v) for _, e, v in known if e.meta.on_step]
-        self._steps = [(entry.__dict__, not entry.meta.on_epoch) for entry, _ in of_steps]
-        self._step_values = [value for _, value in of_steps]
-        of_epochs = [
-            (entry.__dict__, entry.meta, v) for _, entry, v in known if entry.meta.on_epoch
+        self.entries = [entry for _, entry, _ in known]
+        # Tables and keys: of caches that an update empties, and of counts of updates
+        self.caches = [(vars(entry), "_computed") for entry in self.entries]
+        self.counts = [(vars(entry), "_update_count") for entry in self.entries]
+        # Of the values of a step, under one name or two
+        of_steps = [(entry, value) for _, entry, value in known if entry.meta.on_step]
+        names = {True: ("_forward_cache",), False: ("_forward_cache", "value")}
+        self.steps = [(vars(entry), names[entry.meta.on_epoch]) for entry, _ in of_steps]
+        self.step_values = [value for _, value in of_steps]
+        # Of what an epoch adds up, weighted sums ahead of plain ones; of the sums of the weights
+        of_epochs = [each for each in known if each[1].meta.on_epoch]
+        self._means = means = [each for each in of_epochs if each[1].meta.is_mean_reduction]
+        sums = [each for each in of_epochs if each[1].meta.is_sum_reduction]
+        self.mean_values = [value for *_, value in means]
+        self.sum_values = [value for *_, value in sums]
+        self.totals = [(vars(entry), "value") for _, entry, _ in (*means, *sums)]
+        self.weights = [(vars(entry), "cumulated_batch_size") for _, entry, _ in means]
+        # And of its extremes, with the function that compares two
+        self.extremes = [
+            (vars(entry), "value", entry.meta.reduce_fx, value)
+            for _, entry, value in of_epochs
+            if entry.meta.reduce_fx in _EXTREMES
         ]
-        means = [(table, v) for table, meta, v in of_epochs if meta.is_mean_reduction]
-        self._mean_values = [value for _, value in means]
-        sums = [(table, v) for table, meta, v in of_epochs if meta.is_sum_reduction]
-        self._sum_values = [value for _, value in sums]
-        self._means = [table for table, _ in means]
-        self._added = self._means + [table for table, _ in sums]
-        self._extremes = [
-            (table, meta.reduce_fx, v)
-            for table, meta, v in of_epochs
-            if meta.reduce_fx in _EXTREMES
-        ]
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the entries are still those, and none of them was reset."""
-        found = map(self._results.get, self.keys)
-        return all(map(is_, found, self._entries)) and not any(map(_HAS_RESET, self._entries))
-
-    def apply(self, sizes: Sequence[int]) -> None:
-        """Update the entries with the present values; means of epochs are weighted by a size."""
-        for table in self._tables:
-            table["_computed"] = None
-            table["_update_count"] += 1
-        if self._steps:
-            copies = clone_all(self._step_values)
-            for (table, is_all), copy_of in zip(self._steps, copies, strict=True):
-                table["_forward_cache"] = copy_of
-                if is_all:
-                    table["value"] = copy_of
-        if self._added:
-            values = self._sum_values
-            if self._means:
-                values = [*torch._foreach_mul(self._mean_values, sizes), *values]
-            sums = torch._foreach_add([*map(_VALUE, self._added)], values)
-            for table, value in zip(self._added, sums, strict=True):
-                table["value"] = value
-        if self._means:
-            counts = torch._foreach_add([*map(_SIZE, self._means)], sizes)
-            for table, count in zip(self._means, counts, strict=True):
-                table["cumulated_batch_size"] = count
-        for table, extreme, value in self._extremes:
-            table["value"] = extreme(table["value"], value)
 
     def sizes(self, given: Mapping[str, int | None]) -> list[int]:
-        """Return the sizes by which :meth:`apply` weights the means of epochs."""
-        pairs = zip(self.keys, self._entries, strict=True)
-        means = [(k, e) for k, e in pairs if e.meta.on_epoch and e.meta.is_mean_reduction]
-        return [batch_size_of(self._results, entry, given[key]) for key, entry in means]
+        """Return the batch sizes by which the means of epochs are weighted."""
+        return [batch_size_of(self._results, entry, given[key]) for key, entry, _ in self._means]
 
 
 _EXTREMES = torch.max, torch.min
@@ -307,6 +273,17 @@ def takes_no_closure(closure: object) -> bool:
     from lightning.pytorch.core import optimizer
 
     return closure is getattr(optimizer, "do_nothing_closure", None)
+
+
+_BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
+
+
+def overrides(instance: object, method: str) -> bool:
+    """Tell whether anything but Lightning's base classes defines the method."""
+    if method in vars(instance):
+        return True
+    own = getattr(type(instance), method, None)
+    return own is not None and not is_lightnings(own, *_BASES)
 
 
 def counting_optimizers(trainer: Trainer) -> list[Any]:

@@ -11,21 +11,19 @@ the next one. The mirror holds the values of the latest step that has finished.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.private import (
     is_profiled,
     step_progress,
@@ -37,7 +35,6 @@ from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import is_strided, version_of
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.user_code import is_lightnings
 
 # ------------------ Strategy methods and ``self.log``
 
@@ -51,19 +48,6 @@ class StrategyCalls:
     training_step: Callable[..., Any]
     backward: Callable[..., Tensor]
     optimizer_step: Callable[..., Any]
-
-
-def loss_of(returned: Any) -> Tensor:
-    """Return the loss in what ``training_step`` returned; a CaptureError if there is none."""
-    loss = returned.get("loss") if isinstance(returned, Mapping) else returned
-    if not isinstance(loss, Tensor):
-        raise CaptureError(
-            "training_step must return the loss, or a dict with it under 'loss'.",
-            f"got {type(returned).__qualname__}"
-            + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
-            "return a loss for every batch; a step that is sometimes skipped cannot be captured",
-        )
-    return loss
 
 
 class StepHandler(Protocol):
@@ -101,30 +85,6 @@ def saving_exchanged(
             save(*args, **kwargs)
 
     return replaced(strategy, "save_checkpoint", saved)
-
-
-@contextlib.contextmanager
-def log_exchanged(
-    module: LightningModule, log: Callable[..., None]
-) -> Iterator[Callable[..., None]]:
-    """Call ``log`` in place of ``LightningModule.log`` for a module, also below an override."""
-    base: Any = next(
-        kind
-        for kind in type(module).__mro__
-        if "log" in vars(kind) and is_lightnings(kind, "core.module")
-    )
-    original = base.log
-    own = functools.partial(original, module)
-
-    @functools.wraps(original)
-    def exchanged(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if owner is module:
-            log(own, *args, **kwargs)
-        else:
-            original(owner, *args, **kwargs)
-
-    with replaced(base, "log", exchanged):
-        yield own
 
 
 # ------------------ Values for the progress bar

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.lightning.logs import QuickLog
+from lightning_graphs.lightning.logs import QuickLog, log_exchanged
 from lightning_graphs.lightning.ranks import wrapper_of
-from lightning_graphs.lightning.strategy import log_exchanged
 from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.lightning.words import why_no_whole_step
 from lightning_graphs.private.callsite import reached_by_name, with_keyword

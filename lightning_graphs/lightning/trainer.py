@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, refuse_log
+from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, log_exchanged, refuse_log
 from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import StepMetrics
 from lightning_graphs.lightning.oom import OomRecovery
@@ -29,16 +29,11 @@ from lightning_graphs.lightning.private import (
     announce_optimizer_step,
     bound_log_redirected,
     call_gradient_hooks,
+    overrides,
 )
 from lightning_graphs.lightning.ranks import syncs, unseen_by_ddp, waits_for_gradients, wrapper_of
-from lightning_graphs.lightning.strategy import (
-    ProgressValues,
-    calls_of,
-    copies_on_host,
-    log_exchanged,
-    loss_of,
-)
-from lightning_graphs.lightning.words import observers_of, overrides
+from lightning_graphs.lightning.strategy import ProgressValues, calls_of, copies_on_host
+from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import CallSiteFinder, is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed
 from lightning_graphs.private.torch import has_gradient_hooks
@@ -271,7 +266,16 @@ class TrainerWatch:
 
     def loss_of(self, returned: Any) -> Tensor | None:
         """Return the loss in what ``training_step`` has returned."""
-        return loss_of(returned)
+        loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if not isinstance(loss, Tensor):
+            raise CaptureError(
+                "training_step must return the loss, or a dict with it under 'loss'.",
+                f"got {type(returned).__qualname__}"
+                + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
+                "return a loss for every batch; a step that is sometimes skipped cannot be "
+                "captured",
+            )
+        return loss
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:

@@ -35,13 +35,13 @@ from lightning_graphs.device.rules import (
     speak,
 )
 from lightning_graphs.errors import USER_OPTIONS
-from lightning_graphs.lightning.private import counts_manual_steps
+from lightning_graphs.lightning.private import counts_manual_steps, overrides
 from lightning_graphs.private.callsite import LIBRARIES, definition_of, is_library
 from lightning_graphs.private.torch import is_compiled, module_hooks
 from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.optimizer import Kernel, capture_obstacle
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
-from lightning_graphs.watch.user_code import is_lightnings, obstacle_in
+from lightning_graphs.watch.user_code import obstacle_in
 
 # ------------------ Remedies in Lightning's words
 
@@ -220,8 +220,6 @@ _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_grad
 # Those that Lightning calls within a step that optimizes manually
 _CALLED_BY_HAND = ("on_before_backward", "on_after_backward", "on_before_optimizer_step")
 
-_BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
-
 
 def observers_of(trainer: Trainer, module: LightningModule) -> Observers:
     """Find the overridden hooks of callbacks and of the module."""
@@ -242,14 +240,6 @@ def moves_batches_itself(trainer: Trainer, module: LightningModule) -> bool:
     hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
     owners = [module, *filter(None, [getattr(trainer, "datamodule", None)])]
     return any(overrides(owner, hook) for owner in owners for hook in hooks)
-
-
-def overrides(instance: object, method: str) -> bool:
-    """Tell whether anything but Lightning's base classes defines the method."""
-    if method in vars(instance):
-        return True
-    own = getattr(type(instance), method, None)
-    return own is not None and not is_lightnings(own, *_BASES)
 
 
 def _observers(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> tuple[str, ...]:

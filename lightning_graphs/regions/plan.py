@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +28,15 @@ from lightning_graphs.watch.side_effects import SideEffects
 class Part(NamedTuple):
     """One graph of a plan, with what a replay does around it."""
 
-    before: tuple[Instruction, ...]
     graph: CUDAGraph
-    after: tuple[Instruction, ...]
+    before: Sequence[Instruction]  # the last one launches it
+    after: Sequence[Instruction]
+
+    @classmethod
+    def of(
+        cls, graph: CUDAGraph, before: Iterable[Instruction], after: Iterable[Instruction]
+    ) -> Part:
+        return cls(graph, (*before, graph.launch), (*after,))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,10 +83,8 @@ class Plan:
 
     def launch(self, name: str) -> None:
         """Launch the graph of a part."""
-        part = self.parts[name]
-        for instruction in part.before:
+        for instruction in self.parts[name].before:
             instruction()
-        part.graph.replay()
 
     def emit(self, name: str) -> None:
         """Do what follows the graph of a part."""
@@ -212,7 +216,7 @@ class StepPlan(Plan):
         self.checks = (*self.guards, *self._of_all("checks"))
         self.takes = tuple(self._of_all("takes"))
         self.parts = {
-            name: Part(tuple(self._before(name)), graph, tuple(self._after(name)))
+            name: Part.of(graph, self._before(name), self._after(name))
             for name, graph in self.graphs.items()
         }
 

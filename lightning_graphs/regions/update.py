@@ -151,9 +151,9 @@ class CapturedUpdate(Region[Hashable, Plan]):
             key=key,
             parts={
                 # It unscales and clips them if no hook runs in between, and takes the step.
-                "step": Part(
-                    (capturable.refreshing, partial(self._gradients.bring_in, gradients)),
+                "step": Part.of(
                     captured,
+                    (capturable.refreshing, partial(self._gradients.bring_in, gradients)),
                     (gradients.take_out,),
                 )
             },

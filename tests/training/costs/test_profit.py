@@ -14,7 +14,7 @@ import torch
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.lightning import callback as summary
-from lightning_graphs.lightning.runner import StrategyHandler
+from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.policy.worth import SAMPLES, StepTiming, Verdict, judge
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import Statistics
@@ -241,7 +241,7 @@ class Steps:
             optimizer_step=lambda optimizer, closure, model: closure(),
         )
         timing = StepTiming(self.statistics, device, **options)  # type: ignore[arg-type]
-        recovery: Any = SimpleNamespace(is_open=False)
+        recovery: Any = SimpleNamespace(is_open=False, repetition=None)
         parts = recovery, self.statistics, timing, lambda: self.settled.append(self._ran)
         self._handler = StrategyHandler(runner, lambda _: runner, *parts)
         self._handler.take_over(SimpleNamespace(**vars(runner)))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from tests.training.fits import FullTrace, Net, Trace, adamw, batches, compare, 
 def short(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """How many steps were run by the short loop, and how many of them were replayed at once."""
     counts = SimpleNamespace(steps=0, replayed=0)
-    step, replay = loop.ReplayLoop._step, loop.StrategyHandler.replay
+    step, replay = loop.ReplayLoop._step, loop.StepRunner.replay
 
     def counted(*args: Any) -> Any:
         counts.steps += 1
@@ -43,7 +43,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return returned
 
     monkeypatch.setattr(loop.ReplayLoop, "_step", counted)
-    monkeypatch.setattr(loop.StrategyHandler, "replay", at_once)
+    monkeypatch.setattr(loop.StepRunner, "replay", at_once)
     return counts
 
 
