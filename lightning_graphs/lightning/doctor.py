@@ -88,8 +88,8 @@ from lightning_graphs.watch.noted import (
     changes,
     parts_of,
 )
+from lightning_graphs.watch.places import place_of, trained_parameters
 from lightning_graphs.watch.reads import iterators_in
-from lightning_graphs.watch.side_effects import place_of, trained_parameters
 from lightning_graphs.watch.tracers import (
     SETTERS,
     DrawingFunction,

@@ -42,8 +42,8 @@ from lightning_graphs.private.torch import current_autograd_node, version_of
 from lightning_graphs.regions.conditions import Instruction, in_turn
 from lightning_graphs.values.memory import clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.containers import ListAppend
 from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateValue, Use
+from lightning_graphs.watch.places import ListAppend
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers
 from lightning_graphs.watch.user_code import is_lightnings
 

@@ -47,7 +47,7 @@ from lightning_graphs.watch.head import (
 )
 from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.host_trace import ONE_GENERATOR
-from lightning_graphs.watch.side_effects import (
+from lightning_graphs.watch.places import (
     DrawnOutsideError,
     StepState,
     place_of,

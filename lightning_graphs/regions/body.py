@@ -43,7 +43,7 @@ from lightning_graphs.watch.environment import (
     rates_exchanged,
 )
 from lightning_graphs.watch.head import Head
-from lightning_graphs.watch.side_effects import StepState
+from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.tracers import (
     refuse_tracers,
 )

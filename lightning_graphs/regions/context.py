@@ -33,8 +33,8 @@ from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 from lightning_graphs.watch.mirrors import Mirrors
+from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.side_effects import StepState
 from lightning_graphs.watch.user_code import CompiledCode
 
 # ------------------ Messages about whole steps

@@ -49,18 +49,16 @@ from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingCon
 from lightning_graphs.regions.followed import Followed
 from lightning_graphs.regions.gradients import (
     BatchGradients,
-    BucketReduction,
     GradientTargets,
     PersistentGradients,
-    reduction_of,
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients
 from lightning_graphs.regions.plan import Mechanism, Present, StepPlan, Watcher, batch_written
+from lightning_graphs.regions.reduction import BucketReduction, reduction_of
 from lightning_graphs.values.memory import OutputPlan, StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
-from lightning_graphs.watch.containers import PlaceUsedError
 from lightning_graphs.watch.environment import (
     Environment,
     RaisedInCapture,
@@ -69,8 +67,9 @@ from lightning_graphs.watch.environment import (
 from lightning_graphs.watch.host_trace import (
     ArenaFull,
 )
+from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.side_effects import LeftBehindError, SideEffects
+from lightning_graphs.watch.side_effects import SideEffects
 
 # ------------------ Graphs of one step
 
@@ -449,7 +448,7 @@ class StepCapture(Attempts):
         own = unread.left_out(batch, static, given.name)
         for key, read in given.numbers.items():
             own[key] = number(key, read)
-        effects = self._facts.places.capturing(own)
+        effects = SideEffects(*self._facts.places.prepared(), own)
         arguments = (own, *self.context.watch.arguments(rest, number))
         environment = self.context.watch.environment()
         environment.outside.assume_running(given.frames)

@@ -44,7 +44,7 @@ from lightning_graphs.values.snapshot import (
 )
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.head import HeadEnded
-from lightning_graphs.watch.side_effects import StepState
+from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 

@@ -50,7 +50,7 @@ from lightning_graphs.values.tree import (
     open_container,
     substitute,
 )
-from lightning_graphs.watch.containers import Place
+from lightning_graphs.watch.places import Place
 from lightning_graphs.watch.tracers import Tracer
 
 # ------------------ Containers of the batch

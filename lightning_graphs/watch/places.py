@@ -1,27 +1,33 @@
-"""Places that steps store to, and lists that captured steps fill without reading them."""
+"""Places that steps store to: lists that they fill without reading them, and all of a fit."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import FILLED
+from lightning_graphs.device.rules import DRAWN, FILLED, STORED
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, in_slot
-from lightning_graphs.values.guards import attributes_of, is_still, slots_of
+from lightning_graphs.private.generators import Generators
+from lightning_graphs.private.torch import is_strided
+from lightning_graphs.values.guards import attributes_of, is_constant, is_still, slots_of
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.values.snapshot import refill
+from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
 from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
+from lightning_graphs.watch.user_code import iter_objects
 
 _FILLED = (list, deque, set)
 _ABSENT = Absence.ABSENT
@@ -343,3 +349,212 @@ def sameness(values: Sequence[Any]) -> list[int]:
 
 def copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, set) else value
+
+
+# ------------------ State between steps
+
+
+class DrawnOutsideError(CaptureError):
+    """Code draws from a generator that only its own globals hold: it cannot be run on trial."""
+
+
+class LeftBehindError(CaptureError):
+    """Raised for side effects that no replay can apply."""
+
+
+class StepState:
+    """Places in a fit that steps store to, or that are bound to other tensors between steps.
+
+    Captures with side effects reveal them, and so do tensors that are no longer those a graph was
+    captured over.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reads: AttributeGuards,
+        on_change: Callable[[], object],
+        optimizers: Callable[[], Iterable[Optimizer]],  # gives those of the present
+    ) -> None:
+        self._optimizers = optimizers
+        self._module = module
+        self._reads = reads
+        self._on_change = on_change
+        self._places: dict[str, Place] = {}
+        self._ahead: set[str] = set()  # names of those that code stores to ahead of a graph
+        # In which other places the code that was watched last has left something; none if that
+        # cannot be stored again
+        self.found: list[Place] = []
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._places.values())
+
+    @property
+    def exempt(self) -> set[tuple[int, Any]]:
+        """Table, by its ``id``, and key of each, or tensor and ``"data"``."""
+        entries = [p for p in self if isinstance(p, Entry) and len(p.keys) == 1]
+        found = {(id(place.owner), place.keys[0]) for place in entries}
+        return found | {(id(place.tensor), "data") for place in self if isinstance(place, Memory)}
+
+    def learn(self, found: Sequence[Place]) -> bool:
+        """Add these places; return whether one of them is new."""
+        new = {place.name: place for place in found if place.name not in self._places}
+        self._places.update(new)
+        if new:
+            self._changed()
+        return bool(new)
+
+    def learn_ahead(self, found: Sequence[Place]) -> None:
+        """Add places to which code ahead of graphs stores: the graphs may read them."""
+        self._ahead.update(place.name for place in found)
+        self.learn(found)
+
+    def _changed(self) -> None:
+        self._reads.leave_out(self._places)
+        self._on_change()
+
+    def learn_moved(
+        self, moved: Sequence[tuple[str, Mapping[str, Any] | None, str, Tensor]]
+    ) -> bool:
+        """Add tensors that were exchanged or have other memory; see :meth:`learn`.
+
+        False if one is a parameter of an optimizer.
+        """
+        known = trained_parameters(self._optimizers())
+        found: list[Place] = []
+        for path, table, key, was in moved:
+            if id(was) in known or (table is not None and id(table[key]) in known):
+                return False
+            name = f"self.{path}"
+            place = Memory(f"{name}.data", was) if table is None else Entry(name, table, (key,))
+            found.append(place)
+        return self.learn(found)
+
+    def learn_bound(self, names: Iterable[str]) -> bool:
+        """Add attributes of these names that hold other tensors than before; see :meth:`learn`.
+
+        Such a tensor is copied in, so its history, and what else has its memory, must not count.
+        """
+        modules = {f"self.{n}" if n else "self": m for n, m in self._module.named_modules()}
+        trained = trained_parameters(self._optimizers())
+        device = next(self._module.parameters()).device
+        found: list[Place] = []
+        for name in names:
+            path, _, key = name.rpartition(".")
+            value = vars(modules[path]).get(key) if path in modules else None
+            if type(value) is not Tensor or value.requires_grad or id(value) in trained:
+                return False
+            if value.device != device or not is_strided(value) or value._base is not None:
+                return False
+            found.append(Entry(name, modules[path], (key,)))
+        return self.learn(found)
+
+    def are_used(self, *filled: Entry) -> bool:
+        """Mark filled lists with which steps compute as state: these, or all; False if none."""
+        found = filled or [p for p in self if isinstance(p, Entry) and p.is_filled()]
+        for place in found:
+            place.is_used = True
+        if found:
+            self._changed()
+        return bool(found)
+
+    @contextlib.contextmanager
+    def changes_undone(
+        self, generators: Generators, listed: Callable[[Sequence[str]], str]
+    ) -> Iterator[None]:
+        """Undo changes of the body in module attributes and random generators."""
+        trained = trained_parameters(self._optimizers())
+        contents = PythonSnapshot(iter_objects(self._module))
+        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
+        try:
+            yield
+        finally:
+            drawn = generators.drawn()
+            generators.restore()
+            moved = [(place, was) for place, was in memory if not place.is_still(place.now(), was)]
+            for place, was in moved:
+                place.put(was)
+            moved = [pair for pair in moved if pair[0].name not in self._places]
+            pairs = [(c.name, place_of(c, contents, trained)) for c in contents.changes()]
+            pairs = [(n, p) for n, p in pairs if (p.name if p else n) not in self._places]
+            found: list[Place | None] = [place for _, place in pairs]
+            found += [None if id(place.tensor) in trained else place for place, _ in moved]
+            contents.restore()
+            self.found = [p for p in found if p is not None] if None not in found else []
+        if found:
+            names = sorted([*(name for name, _ in pairs), *(place.name for place, _ in moved)])
+            observed = f"{LIBRARIES.step} changes {listed(names)}"
+            raise LeftBehindError(STORED.rule, observed, STORED.remedy)
+        if drawn:
+            observed = f"{LIBRARIES.step} draws from {listed(drawn)}"
+            if not generators.outside.isdisjoint(drawn):
+                raise DrawnOutsideError(DRAWN.rule, observed, DRAWN.remedy)
+            raise CaptureError(DRAWN.rule, observed, DRAWN.remedy)
+
+    def prepared(self) -> tuple[Collection[Place], Callable[[Place], bool], Sequence[Tensor]]:
+        """Return, for a capture: places, whether it may read one, parameters and buffers."""
+        while self.learn([*self._further_names()]):
+            pass
+        return [*self], self._is_read, [*self._module.parameters(), *self._module.buffers()]
+
+    def _further_names(self) -> Iterator[Entry]:
+        """Find further names of values in these places that steps can change."""
+        kept = [place.now() for place in self]
+        shared = {id(value) for value in kept if is_container(value)}
+        held = PythonSnapshot(iter_objects(self._module)) if shared else PythonSnapshot()
+        for change in held.entries():
+            place = place_of(change, held, ()) if id(change.now) in shared else None
+            if place is not None and place.name not in self._places:
+                yield place
+
+    def _is_read(self, place: Place) -> bool:
+        """Return whether code may have read the place before it stored there."""
+        if isinstance(place, Entry) and len(place.keys) == 1 and place.name not in self._ahead:
+            return self._reads.may_have_read(place.owner, place.keys[0])
+        return True
+
+    def signature(self) -> tuple[Signature, ...]:
+        """Return the signature of the present values that steps read."""
+        if not self._places:
+            return ()
+        return (signature_now(self, self._is_read),)
+
+
+def _is_tree(value: Any) -> bool:
+    """Return whether a value consists of containers, tensors and plain values."""
+    return all(isinstance(leaf, (Tensor, Tracer)) or is_constant(leaf) for leaf in leaves_of(value))
+
+
+def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> Entry | None:
+    """Return the place of a change; None if a replay cannot store there."""
+    _, owner, table, key, before, now = change
+    kind: type[Entry] | None = None
+    if isinstance(table, dict) and key is Absence.ABSENT:
+        kind = Order
+    elif isinstance(table, dict) or table is owner:
+        # To code that asks for its class, a tracer for a number is one.
+        if type(before) in (int, float) and isinstance(now, (int, float)) and type(now) is not bool:
+            kind = Number
+        elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
+            kind = Entry
+    if isinstance(table, (list, deque, set)):
+        kind = Entry if all(map(_is_tree, now)) else None
+    keys = () if key is Absence.ABSENT else (key,)
+    label = "".join(held.label(owner, key) for key in keys)
+    while kind is not None:
+        if isinstance(owner, nn.Module) or held.is_table(owner):
+            of = "the order of " if kind is Order else ""
+            return kind(f"{of}{held.name_of(owner)}{label}", owner, keys)
+        holder = held.holder_of(owner)
+        if holder is None:
+            break
+        owner, above = holder
+        keys, label = (above, *keys), held.label(owner, above) + label
+    return None
+
+
+def trained_parameters(optimizers: Iterable[Optimizer]) -> set[int]:
+    """Return the ``id`` of each parameter that an optimizer writes."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(p) for group in groups for p in group["params"] if p.requires_grad}
