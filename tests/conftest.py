@@ -82,6 +82,6 @@ def _kind(item: pytest.Item) -> str:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: nobody has to look through it for garbage again."""
+    """What is imported by now stays: the collector need not look through it again."""
     gc.collect()
     gc.freeze()

@@ -30,7 +30,7 @@ if torch.cuda.is_available():
     _BACKENDS.append("cuda")
 
 # Threads that libraries start once and keep for the life of the process.
-# "Dummy": a thread of C++ code that Python has met, such as autograd's; nobody can join it.
+# "Dummy": a thread of C++ code that Python has met, such as autograd's; no code can join it.
 _PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy", "subproc_")
 _READER = "(_read_thread)"  # of the compiler's processes, which has no name of its own on torch 2.8
 _JOIN_SECONDS = 5.0

@@ -233,7 +233,7 @@ READS_LENGTHS = frozenset({PACKING, PADDING, *RECURRENT})
 def fully_written(function: Any, caller: FrameType) -> Any:
     """Return what makes a tensor of which all is written next, in a way that the host can follow.
 
-    The values of an empty tensor are no one's; of a permutation's inverse none is left.
+    An empty tensor has no values of its own; of a permutation's inverse all are written.
     """
     inverts = function is torch.empty_like and caller.f_code is invert_permutation.__code__
     return torch.zeros_like if inverts else function

@@ -266,7 +266,7 @@ def test_keyword_arguments_that_are_changed_are_named(
 
 
 class FindsItsInput(nn.Module):
-    """Adds what somebody has left in an attribute."""
+    """Adds what user code has stored in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()

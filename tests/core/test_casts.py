@@ -178,7 +178,7 @@ class Shifted(nn.Module):
 @both_ways
 @pytest.mark.parametrize("way", ["hook", "function"])
 @pytest.mark.parametrize("cast", [True, False])
-def test_what_python_writes_into_a_gradient_reaches_nobody_else(
+def test_what_python_writes_into_a_gradient_reaches_no_other(
     backend: BackendName, device: torch.device, param_grads: Any, way: str, cast: bool
 ) -> None:
     module = Shifted(way, cast).to(device)

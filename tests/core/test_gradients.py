@@ -190,7 +190,7 @@ def _flat(gradients: list[Tensor]) -> list[float]:
     return [float(g.reshape(-1)[-1]) for g in gradients]
 
 
-def test_gradients_that_nobody_holds_are_lent_without_a_copy(device: torch.device) -> None:
+def test_gradients_that_no_code_holds_are_lent_without_a_copy(device: torch.device) -> None:
     aliasing = Aliasing(device)
     addresses = set()
     for value in (1.0, 5.0, 9.0):

@@ -78,7 +78,7 @@ def _is_of_a_generator(thing: object) -> bool:
 
 
 def _held() -> dict[str, int]:
-    """How much of everything there is, once what nobody refers to is gone."""
+    """How much of everything there is, once what has no references is gone."""
     gc.collect()
     # Below torch 2.14 the graph of a refused capture lives on, with seed and offset of a generator,
     # which a dispatch mode of a test makes known to Python.

@@ -236,7 +236,7 @@ class TestThreads:
         assert pinned[0].is_pinned()
         assert pinned[0][-1].item() == 4 * MEGABYTE - 1
 
-    def test_pinned_memory_of_a_graph_that_is_gone_is_in_nobodys_way(self) -> None:
+    def test_pinned_memory_of_a_graph_that_is_gone_hinders_no_other(self) -> None:
         x, pool, pinned = _floats(1024, 0.0), GraphPool(backend="cuda"), []
         for value in (1.0, 2.0, 3.0):
             with pool.capture() as captured:

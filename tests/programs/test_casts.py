@@ -1,4 +1,4 @@
-"""Gradients that are cast together: seen by nobody, and the same as if autograd had cast each."""
+"""Gradients that are cast together, unseen by hooks: the same as if autograd had cast each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HookThatWrites(Net):
 
 
 class HookOnNode(Net):
-    """A hook on the node that accumulates a gradient, of which torch tells nobody."""
+    """A hook on the node that accumulates a gradient, which torch lists nowhere."""
 
     def on_train_start(self) -> None:
         edge = torch.autograd.graph.get_gradient_edge(self.net[0].weight)

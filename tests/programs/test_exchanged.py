@@ -204,7 +204,7 @@ class At(Callback):
 
 
 def stepping(how: Any) -> Any:
-    """Of a class of its own, so that what is set in it is nobody else's."""
+    """Of a class of its own, so that what is set in it is set for this module alone."""
     block = type("OwnBlock", (Block,), {"how": staticmethod(how)})
 
     def __init__(self: Any) -> None:
@@ -307,7 +307,7 @@ class Weighting(torch.autograd.Function):
 
 
 class Unseen(nn.Module):
-    """Code that reads a global and an attribute where nobody follows it."""
+    """Code that reads a global and an attribute where no capture follows it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

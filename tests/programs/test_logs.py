@@ -326,7 +326,7 @@ def adds_to_index(self: Any, batch: Any, batch_idx: int) -> Any:
 
 
 class Unfused(Net):
-    """An optimizer that stays eager: its numbers are nobody's condition."""
+    """An optimizer that stays eager: no plan compares its numbers."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, foreach=False, fused=False)

@@ -243,7 +243,7 @@ class Choosing(Net):
 
 
 class Reading(nn.Module):
-    """Computes with a switch, so that everybody sees which one a graph was captured under."""
+    """Computes with a switch, so that the loss tells which one a graph was captured under."""
 
     def __init__(self) -> None:
         super().__init__()

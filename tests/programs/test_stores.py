@@ -1,4 +1,4 @@
-"""Attributes that a forward sets: whoever reads them finds what eager training would have set."""
+"""Attributes that a forward sets: hooks find there what eager training would have set."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ class BesideCompiled(Reader):
 
 
 class Telling(nn.Module):
-    """Calls a method of somebody else's."""
+    """Calls a method of another object."""
 
     def __init__(self, tell: Any) -> None:
         super().__init__()

@@ -199,7 +199,7 @@ def broadcast_path(path: str) -> str:
 
 
 def require_equal_checkpoints(backend: str, root: Path, whole: bool) -> None:
-    """Assert that a fit goes on as an eager one, whoever saved the checkpoint and reads it."""
+    """Assert that a fit goes on as an eager one, from a checkpoint of either and in either."""
     for states in run_on_ranks(resumed, backend, root, whole):
         assert all(state == states[0] for state in states)
 

@@ -67,7 +67,7 @@ class ReadsInBackward(Plain):
 
 
 class Scaled(Net):
-    """Multiplies the loss by a number that nobody can see change."""
+    """Multiplies the loss by a number whose changes no guard sees."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * _HIDDEN["scale"]

@@ -58,7 +58,7 @@ def test_captures_stay_within_their_part_of_the_peak(
 
 def test_plenty_is_four_times_the_peak_of_eager_steps(allocator: dict[str, int]) -> None:
     budget = MemoryBudget(torch.device("cuda"))
-    assert not budget.is_roomy  # nobody has looked at the peak
+    assert not budget.is_roomy  # the peak was not read yet
     budget.require_room("A captured step")
     allocator["free"] = 400
     assert not budget.is_roomy

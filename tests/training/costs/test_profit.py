@@ -302,7 +302,7 @@ ALL = [(1, "eager"), (2, "eager"), *((3 + i, "replay") for i in range(SAMPLES))]
 
 
 class TestTiming:
-    def test_nobody_waits_for_the_device(self) -> None:
+    def test_no_step_waits_for_the_device(self) -> None:
         device = Device()
         steps = Steps(device).run()
         assert steps.settled == [3 + 16]

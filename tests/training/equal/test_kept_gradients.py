@@ -1,4 +1,4 @@
-"""Gradients that somebody keeps from one step to the next, as eager training lets them."""
+"""Gradients that user code keeps from one step to the next, as eager training lets them."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_gradients_that_outlive_the_fit(backend: str, tmp_path: Path) -> None:
     eager, captured = fit_twice(backend, tmp_path, module=KeepsTheLast)
     compare(eager, captured)
     if backend == "cuda":
-        torch.cuda.empty_cache()  # what nobody owns is gone
+        torch.cuda.empty_cache()  # what no object owns is gone
     assert captured.module.kept
     for mine, theirs in zip(captured.module.kept, eager.module.kept, strict=True):
         assert torch.equal(mine, theirs)
@@ -252,7 +252,7 @@ class Looks(Callback):
 @pytest.mark.parametrize("scope", ["step", "modules"])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("looks", [False, True])
-def test_gradients_that_nobody_keeps_are_not_copied(
+def test_gradients_that_no_code_keeps_are_not_copied(
     backend: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

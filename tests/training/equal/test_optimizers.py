@@ -746,7 +746,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.filterwarnings("ignore:GraphCapture")
 @pytest.mark.parametrize("scope", ["step", "auto"])
 @pytest.mark.parametrize("fused", [None, True])
-def test_a_fused_kernel_that_nobody_asked_for_is_said_once(
+def test_a_fused_kernel_that_no_code_asked_for_is_said_once(
     backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, fused: bool | None, scope: str
 ) -> None:
     class Default(Net):

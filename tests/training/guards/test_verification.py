@@ -310,7 +310,7 @@ def test_the_first_tensor_that_differs_is_named(
 def test_a_check_takes_no_memory_for_gradients(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old ones are gone, whoever was to put them back, and new ones are where the graph has its."""
+    """Old ones are gone, although a snapshot has them, and new ones are where the graph has its."""
     own, old, found = Verification._eager, [], []
 
     class Watch(Callback):

@@ -54,9 +54,9 @@ def test_code_of_the_user_that_moves_batches(module: Any, data: Any, expected: b
 
 
 def test_observers_are_named_with_their_hooks() -> None:
-    nobody = observers_of(_trainer(), Net())
-    assert (nobody.before_backward, nobody.before_step, nobody.own_zero_grad) == ((), (), False)
-    somebody = observers_of(_trainer(Looking()), Zeroing())
-    assert somebody.before_backward == ("Zeroing.optimizer_zero_grad",)
-    assert somebody.before_step == ("Looking.on_after_backward",)
-    assert somebody.own_zero_grad
+    none = observers_of(_trainer(), Net())
+    assert (none.before_backward, none.before_step, none.own_zero_grad) == ((), (), False)
+    found = observers_of(_trainer(Looking()), Zeroing())
+    assert found.before_backward == ("Zeroing.optimizer_zero_grad",)
+    assert found.before_step == ("Looking.on_after_backward",)
+    assert found.own_zero_grad

@@ -1,4 +1,4 @@
-"""Whoever looks at the optimizer during a fit finds the user's own settings in its groups."""
+"""Hooks that look at the optimizer during a fit find the user's own settings in its groups."""
 
 from __future__ import annotations
 

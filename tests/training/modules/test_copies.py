@@ -78,7 +78,7 @@ def outcome(module: Any, x: Any) -> Any:
     return hidden.sum()
 
 
-def test_nobody_sees_that_a_module_is_graphed(backend: str, tmp_path: Path) -> None:
+def test_code_does_not_see_that_a_module_is_graphed(backend: str, tmp_path: Path) -> None:
     fits = fit_twice(
         backend, tmp_path, module=Blocks, capture=CAPTURE, callbacks=lambda: [Look()], validation=0
     )

@@ -148,7 +148,7 @@ def test_no_message_has_a_question_mark_for_a_line(
         assert f"no line of yours, {where}" in said
 
 
-def test_a_line_that_nobody_knows() -> None:
+def test_an_unknown_line() -> None:
     described = CallSiteFinder().of_exception(ValueError()).describe()
     assert described == "no line of yours, in code of libraries"
 

@@ -64,7 +64,7 @@ KEPT: list[torch.Tensor] = []
 
 
 def move(weight: torch.Tensor) -> None:
-    """Give a parameter other memory, which somebody else uses, too."""
+    """Give a parameter other memory, which another object uses, too."""
     KEPT[:] = [weight.data.clone()]
     weight.data = KEPT[0]
 
