@@ -37,10 +37,11 @@ from lightning_graphs.autograd.nodes import (
     has_python_nodes,
     leaves_behind,
     nodes_behind,
+    refuse_sparse_gradients,
     saved_for_graphs,
 )
 from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
-from lightning_graphs.device.rules import REBOUND, SET_GENERATOR, refuse_sparse_gradients
+from lightning_graphs.device.rules import REBOUND, SET_GENERATOR
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
 from lightning_graphs.private.engine import (

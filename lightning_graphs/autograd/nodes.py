@@ -330,3 +330,12 @@ def _refusal(observed: str, *, at: CallSite | None = None) -> CaptureError:
         "checkpoint with torch.utils.checkpoint(..., use_reentrant=False); or compute gradients "
         "with torch.autograd.grad, and return them from the Function's backward",
     )
+
+
+def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise CaptureError(
+            "A graph cannot write sparse gradients, which have no fixed address.",
+            "the backward pass computes one",
+            "write nn.Embedding(..., sparse=False)",
+        )

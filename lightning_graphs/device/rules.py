@@ -588,12 +588,3 @@ REHEARSED: Mapping[Any, Callable[..., Any]] = {
     functional.ctc_loss: _ctc_loss,
 }
 """Functions that read values on a CPU only, and what a rehearsal runs in their place."""
-
-
-def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
-    if any(g is not None and g.layout is not torch.strided for g in gradients):
-        raise CaptureError(
-            "A graph cannot write sparse gradients, which have no fixed address.",
-            "the backward pass computes one",
-            "write nn.Embedding(..., sparse=False)",
-        )

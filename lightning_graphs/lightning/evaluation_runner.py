@@ -129,7 +129,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         plan.present.batch = args[0]
         return self._replay(plan)
 
-    def replay(self, args: tuple[Any, ...], *, stepping: bool = False) -> Any:
+    def replay(self, args: tuple[Any, ...], *, stepping: bool = False) -> tuple[Any, ...]:
         """Replay the step for this batch, if nothing is to be decided; return its result in one.
 
         Empty: :meth:`training_step` is to run it. It goes on from what was found here.

@@ -20,8 +20,7 @@ from lightning_graphs.autograd.backward import (
     GradientMemory,
     empty_gradient,
 )
-from lightning_graphs.autograd.nodes import removed
-from lightning_graphs.device.rules import refuse_sparse_gradients
+from lightning_graphs.autograd.nodes import refuse_sparse_gradients, removed
 from lightning_graphs.private.engine import local
 from lightning_graphs.private.torch import (
     address_of,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.device.rules import refuse_sparse_gradients
+from lightning_graphs.autograd.nodes import refuse_sparse_gradients
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.engine import local

@@ -22,8 +22,7 @@ from lightning_graphs.autograd.backward import (
     is_dense,
     write_all,
 )
-from lightning_graphs.autograd.nodes import fused_grad_casts, removed
-from lightning_graphs.device.rules import refuse_sparse_gradients
+from lightning_graphs.autograd.nodes import fused_grad_casts, refuse_sparse_gradients, removed
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.engine import buckets_of
 from lightning_graphs.private.exchange import replaced

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import refuse_sparse_gradients
+from lightning_graphs.autograd.nodes import refuse_sparse_gradients
 from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed

@@ -57,9 +57,9 @@ class Logging(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=2**-7, fused=True)
 
 
-EMULATION = ("device/emulated", "device/trace", "device/undo")
+EMULATION = ("device/emulated", "device/trace", "device/rules")
 """Stand for what a GPU and its driver do."""
-CAPTURED = 45
+CAPTURED = 44
 """Files that a captured and verified step enters, at most."""
 
 
