@@ -221,11 +221,7 @@ def _not_called(name: str, module: nn.Module) -> str:
         return "it is scripted and takes no hooks; name the module that calls it"
     if type(module).forward is nn.Module.forward:
         kind = type(module).__name__
-<<<<<<< HEAD
         return f'a {kind} has no forward(); name its children: modules=["{name}.*"]'
-=======
-        return f'it is a {kind}, which cannot be called; name what is in it: modules=["{name}.*"]'
->>>>>>> 93e2a84d (docs, tests: name the actor in place of somebody and nobody)
     return "no observed step calls it"
 
 

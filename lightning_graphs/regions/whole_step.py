@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from operator import is_
+from types import CodeType
 from typing import Any
 
 import torch
@@ -15,33 +17,34 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import Obstacle, may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, VerificationError
+from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept
+from lightning_graphs.private.callsite import named_at
 from lightning_graphs.regions.behind import HeadMissed, StepHead
 from lightning_graphs.regions.conditions import (
+    OF_LIBRARIES,
     CaptureKey,
     ClientGuards,
     NewSeeds,
     Observers,
     Phase,
     ReplayGuards,
+    conditions_of,
+    differences,
     signature_in_words,
     without_values,
 )
-from lightning_graphs.regions.context import (
-    CaptureFacts,
-    Recovery,
-    StepMessages,
-    TrainingContext,
-)
+from lightning_graphs.regions.context import CaptureFacts, Recovery, TrainingContext
 from lightning_graphs.regions.lifecycle import Lifecycle, PlanCache, Region
 from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, UpdateRefused
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.verify import Ranks, Verifier
-from lightning_graphs.report.messages import Statistics, capture_cost
+from lightning_graphs.report.messages import Messages, Statistics, capture_cost, listed
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
+from lightning_graphs.watch.environment import RaisedInCapture
 from lightning_graphs.watch.head import VARIABLES, HeadEnded, is_callers
 
 # ------------------ Steps that begin with a head: it runs as it is, what follows by graphs
@@ -504,3 +507,104 @@ class StepRegion(HeadedSteps):
             self._rebind()
             conditions = self._watch.conditions()
         return conditions
+
+
+# ------------------ Messages about whole steps
+
+
+class StepMessages:
+    """Tells of captured and refused whole steps."""
+
+    def __init__(
+        self,
+        options: Options,
+        statistics: Statistics,
+        messages: Messages,
+        step: str = "step",  # what the user calls it
+    ) -> None:
+        self._step = step
+        self._options = options
+        self._statistics = statistics
+        self._messages = messages
+        self._latest: Signature | None = None
+
+    def captured(self, signature: Signature) -> None:
+        """Count a capture, and say what tells it from the last one."""
+        self._statistics.captures += 1
+        before, self._latest = self._latest, signature
+        if before is not None and (change := listed(differences(before, signature))):
+            self._messages.recaptured(f"captured another graph, because {change}", change)
+
+    def explain_wait(
+        self,
+        signature: Signature,  # of the step
+        why_not: str,  # why it is not captured
+        # What reads a value of the batch that was another one before, if anything
+        read: CaptureError | None,
+        codes: Iterable[CodeType],  # what captured steps have run
+        plans: Collection[StepPlan],  # those that are there
+        *,
+        is_new: bool,  # no step before had a batch like this one
+        at_once: bool,  # do not wait for more of them
+    ) -> bool:
+        """Say once why steps run eagerly, after many in a row."""
+        before = self._latest
+        moved = _moved(before, signature) if before is not None else []
+        read = read or (_read_on_host(signature, plans) if plans else None)
+        say = read is None and not moved
+        is_time = self._messages.waits(
+            signature, why_not, differences, is_new=is_new, at_once=at_once, say=say
+        )
+        if moved and is_time:
+            read = CaptureError(
+                "A graph would freeze an attribute or a global variable, which keeps changing.",
+                "; ".join(moved) + named_at(moved[0], codes),
+                "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
+                "and fill_(...) on it in on_train_batch_start",
+            )
+        if read is None or not is_time:
+            return False
+        self._say_refused(read, has_graphs=False)
+        return True
+
+    def refused(self, error: GraphError, *, has_graphs: bool) -> None:
+        """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured."""
+        if self._options.on_failure == "raise":
+            raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
+        self._say_refused(error, has_graphs=has_graphs)
+
+    def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
+        if self._options.scope == "auto" and not has_graphs:
+            self._messages.note(
+                "cannot capture the whole step; capturing submodules instead",
+                error,
+                after=f"a {self._step} runs eagerly",
+            )
+        else:
+            self._messages.note(f"a {self._step} runs eagerly", error)
+
+
+def _read_on_host(key: Signature, plans: Iterable[StepPlan]) -> CaptureError | None:
+    """Return the error for a step that reads otherwise on the host than those of its shape did."""
+    shape = without_values(key)
+    found = [plan.why_missed for plan in plans if without_values(plan.key) == shape]
+    why = next(filter(None, reversed(found)), "")
+    if not why:
+        return None
+    return CaptureError(
+        "A graph has the values that a step reads on the host, and these are others in most "
+        "batches.",
+        why,
+        "pad to a few fixed lengths; or compute with a mask of the lengths instead of packing, "
+        "which keeps them on the device",
+    )
+
+
+def _moved(before: Signature, after: Signature) -> list[str]:
+    """Describe changed values of user code; empty if anything else changed as well."""
+    old, new = conditions_of(before), conditions_of(after)
+    same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
+    if replace(before, extra=(same,)) != after:
+        return []
+    lines = replace(same, attributes=old.attributes).diff(new)
+    return [line for line in lines if not line.startswith(OF_LIBRARIES)]
