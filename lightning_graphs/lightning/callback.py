@@ -39,7 +39,14 @@ from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, steps_left
 from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
-from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch, judge
+from lightning_graphs.policy.worth import (
+    CapturePolicy,
+    Experience,
+    MemoryBudget,
+    StepTiming,
+    Stopwatch,
+    judge,
+)
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import flattened_once
@@ -633,7 +640,11 @@ def _context(
         ),
         progress=progress,
         policy=CapturePolicy(
-            options, statistics, partial(steps_left, trainer), timed=name == "cuda"
+            options,
+            statistics,
+            partial(steps_left, trainer),
+            timed=name == "cuda",
+            experience=Experience.with_class(type(module)),
         ),
         budget=budget,
         recovery=OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises),

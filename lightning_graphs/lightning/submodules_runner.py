@@ -66,7 +66,7 @@ class ModuleRunner:
             fit.progress.follows = True
         trainer, module = fit.trainer, fit.module
         self._calls = fit.recovery.calls
-        self._statistics = fit.statistics
+        self._statistics, self._policy = fit.statistics, fit.policy
         self._compiled, self._recovery = fit.compiled, fit.recovery
         self._warmup_left = warmup_steps
         self._open = ExitStack()
@@ -105,6 +105,9 @@ class ModuleRunner:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step's code, with graphs for the calls that have one."""
+        if self._policy.is_over:
+            self._statistics.ran_eagerly()
+            return self._calls.training_step(*args, **kwargs)
         if self._warmup_left > 0:
             self._warmup_left -= 1
             self._statistics.ran_eagerly()

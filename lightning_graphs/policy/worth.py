@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -233,8 +234,15 @@ _SIGHTINGS = 2
 """How often a signature is seen before its capture if nothing can be measured."""
 _MOVES = 3
 """After so many changes in a row, each within PAYBACK replays, the optimizer step is eager."""
-_FIRST_CAPTURE = 5.0, 150.0
-"""What a first capture is expected to cost: so many eager steps, and so many milliseconds."""
+_ATTEMPT = 3.0, 80.0
+"""What a first attempt to capture is expected to cost: so many eager steps, and milliseconds."""
+_COMPARED = 3.0, 20.0
+"""What a first verification is expected to cost, likewise."""
+_AT_RISK, _SHORT, _AT_RISK_BEYOND = 0.05, 4e3, 0.1
+"""The parts of a fit's eager time that attempts may take as long as none has succeeded: of so many
+milliseconds, and of the time beyond."""
+_SURE = 0.67
+"""An estimate is sure to be too high beyond so much of it."""
 _FURTHER_CAPTURE = 0.5
 """What another one is expected to cost, as a part of the first, which loads what they find."""
 _DEARER, _FURTHER_DEARER = 3.5, 1.5
@@ -265,12 +273,30 @@ class History(NamedTuple):
     moved: bool = False  # there are graphs of its shape, for other values
 
 
+class Experience:
+    """What captures of one class of modules have cost in this process."""
+
+    _known: ClassVar[WeakKeyDictionary[type, Experience]] = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        # Milliseconds up to the first graph, all attempts and the verification included
+        self.price = 0.0
+        self.has_succeeded = False
+
+    @classmethod
+    def with_class(cls, kind: type) -> Experience:
+        """Return what is known of a class; fits add to it."""
+        return cls._known.setdefault(kind, cls())
+
+
 class CapturePolicy:
     """Decides which graphs are worth their capture.
 
-    A capture is expected to pay if the steps that it will serve save more than it costs. Both
-    are measured as the fit goes on. If nothing can be measured (on the emulated backend), or
-    with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
+    A capture is expected to pay if the steps that it will serve save more than it costs: its
+    attempts, its verification, and what attempts before it have cost in vain. All that is measured
+    as the fit goes on, and estimated before. Until one has succeeded, attempts may take a small
+    part of the fit's time: nothing may come of them. If nothing can be measured (on the emulated
+    backend), or with ``min_repeats`` or ``only_if_faster=False``, sightings decide alone.
     """
 
     def __init__(
@@ -280,23 +306,29 @@ class CapturePolicy:
         steps_left: Callable[[], int],
         *,
         timed: bool,
+        experience: Experience | None = None,  # with fits like this one
     ) -> None:
         given = options.min_repeats
         # Times decide, and not sightings alone
         self.measures = timed and options.only_if_faster and given is None
         self._step_times = statistics.step_times if self.measures else None
+        self._statistics = statistics
+        self._verifies = options.verify is not False
         self._sightings = _SIGHTINGS if given is None else given
         # After how many steps the first graph may come
         self.earliest = options.warmup_steps + (0 if self.measures else self._sightings)
         self._steps_left = steps_left
         self.is_over = False  # no graph can pay off in this fit any more, and there is none
-        self._costs: list[float] = []
+        self._experience = Experience() if experience is None else experience
+        self._expects = self._experience.price  # at least
+        self._costs: list[float] = []  # of the attempts that succeeded
         self._dearer = 1.0  # how many times more steps a capture is expected to cost than usual
         self._part = 1.0  # the part of a step's work that graphs can take over
-        self._goes_on = True
         self._expected = 0.0  # how many uses the signature that was asked about last will have
         self._others: list[float] = []  # and each of the others without a graph
-        self._began = 0.0
+        self._began = 0.0  # the attempt
+        self._attempt = self._longest = 0.0  # the last one that has ended, and the longest
+        self._in_vain = 0.0  # what attempts have cost since the last one that succeeded
         self._started = perf_counter()
         self._verified = 0.0
         self._verification = 0.0
@@ -329,13 +361,20 @@ class CapturePolicy:
         self._expected = 1.0 + (remaining - 1) * share  # the present step is one of them
         self._others = [remaining * other for other in others]
         wanted = self._wanted()
+        eager, safe = median(self._step_times.eager), self._safe(self._step_times)
         if remaining < wanted:
-            most = _SAVED * self._part * median(self._step_times.eager)
-            at_best = _MARGIN * self._cost(self._step_times) / most
+            at_best = wanted * saving / (_SAVED * self._part * eager)
             self.is_over = not self._costs and remaining < at_best
-            if saving <= _LEAST_SAVED * self._part * median(self._step_times.eager):
+            if saving <= _LEAST_SAVED * self._part * eager:
                 return _BUSY
             return f"fewer steps are left than repay a capture (about {wanted:.0f})"
+        if remaining < safe:
+            is_settled = len(self._step_times.eager) >= SAMPLES or self._in_vain > 0.0
+            self.is_over = remaining < (1.0 if is_settled else _SURE) * safe
+            return (
+                "too few steps are left to try a capture, which may fail "
+                f"(about {safe:.0f} would do)"
+            )
         return "" if self._expected >= wanted else TOO_RARE
 
     def _wanted(self) -> float:
@@ -357,34 +396,57 @@ class CapturePolicy:
         if self._step_times is None or not self._step_times.eager:
             return PAYBACK
         saving = self._saving(self._step_times)
-        return self._cost(self._step_times) / saving if saving > 0.0 else float("inf")
+        return self._price(self._step_times) / saving if saving > 0.0 else float("inf")
 
     @contextmanager
     def timing_capture(self) -> Iterator[None]:
         """Measure what a capture costs, whether it succeeds or not."""
-        self.tries_again()
-        self._goes_on = True
+        self._began = perf_counter()
         try:
             yield
         finally:
-            if self._goes_on:
-                self._costs.append((perf_counter() - self._began) * 1e3)
+            self.tries_again()
 
     def tries_again(self) -> None:
-        """Restart the clock: what earlier attempts learned serves later captures, too."""
-        self._began = perf_counter()
+        """End an attempt, and begin another one: what it has learned serves later captures, too."""
+        now = perf_counter()
+        self._attempt, self._began = (now - self._began) * 1e3, now
+        self._longest = max(self._longest, self._attempt)
+        self._in_vain += self._attempt
+        if not self._costs and self.measures:
+            self._experience.price = self._in_vain
+
+    def succeeded(self) -> None:
+        """Note that the last attempt has made a graph: nothing was in vain."""
+        if not self._costs and self.measures:
+            self._experience.has_succeeded = True
+        self._costs.append(self._attempt)
+        self._in_vain = 0.0
+
+    def goes_on(self) -> bool:
+        """Whether another attempt is worth it, after all that earlier ones have cost."""
+        times = self._step_times
+        if times is None or not times.eager:
+            return True
+        now = perf_counter()
+        under_way, remaining = (now - self._began) * 1e3, self._steps_left()
+        self._in_vain += under_way
+        goes_on = self._expected >= self._wanted() and remaining >= self._safe(times)
+        self._in_vain -= under_way
+        return goes_on
 
     def goes_on_with_host(self) -> bool:
         """Whether a capture is still worth it, now that it must look at every operator."""
         self._dearer = _DEARER
-        self._goes_on = self._step_times is None or self._expected >= self._wanted()
-        return self._goes_on
+        return self.goes_on()
 
     def goes_on_with_part(self, part: float) -> bool:
         """Whether captures are still worth it if a part of each step at least has graphs."""
         self._part, self._dearer = max(part, _LEAST_SAVED), _DEARER
-        self._costs.clear()
-        return self._step_times is None or self._steps_left() >= _MARGIN * self.break_even
+        if self._step_times is None or not self._step_times.eager:
+            return True
+        least = max(_MARGIN * self.break_even, self._safe(self._step_times))
+        return self._steps_left() >= least
 
     def _saving(self, times: StepTimes) -> float:
         """Estimate the milliseconds that a replay saves."""
@@ -394,13 +456,30 @@ class CapturePolicy:
         # A device that is still busy when a step has been launched did not wait for launches.
         return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(times.behind))) * self._part
 
-    def _cost(self, times: StepTimes) -> float:
-        """Estimate the milliseconds that the next capture costs."""
-        if not self._costs:
-            steps, constant = _FIRST_CAPTURE
-            return steps * median(times.eager) * self._dearer + constant
-        first, *further = self._costs
-        return median(further) if further else _FURTHER_CAPTURE * first
+    def _safe(self, times: StepTimes) -> float:
+        """Estimate how many steps must be left, so that an attempt in vain hardly shows."""
+        if self._costs or self._experience.has_succeeded:
+            return 0.0
+        at_risk = max(self._in_vain + self._next_attempt(times), self._expects)
+        beyond = max(0.0, at_risk - _AT_RISK * _SHORT)
+        fit = (at_risk - beyond) / _AT_RISK + beyond / _AT_RISK_BEYOND
+        done = self._statistics.eager + self._statistics.replayed
+        return max(0.0, fit / median(times.eager) - done)
+
+    def _next_attempt(self, times: StepTimes) -> float:
+        """Estimate the milliseconds that a first capture, or another attempt at it, costs."""
+        steps, constant = _ATTEMPT
+        expected = steps * median(times.eager) * self._dearer + constant
+        return max(expected, self._longest)
+
+    def _price(self, times: StepTimes) -> float:
+        """Estimate the milliseconds that the next capture costs, with all attempts."""
+        if self._costs:
+            first, *further = self._costs
+            return median(further) if further else _FURTHER_CAPTURE * first
+        steps, constant = _COMPARED if self._verifies else (0.0, 0.0)
+        compared = steps * median(times.eager) + constant
+        return max(self._in_vain + self._next_attempt(times) + compared, self._expects)
 
     # ------------------------------------------------------------------ verification
 
@@ -420,6 +499,8 @@ class CapturePolicy:
             yield
         finally:
             took = perf_counter() - started
+            if len(self._costs) == 1 and not self._verification:
+                self._experience.price += took * 1e3
             if self._verification:  # the first one loads what later ones find
                 self._verified += took
             self._verification = took

@@ -170,8 +170,10 @@ class Attempts(StepBody):
 
     def _attempts(self, attempt: Callable[[], StepPlan]) -> StepPlan | None:
         self._unread = None
+        goes_on = self.context.policy.goes_on if self.context.ranks.are_one else lambda: True
         while (outcome := self._attempted(attempt)) is Outcome.LEARNED:
-            pass
+            if not goes_on():
+                return None
         return None if isinstance(outcome, Outcome) else outcome
 
     def _attempted(self, attempt: Callable[[], StepPlan]) -> StepPlan | Outcome:

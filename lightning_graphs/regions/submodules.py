@@ -359,6 +359,9 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
                     self._selection.refuse(error.call.module)
                     calls = self._selection.calls(observation)
                     messages.refused(error.call.name, error)
+                    if calls and not self._context.policy.goes_on():
+                        return None
+                    self._context.policy.tries_again()
         whole = '. scope="step" tries the whole step' if self._may_be_whole else ""
         if options.on_failure == "eager" and observation.calls:
             messages.note(
@@ -384,6 +387,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
 
     def enter(self, plan: CapturedStep, call: StepCall) -> None:
         statistics = self._context.statistics
+        self._context.policy.succeeded()
         plan.enter(statistics)
         for made in plan.calls:
             dispatcher = self._graphed[made.module] = self._dispatchers[made.module]

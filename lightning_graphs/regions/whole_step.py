@@ -413,6 +413,7 @@ class StepRegion(HeadedSteps):
             return self._capture.capture(call, tensors, signature, self._watch)
 
     def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+        self._policy.succeeded()
         self._notices.captured(plan.key)
         graphs = [*plan.graphs.values()]
         words = signature_in_words(plan.key)
