@@ -69,8 +69,8 @@ class StepRunner(StepRegion):
         return self._trainer.optimizers[: None if self._by_hand else 1]
 
     def _obstacle_of(self, optimizer: Optimizer) -> str | None:
-        given = self._fit.pool.backend.device_type, self._trainer.precision_plugin
-        return capture_obstacle(self._module, optimizer, *given, self._fit.options.optimizer_kernel)
+        device_type, kernel = self._fit.pool.backend.device_type, self._fit.options.optimizer_kernel
+        return capture_obstacle(self._module, optimizer, device_type, kernel)
 
     def _client_guards(self) -> ClientGuards:
         trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp

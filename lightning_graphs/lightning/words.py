@@ -277,9 +277,9 @@ def _why_not_by_hand(trainer: Trainer, module: LightningModule, kernel: Kernel) 
     observers = observers_of(trainer, module)
     for hook in (*observers.before_backward, *observers.before_step):
         return f"the module optimizes manually, and {hook} looks into its step"
-    target, plugin = trainer.strategy.root_device.type, trainer.precision_plugin
+    target = trainer.strategy.root_device.type
     for optimizer in trainer.optimizers:
-        if why := capture_obstacle(module, optimizer, target, plugin, kernel):
+        if why := capture_obstacle(module, optimizer, target, kernel):
             return f"the module optimizes manually, and its optimizer cannot be captured: {why}"
     return ""
 
@@ -309,7 +309,7 @@ def judge_fit(
     for optimizer in trainer.optimizers:
         name, target = type(optimizer).__name__, "cpu" if rehearsal else "cuda"
         effect: Effect = "eager optimizer step"
-        if why := capture_obstacle(module, optimizer, target, trainer.precision_plugin, kernel):
+        if why := capture_obstacle(module, optimizer, target, kernel):
             add(OPTIMIZER, name, configured, observed=why, effect=effect)
     for path, child in module.named_modules():
         if rehearsal and is_compiled(child):

@@ -105,7 +105,7 @@ class CallSite:
     def describe(self) -> str:
         """``file.py:12 in forward: loss.item()``, as it appears in messages."""
         if not self.line:
-            return f"{NO_LINE}, in the backward pass" if self.in_backward else _IN_LIBRARIES
+            return f"{NO_LINE}, in the backward pass" if self.in_backward else IN_LIBRARIES
         source = f": {self.source}" if self.source else ""
         package = package_of(self.file)
         whose = f" ({OF_PACKAGE} {package})" if package else ""
@@ -148,7 +148,7 @@ def _is_made_for_others(kind: type) -> bool:
 NO_LINE = "no line of yours"
 """In place of a line that is not known."""
 
-_IN_LIBRARIES = f"{NO_LINE}, in code of libraries"
+IN_LIBRARIES = f"{NO_LINE}, in code of libraries"
 _LINE = re.compile(r":\d+ in ")
 
 
@@ -156,7 +156,7 @@ def add_line(error: GraphError, how: str, site: CallSite) -> None:
     """Add a line to an error without one, and how it was found."""
     if not _LINE.search(error.observed):
         known = site.line and not is_library(site.file)
-        found = error.observed.removesuffix(f" at {_IN_LIBRARIES}")
+        found = error.observed.removesuffix(f" at {IN_LIBRARIES}")
         error.observed = f"{found}, {how} {site.describe()}" if known else found
         error.args = (error.rule, error.observed, error.remedy)
 

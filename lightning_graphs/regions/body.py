@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import OLD_GRADIENTS
@@ -23,7 +24,7 @@ from lightning_graphs.private.callsite import (
     calls_observed,
     returned_by,
 )
-from lightning_graphs.private.exchange import Member, exchanged, replaced
+from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import (
     scaling_states,
@@ -37,6 +38,7 @@ from lightning_graphs.regions.gradients import (
     drop_gradients,
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer
+from lightning_graphs.regions.tried import UNSCALES_ITSELF, decided_on_device
 from lightning_graphs.values.memory import OutputPlan
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.environment import (
@@ -47,10 +49,6 @@ from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.tracers import (
     refuse_tracers,
 )
-
-_UNSCALES_ITSELF = "_step_supports_amp_scaling"
-"""The attribute by which torch's GradScaler and Lightning know an optimizer that was made fused: it
-divides gradients by the loss scale itself, and its hooks see scaled ones."""
 
 
 @dataclass(eq=False)
@@ -147,8 +145,12 @@ class StepBody:
         return returned
 
     def _step_scaled(self, own: Callable[..., Any], optimizer: Optimizer, *given: Any) -> Any:
-        # For optimizers that we made fused it would read `found_inf` on the host.
-        with replaced(optimizer, _UNSCALES_ITSELF, True):
+        capturable, scaler = self.optimizers[optimizer], self._scaler
+        assert scaler is not None, "whose step this is"
+        is_scaled = scaling_states(scaler)[id(optimizer)]["stage"] is OptState.READY
+        if is_scaled and capturable is not None and not capturable.unscales:
+            scaler.unscale_(optimizer)
+        with decided_on_device(optimizer):
             return own(optimizer, *given)
 
     def schedule(
@@ -205,7 +207,7 @@ class StepBody:
     @calls_observed
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Unscale and clip the gradients, and take the optimizer step; see :meth:`run`."""
-        if self._scaler is not None and not getattr(self.optimizer, _UNSCALES_ITSELF, False):
+        if self._scaler is not None and not getattr(self.optimizer, UNSCALES_ITSELF, False):
             if self.observers.before_step:
                 cut("unscale")
             self._scaler.unscale_(self.optimizer)
@@ -220,8 +222,7 @@ class StepBody:
         if scaler is None:
             self.optimizer.step()
             return
-        # For optimizers that we made fused it would read `found_inf` on the host.
-        with replaced(self.optimizer, _UNSCALES_ITSELF, True):
+        with decided_on_device(self.optimizer):
             scaler.step(self.optimizer)
         scaler.update()
 

@@ -24,11 +24,18 @@ from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.torch import (
     capturable_unasked,
     count_for_schedulers,
+    scaling_states,
     step_hook_tables,
 )
 from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
-from lightning_graphs.regions.tried import ClosureUse, HostState, why_failed
+from lightning_graphs.regions.tried import (
+    UNSCALES_ITSELF,
+    ClosureUse,
+    HostState,
+    unless_overflowed,
+    why_failed,
+)
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.environment import (
@@ -59,7 +66,6 @@ def capture_obstacle(
     module: nn.Module,
     optimizer: Optimizer,
     device_type: str,
-    plugin: object,
     kernel: Kernel = "fused",
 ) -> str | None:
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
@@ -79,9 +85,6 @@ def capture_obstacle(
         return _too_precise(parameters, device_type)
     if _is_sharded(optimizer):
         return f"with DTensors only a fused step can be captured, and {name} here has none"
-    if scaler_of(plugin) is not None:
-        reads = "unless the optimizer is fused, the gradient scaler decides on the host if it steps"
-        return f"{reads}, and {name} {why}"
     if _is_tried(optimizer, kernel):
         return None
     if device_type == "cpu":
@@ -213,8 +216,14 @@ class StateAwaited:
 
 
 @contextlib.contextmanager
-def state_undone(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) -> Iterator[None]:
+def state_undone(
+    optimizers: Iterable[Optimizer],
+    parameters: Sequence[Tensor],
+    scaler: torch.amp.GradScaler | None = None,
+) -> Iterator[None]:
     """Let a capture begin without gradients; afterwards they and the state are as before.
+
+    So is what a scaler knows of steps that are under way, if the capture fails in one.
 
     Raises:
         NoStateError: An optimizer made state inside of the capture, as every replay would again.
@@ -222,10 +231,14 @@ def state_undone(optimizers: Iterable[Optimizer], parameters: Sequence[Tensor]) 
     before = Gradients(parameters)  # and which of them are trained
     states = {optimizer: OptimizerState(optimizer) for optimizer in optimizers}
     drop_gradients(parameters)
+    under_way = {} if scaler is None else {k: {**v} for k, v in scaling_states(scaler).items()}
     try:
         yield
     finally:
         before.restore()
+        if scaler is not None:
+            scaling_states(scaler).clear()
+            scaling_states(scaler).update(under_way)
         made = {optimizer: state.restore() for optimizer, state in states.items()}
     for optimizer, count in made.items():
         if not count:
@@ -265,10 +278,13 @@ class CapturableOptimizer:
         # Its step calls a closure once, ahead of all else, and only passes on what that returns; of
         # one that is tried, the first step tells
         self.takes_closure_once = not self._is_tried
+        self._has_taken_closure = False
         # Its state exists. A gradient scaler may skip the first steps of a fit.
         self.has_stepped = bool(optimizer.state) and not self._is_tried
         self._is_restored = False
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
+        # It divides gradients by the loss scale itself, and skips a step whose own overflow
+        self.unscales = self._fused or getattr(optimizer, UNSCALES_ITSELF, False)
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
         self.guard = OptimizerGuard(optimizer, freezes_rates=self._is_tried)
         self._groups = self.guard.groups
@@ -287,19 +303,20 @@ class CapturableOptimizer:
 
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
+        taken = step if self.unscales else unless_overflowed(self.optimizer, step)
 
         @wraps(step)
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:
             if self._is_restored:  # in the middle of a step, which is taken once more
                 return step(closure)
             if self._is_tried:
-                return self._step_as_it_is(step, closure)
+                return self._step_as_it_is(taken, closure)
             returned = None
             if closure is not None:
                 with torch.enable_grad():
                     returned = closure()
             with self._flags_exchanged() as is_as_captured:
-                step()
+                taken()
             if not is_as_captured:  # what it has made may be laid out as a gradient was
                 self._convert_state()
             self.has_stepped = True
@@ -315,12 +332,14 @@ class CapturableOptimizer:
             UpdateRefused: It has failed in a capture, or has changed a value on the host.
         """
         if not is_current_stream_capturing():
-            if closure is None or self.has_stepped:
+            if closure is None or self._has_taken_closure:
+                # Without one there is none to use otherwise, as under a gradient scaler
+                self.takes_closure_once |= not self.has_stepped
                 returned = step(closure)
             else:
                 use = ClosureUse(closure)
                 returned = use.watched(step)
-                self.takes_closure_once = use.is_plain
+                self.takes_closure_once, self._has_taken_closure = use.is_plain, True
             self.has_stepped = True
             return returned
         before = HostState(self.optimizer, self._device)

@@ -483,7 +483,7 @@ class StepCapture(Attempts):
                 finish=begun.finish,
                 mechanism=partial(batch_written, inputs, begun.written, begun.asked, present),
             ),
-            Watcher(partial(state_undone, self.optimizers, targets.parameters), old),
+            Watcher(partial(state_undone, self.optimizers, targets.parameters, self._scaler), old),
             Watcher(self.context.compiled.watching),
             Watcher(
                 partial(effects.exchanged, number),

@@ -11,21 +11,162 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.errors import GraphError, in_one_line
-from lightning_graphs.private.callsite import line_of_class
-from lightning_graphs.private.exchange import Absence
+from lightning_graphs.device.graph import is_current_stream_capturing
+from lightning_graphs.device.trace import (
+    FunctionMode,
+    KnownStorage,
+    Operation,
+    OperatorCall,
+    Recorder,
+)
+from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
+from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
+from lightning_graphs.private.exchange import Absence, replaced
+from lightning_graphs.values.memory import clone_all
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import leaves_of
 
 
 def why_failed(optimizer: Optimizer, error: BaseException) -> str:
     """Say what an optimizer step has failed by in a capture, with the optimizer's own line."""
-    said = in_one_line(error)
-    if isinstance(error, GraphError):
-        return said
     site = line_of_class(error, type(optimizer))
+    if isinstance(error, GraphError):
+        said = first_line(error)
+        return said.replace(IN_LIBRARIES, site.describe()) if site.line else said
+    said = in_one_line(error)
     return f"{said} at {site.describe()}" if site.line else said
+
+
+# ------------------ Steps that a gradient scaler skips
+
+UNSCALES_ITSELF = "_step_supports_amp_scaling"
+"""The attribute by which torch's GradScaler and Lightning know an optimizer that was made fused: it
+divides gradients by the loss scale itself, and its hooks see scaled ones."""
+
+_GIVEN = "grad_scale", "found_inf"
+"""Attributes by which a scaler tells an optimizer what it is to do itself."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextlib.contextmanager
+def decided_on_device(optimizer: Optimizer) -> Iterator[None]:
+    """Let a scaler leave it to the optimizer in the body to skip its step, as if it was made fused.
+
+    Of any other the scaler would read on the host whether its gradients have overflowed.
+    """
+    table = vars(optimizer)
+    before = {name: table[name] for name in _GIVEN if name in table}
+    try:
+        with replaced(optimizer, UNSCALES_ITSELF, True):
+            yield
+    finally:  # a step that fails leaves them
+        for name in _GIVEN:
+            table.pop(name, None)
+        table.update(before)
+
+
+def unless_overflowed(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the step of an optimizer that a scaler would skip by a read on the host.
+
+    Its gradients are unscaled. An eager step is skipped as the scaler does; a captured one leaves
+    everything as it was, which the device decides.
+    """
+
+    def stepped(*args: Any) -> Any:
+        table = vars(optimizer)
+        given = {name: table.pop(name) for name in _GIVEN if name in table}
+        overflowed = given.get("found_inf")
+        try:
+            if overflowed is None:
+                return step(*args)
+            if not is_current_stream_capturing():
+                return None if overflowed.item() else step(*args)
+            with _Sparing(overflowed, optimizer).sparing():
+                return step(*args)
+        finally:
+            table.update(given)
+
+    return stepped
+
+
+class _Sparing(Recorder):
+    """Recorder of a captured optimizer step that has no effect where gradients have overflowed.
+
+    The step is computed in any case. What it writes is copied ahead of it, and the graph chooses
+    between both bit by bit: exactly, whatever the numbers are.
+    """
+
+    def __init__(self, overflowed: Tensor, optimizer: Optimizer) -> None:
+        super().__init__(strict=False)
+        self._overflowed = overflowed
+        groups = optimizer.param_groups
+        held = [p for group in groups for p in group["params"] if p.grad is not None]
+        held += leaves_of([*optimizer.state.values()], Tensor)
+        held = [t for t in held if t.device == overflowed.device and t.layout is torch.strided]
+        self._held = [*{id(tensor): tensor for tensor in held}.values()]
+        self._copies: list[Tensor] = []
+        self._covered: set[int] = set()  # storages that lie in one of these as a whole
+        self._further: list[tuple[Tensor, Tensor]] = []  # written, and what they were before
+
+    @contextlib.contextmanager
+    def sparing(self) -> Iterator[None]:
+        """Choose at the end of the body, a step, what becomes of all that it has written."""
+        with torch.no_grad():
+            bits = list(map(_bits, self._held))
+            self._copies = [copy for group in _by_dtype(bits) for copy in clone_all(group)]
+        for tensor in self._held:
+            storage = tensor.untyped_storage()
+            if tensor.numel() * tensor.element_size() == storage.nbytes():
+                self._covered.add(storage.data_ptr())
+        with self:
+            yield
+        with torch.no_grad():
+            for written, copy in reversed(self._further):
+                self._choose([_bits(written)], [copy])
+            copies = iter(self._copies)
+            for group in _by_dtype(list(map(_bits, self._held))):
+                self._choose(group, [next(copies) for _ in group])
+
+    def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
+        if not known.born and known.address not in self._covered:
+            self._further.append((tensor, _bits(tensor).clone()))
+
+    def keep(self, operation: Operation) -> None:
+        """Record no operation."""
+
+    def _run(self, call: OperatorCall) -> Any:
+        if torch.Tag.nondeterministic_seeded in call.func.tags:
+            raise CaptureError(
+                "A captured step must draw as many random numbers as an eager one.",
+                f"{call.func} draws in a step that the gradient scaler may skip",
+                "train in bf16-mixed, which needs no scaler",
+            )
+        return call.run()
+
+    def _choose(self, written: list[Tensor], before: list[Tensor]) -> None:
+        skips = self._overflowed.ne(0)
+        factors = [flag.to(written[0].dtype) for flag in (skips.logical_not(), skips)]
+        for tensors, factor in zip((written, before), factors, strict=True):
+            torch._foreach_mul_(tensors, factor)
+        torch._foreach_add_(written, before)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """View the elements of a tensor as integers; what a GPU multiplies by 0 or 1 is exact then."""
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.view(_INTEGERS[plain.element_size()])
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    return [*kinds.values()]
+
+
+# ------------------ What a step does on the host
 
 
 class ClosureUse:

@@ -57,7 +57,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
     def _bind(self) -> None:
         client, device_type = self._context.watch, self._pool.backend.device_type
         module, kernel = self._context.module, self._context.options.optimizer_kernel
-        obstacle = capture_obstacle(module, self.optimizer, device_type, client, kernel)
+        obstacle = capture_obstacle(module, self.optimizer, device_type, kernel)
         if client.scaler is not None and self._observers.before_step:
             obstacle = obstacle or "hooks look at gradients between unscaling and the step"
         if said := obstacle or self._churn.obstacle:
@@ -140,7 +140,8 @@ class CapturedUpdate(Region[Hashable, Plan]):
         refuse_sparse_gradients([p.grad for p in with_gradient])
         others = [p for p in self._parameters if p.grad is None]
         gradients = GradientBuffers(with_gradient, self._gradients.of(with_gradient), others)
-        with state_undone([self.optimizer], self._parameters), torch.no_grad():
+        undone = state_undone([self.optimizer], self._parameters, self._context.watch.scaler)
+        with undone, torch.no_grad():
             rates = capturable.live_rates()
             with rates_exchanged(self._context.watch.schedulers, self.optimizer, rates):
                 gradients.bind()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -794,7 +793,7 @@ def test_rates_of_32_bits_step_no_parameters_of_64(dtype: torch.dtype, is_captur
     net = nn.Linear(2, 2, dtype=dtype)
     for kind in (torch.optim.AdamW, torch.optim.SGD):
         optimizer = kind(net.parameters(), lr=0.1)
-        obstacle = capture_obstacle(net, optimizer, "cuda", Precision())
+        obstacle = capture_obstacle(net, optimizer, "cuda")
         assert (obstacle is None) == is_captured
         assert is_captured or "float64" in str(obstacle)
 
@@ -909,7 +908,7 @@ def test_an_exchanged_kernel_takes_what_the_users_own_takes(
 
 def test_one_graph_steps_the_parameters_of_one_device() -> None:
     weights = [nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta")]
-    obstacle = capture_obstacle(nn.Linear(2, 2), optim.AdamW(weights), "cpu", Precision())
+    obstacle = capture_obstacle(nn.Linear(2, 2), optim.AdamW(weights), "cpu")
     assert obstacle == "parameters are on cpu and meta, and a graph runs on one device"
 
 

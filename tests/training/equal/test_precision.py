@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import optim
 
-from tests.training.equal.test_optimizers import RATE, in_scope
+from tests.training.equal.test_optimizers import RATE, Own, in_scope, lion
 from tests.training.fits import (
     Fit,
     FullTrace,
@@ -85,12 +85,29 @@ def by_group(kind: Any, **options: Any) -> Callable[[Any], Any]:
     return make
 
 
+def elsewhere(p: torch.Tensor, g: torch.Tensor, state: Any, group: Any) -> None:
+    """Writes to gradients, and to a tensor that is in no state."""
+    total = group.setdefault("total", torch.zeros_like(g.sum()))
+    total.add_(g.add_(p, alpha=0.25).sum())
+    p[:1].sub_(g[:1], alpha=group["lr"])
+    p.sub_(g, alpha=group["lr"])
+
+
+def noisy(p: torch.Tensor, g: torch.Tensor, state: Any, group: Any) -> None:
+    p.sub_(g + torch.randn_like(g) / 8, alpha=group["lr"])
+
+
 SCALED: dict[str, Callable[[Any], Any]] = {
     "AdamW": by_group(optim.AdamW),
     "SGD": by_group(optim.SGD, momentum=0.5),
     "AdamW at its defaults": lambda p: optim.AdamW(p, lr=RATE, eps=2**-8),
     "AdamW made fused": lambda p: optim.AdamW(p, lr=RATE, fused=True),
     "Adagrad": lambda p: optim.Adagrad(p, lr=RATE),
+    "RMSprop": lambda p: optim.RMSprop(p, lr=RATE, eps=2**-8),
+    "SGD, one by one": lambda p: optim.SGD(p, RATE, 0.5, foreach=False, fused=False),
+    "Lion": lambda p: Own(p, lion, decay=0.25),
+    "writes elsewhere": lambda p: Own(p, elsewhere),
+    "draws": lambda p: Own(p, noisy),
 }
 
 
@@ -112,9 +129,9 @@ def fit_scaled(
         ).run()
 
     eager, captured = run(False), run(True)
-    by_rounding = name == "AdamW at its defaults"
+    by_rounding = name in ("AdamW at its defaults", "RMSprop")
     compare(eager, captured, replayed=False, tolerance=1e-4 if by_rounding else 0.0)
-    assert captured.statistics.replayed > 8
+    assert captured.statistics.replayed > 5
     scales = [one.trainer.precision_plugin.scaler.get_scale() for one in (eager, captured)]
     assert scales[0] == scales[1] < 512.0
     return eager, captured
@@ -124,7 +141,7 @@ def fit_scaled(
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("clip", [None, 2**-6])
 @pytest.mark.parametrize("name", SCALED)
-@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly. the gradient")
+@pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")
 def test_loss_scaling_skips_steps_with_inf(
     backend: str, tmp_path: Path, name: str, clip: Any, accumulate: int, scope: str
 ) -> None:
@@ -137,7 +154,8 @@ def test_loss_scaling_skips_steps_with_inf(
         accumulate_grad_batches=accumulate,
         **in_scope(scope),
     )
-    assert bool(captured.statistics.fallbacks) is (name == "Adagrad")
+    is_eager = name in ("Adagrad", "draws") or (name == "RMSprop" and backend != "cuda")
+    assert bool(captured.statistics.fallbacks) is is_eager
 
 
 class ByHand(Overflowing):
@@ -159,7 +177,7 @@ class ByHand(Overflowing):
         return [self._optimizers(self.net[0]), self._optimizers(self.net[4])]
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused", "Lion"])
 def test_loss_scaling_under_manual_optimization(backend: str, tmp_path: Path, name: str) -> None:
     _, captured = fit_scaled(backend, tmp_path, name, kind=ByHand, data=overflowing)
     assert captured.statistics.fallbacks == []
@@ -167,7 +185,7 @@ def test_loss_scaling_under_manual_optimization(backend: str, tmp_path: Path, na
 
 @pytest.mark.parametrize("trace", [GradientTrace, FullTrace])
 @pytest.mark.parametrize("clip", [None, 2**-6])
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused", "Lion"])
 def test_hooks_see_scaled_gradients_and_then_unscaled_ones(
     backend: str, tmp_path: Path, name: str, clip: Any, trace: type[Trace]
 ) -> None:
@@ -184,7 +202,7 @@ def test_hooks_see_scaled_gradients_and_then_unscaled_ones(
 
 
 @pytest.mark.parametrize("scope", ["step", "modules"])
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lion"])
 def test_the_first_steps_overflow(backend: str, tmp_path: Path, name: str, scope: str) -> None:
     """A scaler begins high. Until a step is taken the optimizer has no state to capture."""
     _, captured = fit_scaled(
