@@ -1,7 +1,7 @@
 """CUDA graphs for PyTorch Lightning: a training step as one graph launch.
 
-``core`` and ``GraphCapture`` are resolved on first use (PEP 562), so that ``import
-lightning_graphs`` imports neither torch nor Lightning and touches no GPU.
+What needs torch is resolved on first use (PEP 562), so that ``import lightning_graphs`` imports
+neither torch nor Lightning and touches no GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lightning_graphs.moved import register
 if TYPE_CHECKING:
     from lightning_graphs import core
     from lightning_graphs.lightning.callback import GraphCapture
+    from lightning_graphs.padding import PadTo, choose_lengths
 
 __version__ = "0.1.0"
 
@@ -29,11 +30,13 @@ __all__ = [
     "CaptureError",
     "GraphCapture",
     "GraphError",
+    "PadTo",
     "ReplayError",
     "SignatureError",
     "UnsupportedError",
     "VerificationError",
     "__version__",
+    "choose_lengths",
     "core",
 ]
 
@@ -46,6 +49,8 @@ def __getattr__(name: str) -> object:
         return import_module("lightning_graphs.core")
     if name == "GraphCapture":
         return import_module("lightning_graphs.lightning.callback").GraphCapture
+    if name in ("PadTo", "choose_lengths"):
+        return getattr(import_module("lightning_graphs.padding"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -33,6 +33,7 @@ OPTIONS = PACKAGE / "lightning/callback.py"  # what users write, by name
 # From the bottom up: a layer imports itself and what lies below it, never what lies above.
 LAYERS = (
     "errors",
+    "padding",
     "private",
     "values",
     "device",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
@@ -58,6 +58,9 @@ class Sightings:
 
     def count(self, shape: Hashable) -> float:
         return self._counts.get(shape, 0.0)
+
+    def items(self) -> Iterable[tuple[Any, float]]:
+        return self._counts.items()
 
     def shares(self) -> dict[Hashable, float]:
         """Estimate the share of each shape, from 0 to 1.
@@ -114,6 +117,11 @@ class PlanCache(Generic[Key, AnyPlan]):
 
     def __len__(self) -> int:
         return len(self.by_key)
+
+    def shapes(self) -> Iterable[tuple[Any, float]]:
+        """Yield the shapes that came, and how often, of long ago less; none once it is cleared."""
+        self._count_uses()
+        return self._shapes.items()
 
     def plans(self) -> list[AnyPlan]:
         return list(reversed(self.by_key.values()))

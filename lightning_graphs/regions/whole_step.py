@@ -35,6 +35,7 @@ from lightning_graphs.regions.conditions import (
     without_values,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recovery, TrainingContext
+from lightning_graphs.regions.lengths import padding_for
 from lightning_graphs.regions.lifecycle import Lifecycle, PlanCache, Region
 from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, UpdateRefused
 from lightning_graphs.regions.plan import StepPlan
@@ -349,6 +350,8 @@ class StepRegion(HeadedSteps):
 
     def close(self) -> None:
         self._active = None
+        done = self._statistics
+        done.padding = padding_for(self._cache.shapes(), done) or done.padding
         self._cache.clear()
         self._kept.track(None)
         self._capture.persistent.clear()

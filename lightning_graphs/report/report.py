@@ -89,6 +89,34 @@ class Span:
     steps: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """Lengths to which batches might be padded, so that few graphs serve them all.
+
+    Attributes:
+        tensors: The tensors of the batch that have the length, as a ``PadTo`` takes their names.
+        seen: How many lengths came.
+        lengths: Those to pad to.
+        added: How much longer batches are then in the mean, as a part of what they are.
+        saves_ms: What the fit would have taken less, in milliseconds; None if nothing was measured.
+    """
+
+    tensors: Sequence[str]
+    seen: int
+    lengths: Sequence[int]
+    added: float
+    saves_ms: float | None = None
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{name}: ..." for name in self.tensors)
+        saves = "" if self.saves_ms is None else f", and about {self.saves_ms / 1e3:.1f} s less"
+        return (
+            f"{self.seen} lengths came. {len(self.lengths)} would do, with {self.added:.0%} of "
+            f"padding{saves}, if the step leaves padding out (a mask, ignore_index):\n"
+            f"  collate_fn=PadTo({[*self.lengths]}, {{{names}}}, collate_fn)"
+        )
+
+
 @dataclass(kw_only=True, slots=True, repr=False)
 class Report:
     """What the graphs of a fit did.
@@ -108,6 +136,7 @@ class Report:
         timeline: Which steps ran eagerly and which were replayed, in order, and behind them those
             with a capture; of fits that change very often the beginning.
         verdict: What the times say, where replay is not (much) faster; else empty.
+        padding: Lengths to pad to, where many lengths came and few would do; else None.
         evaluation: What the graphs of ``"validation_step"``, ``"test_step"`` and ``"predict_step"``
             did, each a report of its own.
         diagnosis: What ``diagnose=True`` found; else None.
@@ -126,6 +155,7 @@ class Report:
     times: Sequence[StepTime] = ()
     timeline: Sequence[Span] = ()
     verdict: str = ""
+    padding: Padding | None = None
     evaluation: Mapping[str, Report] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
 
@@ -291,6 +321,8 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
             said += [f"{title}:", *(indent(text, "  ") for text in texts[:_ROWS])]
         if len(texts) > _ROWS:
             said.append(f"  and {len(texts) - _ROWS:,d} more")
+    if report.padding is not None:
+        said.append(str(report.padding))
     if report.diagnosis is not None:
         said += ["", str(report.diagnosis)]
     return said
