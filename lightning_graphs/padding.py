@@ -130,8 +130,8 @@ class PadTo:
             ``collate_fn=PadTo(...)`` for all but the last one.
 
     Raises:
-        ValueError: There are no lengths, or they are no positive numbers.
-        LookupError: A batch has no tensor under a key of ``values``.
+        ValueError: There are no lengths, they are no positive numbers, or a batch has no tensor
+            under a key of ``values``.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class PadTo:
             tensor = None
         if not isinstance(tensor, Tensor):
             known = list(batch) if isinstance(batch, Mapping) else f"{len(batch)} entries"
-            raise LookupError(
+            raise ValueError(
                 f"PadTo() pads tensors of the batch, which has none under {key!r}: it has {known}"
                 f"{FIX}name the entries with the length, PadTo(lengths, {{name: value, ...}})"
             )

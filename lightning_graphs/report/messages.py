@@ -194,8 +194,8 @@ _LONGEST = 160
 
 _SHAPES = re.compile(r"batch\S*: \w+\[[\d,]*\] -> \w+\[")
 _PAD = (
-    "pad batches to a few fixed lengths; write DataLoader(..., drop_last=True) where only the last "
-    "one of an epoch is smaller"
+    "pad batches to a few fixed lengths, as lightning_graphs.PadTo does; write DataLoader(..., "
+    "drop_last=True) where only the last one of an epoch is smaller"
 )
 _LEAVE_OUT = "make tensors of what is new in every batch, or leave it out in collate_fn"
 
