@@ -415,6 +415,8 @@ class GraphCapture(Callback):
         In a fit, raise what training steps have failed by, before their parameters are judged.
         """
         self._settle()
+        if self._handler is not None and self._evaluation is not None:
+            self._evaluation.begin(lent=self._handler.lend_memory())
         self._begin_evaluation(trainer, pl_module, "validation_step")
 
     @override

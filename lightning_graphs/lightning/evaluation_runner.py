@@ -220,8 +220,8 @@ class EvaluationHandler(StrategyHandler):
             fit.ranks,
             updates=False,
         )
-        # Not that of training: within a window its graphs keep what an evaluation would overwrite
-        pool = fit.pool.beside()
+        self._pool = pool = fit.pool.beside(fit.pool.handle)
+        self._is_lent = True  # that memory, by the training steps of the fit
         own = replace(
             fit,
             pool=pool,
@@ -252,6 +252,17 @@ class EvaluationHandler(StrategyHandler):
         self._own, self._table = getattr(strategy, self.name), vars(strategy)
         self._methods = {self.name: self.training_step}
         self._open.enter_context(replaced(strategy, self.name, self.training_step))
+
+    def begin(self, *, lent: bool) -> None:
+        """Begin a validation of a fit, in memory that is lent by its training steps, or not.
+
+        Their graphs and those of an evaluation may take what the others have freed. So a replay of
+        one kind spoils results of the other, which is right as long as all of these are copied.
+        """
+        if self._is_lent and not lent:
+            self._is_lent = False
+            self.evaluation.forget_plans()
+            self._pool.handle = self._pool.backend.new_pool()
 
     # ------------------------------------------------------------------ steps without the method
 

@@ -33,6 +33,9 @@ class Runner(StepHandler, Protocol):
     def held(self) -> str:
         """Which memory of graphs eager code may lack now; empty if none."""
 
+    def lend_memory(self) -> bool:
+        """Whether other graphs over the same pool may run ahead of the next step."""
+
     @property
     def capturables(self) -> Mapping[Optimizer, CapturableOptimizer | None]:
         """What lets graphs step each optimizer at present; None for one whose step is eager."""
@@ -84,6 +87,10 @@ class StrategyHandler:
     def held(self) -> str:
         """Which memory of graphs eager code may lack now; empty if none."""
         return self.runner.held
+
+    def lend_memory(self) -> bool:
+        """Whether graphs of an evaluation may use the memory of those of steps."""
+        return self.runner.lend_memory()
 
     def close(self) -> None:
         """Release the graphs and put the methods back; may be called again."""

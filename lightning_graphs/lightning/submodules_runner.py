@@ -88,6 +88,10 @@ class ModuleRunner:
         update = self._update
         return {} if update is None else {update.optimizer: update.capturable}
 
+    def lend_memory(self) -> bool:
+        """Return False: outputs of submodules may be kept past the step, and are no copies."""
+        return False
+
     @property
     def held(self) -> str:
         is_new = self._update is not None and self._update.is_new

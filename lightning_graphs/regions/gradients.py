@@ -185,9 +185,12 @@ class GradientBuffers:
 
     def copy_out(self) -> None:
         """Move gradients out of memory whose ownership was given up, before it is released."""
-        if not self._is_released:
-            return
-        before = self.buffers
+        if self._is_released:
+            self.leave()
+
+    def leave(self) -> None:
+        """Move gradients to memory of their own, and give up ownership of that of the graphs."""
+        before, self._is_released = self.buffers, True
         self._use(without_ownership(before))
         try:
             for buffer in before:  # also where user code keeps it
@@ -373,6 +376,19 @@ class KeptGradients(ReferenceGuard):
         if gradients is not self.tracked:
             self.tracked = None if gradients is None or gradients.copied else gradients
             self.count()
+
+    def leave_memory(self) -> bool:
+        """Move what ``.grad`` shows out of the memory of graphs; False if user code keeps some."""
+        tracked = self.tracked
+        if tracked is None or not tracked.in_pool:
+            return True
+        if self.has_external_references():
+            return False
+        if any(map(is_, map(_gradient, tracked.parameters), tracked.buffers)):
+            tracked.leave()
+            self.tracked = None
+            self.count()
+        return True
 
     def count(self) -> None:
         """Record reference counts again, since a capture holds references of its own."""

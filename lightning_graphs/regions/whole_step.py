@@ -246,7 +246,7 @@ class StepRegion(HeadedSteps):
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
-        self._facts = CaptureFacts(fit, self._forget_plans, recovery.gradients_held)
+        self._facts = CaptureFacts(fit, self.forget_plans, recovery.gradients_held)
         self._head = StepHead(fit, self._facts.places, head_rules)
         self._kept = self._facts.kept
         self._values = BatchValues(fit.watch.function)
@@ -328,7 +328,7 @@ class StepRegion(HeadedSteps):
             capturable.restore()
         self._bind()
 
-    def _forget_plans(self) -> None:
+    def forget_plans(self) -> None:
         """Drop every graph, which lacks a place found later; keep the counts of keys."""
         self._cache.drop_all()
         self._watch.look_again()
@@ -347,6 +347,14 @@ class StepRegion(HeadedSteps):
     @property
     def held(self) -> str:
         return "graphs" if len(self._cache) else ""
+
+    def lend_memory(self) -> bool:
+        """Whether graphs of other code over the same pool may run ahead of the next step.
+
+        What they may overwrite is of no use by then: all that a step hands out is copied, but for
+        its gradients.
+        """
+        return self._kept.leave_memory()
 
     def close(self) -> None:
         self._active = None

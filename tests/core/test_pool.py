@@ -14,6 +14,7 @@ from lightning_graphs.core import graph_pool_handle, is_current_stream_capturing
 from lightning_graphs.device.cuda import CudaBackend
 from lightning_graphs.device.graph import BackendName, GraphPool
 from lightning_graphs.errors import CaptureError, ReplayError
+from tests.pools import SharedPools
 
 
 def test_graphs_of_one_pool_replay_in_order(backend: BackendName, device: torch.device) -> None:
@@ -143,3 +144,23 @@ def test_a_graph_of_nothing_is_one_without_a_word(backend: BackendName) -> None:
     with GraphPool(backend=backend).capture() as captured:
         pass
     captured.replay()
+
+
+def test_of_a_shared_pool_a_replay_spoils_what_later_graphs_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pools, pool = SharedPools(monkeypatch), GraphPool(backend="emulated")
+    x, results = torch.ones(4), []
+    for factor in (2, 3):
+        with pool.capture() as captured:
+            between = x * factor
+            results.append((captured, between + 1))
+            del between
+    for captured, _ in results:
+        captured.replay()
+    assert [y.tolist() for _, y in results] == [[3.0] * 4, [4.0] * 4]
+    results[0][0].replay()
+    assert results[0][1].tolist() == [3.0] * 4
+    assert results[1][1].isnan().all()  # it may lie in memory that the first one has freed
+    assert list(pools.spoilt.values()) == [2 * 32 + 2 * 16]
+    pool.close()

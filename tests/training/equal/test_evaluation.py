@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_graphs import GraphCapture
+from tests.pools import SharedPools, freed
 from tests.training.fits import (
     Fit,
+    FullTrace,
     Hidden,
     Net,
     assert_nothing_left,
@@ -322,6 +325,89 @@ def test_modes_are_a_part_of_the_key(backend: str, tmp_path: Path) -> None:
     compare(*fits)
     assert repr(fits[1].module.kept) == repr(fits[0].module.kept)
     assert counts(fits[1])[2] == 2
+
+
+# ---------------------------------------------------------------------- memory
+
+
+class Counted(Callback):
+    """Counts the bytes of the graphs of validations, and those that lie in memory of training."""
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        capture = next(c for c in trainer.callbacks if isinstance(c, GraphCapture))
+        plans = capture._evaluation.evaluation.plans.values()  # type: ignore[union-attr]
+        recordings = [g._captured.recording for plan in plans for g in plan.graphs.values()]
+        self.all = sum(storage.nbytes() for r in recordings for storage, _ in r._born)
+        self.shared = sum(storage.nbytes() for r in recordings for storage, _ in freed(r))
+
+
+class Shown(Logging):
+    """Keeps the gradients of training for its validation, and looks at them there."""
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Zero nothing."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.kept += [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+
+class Kept(Logging):
+    """Keeps the gradients of the last step, and looks at them after its validation."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.last = [p.grad for p in self.parameters()]
+
+    def on_validation_epoch_end(self) -> None:
+        self.kept += [gradient.clone() for gradient in self.last if gradient is not None]
+        self.last = []
+
+
+class ByHand(Logging):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+SHARED = {
+    "a window": {"val_check_interval": 3, "accumulate_grad_batches": 2},
+    "two shapes": {"data": lambda: batches(6) + batches(6, 5), "val_check_interval": 5},
+    "gradients are shown": {
+        "data": lambda: batches(6) + batches(6, 5), "val_check_interval": 5, "module": Shown,
+    },
+    "gradients are kept": {
+        "data": lambda: batches(6) + batches(6, 5), "val_check_interval": 5, "module": Kept,
+    },
+    "by hand": {"module": ByHand, "val_check_interval": 3},
+    "submodules": {
+        "capture": {"scope": "modules"}, "val_check_interval": 3, "accumulate_grad_batches": 2,
+    },
+    "hooks within a step": {"trace": FullTrace, "val_check_interval": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_memory_is_shared_with_training(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options = {"module": Logging, "validation": 8, "max_epochs": 4, **SHARED[name]}
+    pools, counted = SharedPools(monkeypatch), Counted()
+    eager = prepare(backend, tmp_path, False, **options).run()
+    callbacks = [counted] if backend == "emulated" else []
+    captured = prepare(backend, tmp_path, True, callbacks=lambda: callbacks, **options).run()
+    compare(eager, captured)
+    assert repr(captured.module.kept) == repr(eager.module.kept)
+    assert counts(captured)[1] > 0
+    if backend == "emulated":
+        assert max(pools.spoilt.values()) > 10_000
+        assert counted.shared > 0.8 * counted.all
 
 
 # ---------------------------------------------------------------------- observed
