@@ -332,7 +332,7 @@ class LogRecorder:
         use = Use(f"the value of {name}", refuse, self._kept.own.runs_in, self.keep)
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            result, give = results_of(metric, name, use)
+            result, give = results_of(metric, use)
             call = self._keep(function, (args, kwargs), name)
             call.take = give
             self._computed += [(f"an argument of {name}", tensor) for tensor in call.tensors]

@@ -148,7 +148,7 @@ def _reads_noted(metric: Metric, name: str, read: Callable[[str], object]) -> di
     return {"__getattribute__": get}
 
 
-def results_of(owner: object, name: str, use: Use) -> tuple[Any, Callable[[Any], object]]:
+def results_of(owner: object, use: Use) -> tuple[Any, Callable[[Any], object]]:
     """Return tracers for the result of a metric that is kept back, and what gives them values."""
     if not isinstance(owner, MetricCollection):
         late = LateValue(use)

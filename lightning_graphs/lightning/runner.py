@@ -241,8 +241,7 @@ class StepRunner(StepRegion):
         if self._begins_with_head:
             return self._run_head(args)
         self._statistics.ran_eagerly()
-        if self._fit.progress is not None:
-            self._fit.progress.mirrored = frozenset()
+        self._begin_eagerly()
         if self._warmup_left > 0:
             self._warmup_left -= 1
             watching = self._fit.watch.logged.watching(self._module)

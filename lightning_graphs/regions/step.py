@@ -165,7 +165,6 @@ class Attempts(StepBody):
         self._inside = contextlib.ExitStack()  # surrounds the step's own code
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
-        self._watchers: Sequence[Watcher] = ()  # likewise
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
 
     def _attempts(self, attempt: Callable[[], StepPlan]) -> StepPlan | None:
@@ -361,6 +360,7 @@ class StepCapture(Attempts):
         scaling: dict[str, Any] = {}
         recorder = self.client.recorder()
         around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
+        watchers: list[Watcher] = []
 
         def cut(name: str) -> None:
             if name == "step":
@@ -371,14 +371,14 @@ class StepCapture(Attempts):
         def begin(given: Given) -> Sequence[Any]:
             """Begin to capture, at the end of the head if there is one."""
             self._begun = begun = self._begin(given, phase, recorder)
-            self._watchers = self._watched(begun, given, recorder, segments)
-            for watcher in self._watchers:
+            watchers.extend(self._watched(begun, given, recorder, segments))
+            for watcher in watchers:
                 around.enter_context(watcher.around())
             begun.targets.begin()
             renew_gradient_nodes(begun.targets.parameters)
             capturing.enter_context(segments.capturing("forward"))
             capturing.enter_context(self._passes_counted(adds=begun.targets.adds))
-            for watcher in self._watchers:
+            for watcher in watchers:
                 self._inside.enter_context(watcher.inside())
             self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments
@@ -393,7 +393,7 @@ class StepCapture(Attempts):
                         begun.effects.look()
                     copied = self._facts.kept.are_copied
                     gradients = begun.targets.found(copied=copied)
-                for watcher in self._watchers:
+                for watcher in watchers:
                     watcher.finish()
         except BaseException:  # KeyboardInterrupt and the like, too
             segments.abandon()
@@ -407,7 +407,7 @@ class StepCapture(Attempts):
         environment.outside.read_into(self._facts.reads)
         output.finish_capture()
         effects.finish_capture()
-        mechanisms = [m for w in self._watchers if (m := w.mechanism()) is not None]
+        mechanisms = [m for w in watchers if (m := w.mechanism()) is not None]
         conditions = replace(conditions_of(begun.signature), attributes=watch.attributes())
         read = itertools.chain.from_iterable(mechanism.key for mechanism in mechanisms)
         return StepPlan(

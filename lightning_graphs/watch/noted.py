@@ -112,7 +112,7 @@ def _numbers_by_line(calls: Sequence[Call]) -> dict[tuple[str, CallSite], list[t
     return found
 
 
-Told = frozenset[Callable[[str], object]]
+Listeners = frozenset[Callable[[str], object]]
 """What is called with a use of a tensor."""
 
 
@@ -146,7 +146,7 @@ class Observer(Recorder):
         self.silent = False  # whether nothing is noted at the moment
         self.answered = False  # whether the host has what is asked for by what is noted
         self._makes_on_host = False
-        self._forbidden: dict[int, Told] = {}
+        self._forbidden: dict[int, Listeners] = {}
         self.begin(())
 
     def begin(self, on_host: Iterable[Tensor]) -> None:
@@ -174,18 +174,18 @@ class Observer(Recorder):
         """
         self._follow(leaves_of(value, Tensor), frozenset({used}))
 
-    def _follow(self, tensors: Iterable[Tensor], used: Told) -> None:
+    def _follow(self, tensors: Iterable[Tensor], used: Listeners) -> None:
         for tensor in tensors:
             known = self.know(tensor, born=True).id
             self._forbidden[known] = self._forbidden.get(known, frozenset()) | used
 
     def tell_used(self, tensors: Iterable[Tensor], by: str) -> None:
-        """Tell of those among these tensors whose use is to be told."""
+        """Tell the listeners of those among these tensors that have some."""
         for used in self._late_in(tensors):
             used(by)
 
-    def _late_in(self, tensors: Iterable[Tensor]) -> Told:
-        """Find what is to be told of the use of these tensors."""
+    def _late_in(self, tensors: Iterable[Tensor]) -> Listeners:
+        """Find the listeners to uses of these tensors."""
         if not self._forbidden or self.silent:
             return frozenset()
         known = (self.know(t).id for t in tensors if t.layout is torch.strided)
