@@ -36,7 +36,8 @@ def advice_on(sentence: str, known: Mapping[str, str]) -> str:
 
 AREAS = {
     "Options and configuration": (
-        "policy/options", "lightning/plugins", "lightning/callback", "regions/choose", "padding",
+        *("policy/options", "lightning/plugins", "lightning/callback", "lightning/fit"),
+        *("regions/choose", "padding"),
     ),
     "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/", "errors"),
     "The core": ("core/", "device/", "values/", "autograd/", "private/"),

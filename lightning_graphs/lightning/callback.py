@@ -1,11 +1,10 @@
-"""``GraphCapture``, the callback: begins and ends the captures of a fit, and sums the fit up."""
+"""``GraphCapture``, the callback: begins and ends the captures of a fit."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from statistics import median
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -14,147 +13,38 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_graphs.device.graph import GraphPool
-from lightning_graphs.errors import CaptureError, UnsupportedError, in_one_line
+from lightning_graphs.errors import UnsupportedError, in_one_line
 from lightning_graphs.lightning.evaluation_loop import evaluations_looped
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
-from lightning_graphs.lightning.handler import Runner, StrategyHandler
+from lightning_graphs.lightning.fit import (
+    BACKEND_OF,
+    FitSummary,
+    fit_context,
+    reason_to_stay_out,
+    refused,
+    runner_for,
+    save_nothing,
+    side_stream,
+)
+from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.lightning.loop import replays_looped
-from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.private import cheap_contexts, updates_loggers
 from lightning_graphs.lightning.ranks import (
-    Ranks,
     capture_stream,
     is_model_parallel,
     why_not_captured,
 )
-from lightning_graphs.lightning.runner import StepRunner
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
-    ProgressValues,
     calls_of,
-    saving_exchanged,
 )
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
-from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, steps_left
+from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
-from lightning_graphs.policy.worth import (
-    CapturePolicy,
-    Experience,
-    MemoryBudget,
-    StepTiming,
-    Stopwatch,
-    judge,
-)
 from lightning_graphs.private.callsite import stacklevel_of_user
-from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.conditions import flattened_once
-from lightning_graphs.report import Report, render, summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report import Report
+from lightning_graphs.report.messages import Statistics
 from lightning_graphs.watch.assertions import OpenAssertions
-
-# ------------------ Summary of a fit
-
-_PARTLY_EAGER = "the optimizer step"
-"""The beginning of reasons that explain an eager part of a step, not an eager step."""
-
-
-class FitSummary:
-    """Times the first steps of a fit, judges whether graphs pay off, and says so to the user."""
-
-    def __init__(self, fit: LightningContext, switch_off: Callable[[], None]) -> None:
-        self._fit = fit
-        fit.ranks.on_leave = self.on_leave
-        self._statistics = statistics = fit.statistics
-        self._switch_off = switch_off
-        device = fit.trainer.strategy.root_device
-        statistics.device = device.type
-        if device.type == "cuda":
-            statistics.device = torch.cuda.get_device_name(device)
-        self._stopwatch = Stopwatch(device)
-        self._off_since: int | None = None
-        manual = not fit.module.automatic_optimization
-        self.timing = StepTiming(statistics, self._stopwatch, manual=manual)
-
-    def conclude(self) -> None:
-        """Say what the graphs gain; called once, when the timing is complete."""
-        if self._off_since is not None:
-            return
-        if self._stopwatch.meaningful:
-            torch.cuda.empty_cache()  # what eager steps had, and graphs cannot take
-        slower = not self._judge()
-        self._fit.messages.say(summary_line(self._statistics.report()))
-        if self._statistics.verdict:
-            hint = ""
-            if slower and not self._fit.options.only_if_faster:
-                hint = ". GraphCapture(only_if_faster=True) switches itself off then"
-            self._fit.messages.say(f"GraphCapture: {self._statistics.verdict}{hint}")
-        if slower and self._fit.options.only_if_faster:
-            self._fit.ranks.leave(f"switched off by only_if_faster: {self._statistics.verdict}")
-        self._log()
-
-    def on_leave(self, reason: str) -> None:
-        """Switch the callback off for the rest of the fit, and say why."""
-        self._switch_off()
-        self._off_since = self._batches()
-        self._fit.messages.note(reason)
-
-    def _batches(self) -> int:
-        """Return the index of the present micro-batch in the whole fit."""
-        return self._fit.trainer.fit_loop.epoch_loop.total_batch_idx
-
-    def _judge(self) -> bool:
-        """Tell whether graphs pay off by the times so far, and put the verdict into the report."""
-        if not self._stopwatch.meaningful:
-            return True
-        eager = self._statistics.step_times.eager
-        verdict = judge(self._statistics.graphs, median(eager) if eager else None)
-        self._statistics.verdict = verdict.sentence
-        return verdict.profitable
-
-    def count_rest(self) -> None:
-        """Count as eager the steps that ran since the callback was switched off."""
-        if self._off_since is not None:
-            self._statistics.ran_eagerly(self._batches() - self._off_since)
-            self._off_since = self._batches()
-
-    def finish(self) -> None:
-        """Complete the report; called at the end of a fit, before the graphs are released."""
-        self.timing.read(wait=True)
-        self.count_rest()
-        self._judge()
-        self._explain()
-        self._log()
-
-    def _explain(self) -> None:
-        """Report why steps ran eagerly, if none of them was refused."""
-        statistics = self._statistics
-        refused = any(not reason.startswith(_PARTLY_EAGER) for reason in statistics.fallbacks)
-        if statistics.waiting and not refused:
-            self._fit.messages.note(statistics.waiting)
-        if statistics.waiting or statistics.replayed or refused or not statistics.eager:
-            return
-        steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
-        options = self._fit.options
-        waits = "" if options.min_repeats is None else f", min_repeats={options.min_repeats}"
-        reason = (
-            f"steps run eagerly: the fit ended after {steps}, before the first graph "
-            f"(warmup_steps={options.warmup_steps}{waits}); longer fits have graphs"
-        )
-        statistics.fallbacks.append(reason)  # a short run is no reason for a warning
-
-    def tell(self) -> None:
-        self._fit.messages.say(f"GraphCapture:\n{render(self._statistics.report())}")
-
-    def _log(self) -> None:
-        if self._fit.options.log_metrics:
-            figures = self._statistics.report().metrics()
-            for logger in self._fit.trainer.loggers:
-                logger.log_metrics(figures, step=self._fit.trainer.global_step)
-
-
-# ------------------ The callback
 
 
 class GraphCapture(Callback):
@@ -262,7 +152,7 @@ class GraphCapture(Callback):
             )
         device = trainer.strategy.root_device
         backend = self.options.backend
-        if backend not in ("auto", _BACKEND_OF.get(device.type)):
+        if backend not in ("auto", BACKEND_OF.get(device.type)):
             raise OptionError(
                 "backend must be 'auto', 'cuda' on a GPU or 'emulated' on the CPU.",
                 f"got {backend!r} with a trainer on {device}",
@@ -273,7 +163,7 @@ class GraphCapture(Callback):
             return
         reason = why_not_captured(trainer, self.options)
         if reason and self.options.on_failure == "raise":
-            raise _refused(reason)
+            raise refused(reason)
         if device.type == "cuda" and not reason:
             self._stream = capture_stream(trainer, self._fit)
 
@@ -310,7 +200,7 @@ class GraphCapture(Callback):
         """
         if self._stream is not None:
             device = trainer.strategy.root_device
-            self._fit.enter_context(_side_stream(device, self._stream))
+            self._fit.enter_context(side_stream(device, self._stream))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -327,7 +217,7 @@ class GraphCapture(Callback):
                 self._observe(trainer, pl_module)
             return
         with contextlib.ExitStack() as stack:
-            fit = _context(trainer, pl_module, self.options, self._statistics, own_stream, stack)
+            fit = fit_context(trainer, pl_module, self.options, self._statistics, own_stream, stack)
             evaluation: EvaluationHandler | None = None
 
             def switch_off() -> None:
@@ -338,7 +228,7 @@ class GraphCapture(Callback):
                     fit.progress.mirrored = frozenset()
 
             summary = FitSummary(fit, switch_off)
-            runners = _runner_for(fit), partial(ModuleRunner, fit, 0)
+            runners = runner_for(fit), partial(ModuleRunner, fit, 0)
             timed = summary.timing, summary.conclude
             handler = StrategyHandler(*runners, fit.recovery, fit.statistics, *timed)
             stack.callback(handler.close)
@@ -380,11 +270,11 @@ class GraphCapture(Callback):
             return
         if (device.type == "cpu" and options.backend == "auto") or not self._evaluates(trainer):
             return
-        if reason := _reason_to_stay_out(trainer, options):
+        if reason := reason_to_stay_out(trainer, options):
             self._statistics.fallbacks.append(reason)
             return
         with contextlib.ExitStack() as stack:
-            fit = _context(trainer, module, options, self._statistics, None, stack)
+            fit = fit_context(trainer, module, options, self._statistics, None, stack)
             evaluation = EvaluationHandler(fit, name)
             stack.callback(evaluation.close)
 
@@ -449,7 +339,7 @@ class GraphCapture(Callback):
 
         reason = "diagnose=True: steps are observed, and none is captured"
         self._statistics.fallbacks.append(reason)
-        strategy, why_none = trainer.strategy, _reason_to_stay_out(trainer, self.options)
+        strategy, why_none = trainer.strategy, reason_to_stay_out(trainer, self.options)
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
             self._fit.enter_context(BatchTransfer(trainer).installed())
         why = why_no_whole_step(trainer, module, self.options.optimizer_kernel)
@@ -474,14 +364,14 @@ class GraphCapture(Callback):
             rank_zero_info(f"GraphCapture is {why}.")
             self._statistics.fallbacks.append(why)
             return False
-        reason = _reason_to_stay_out(trainer, self.options)
+        reason = reason_to_stay_out(trainer, self.options)
         raises = self.options.on_failure == "raise"
         whole = self.options.scope == "step" or is_model_parallel(trainer)
         if whole or (raises and not self.options.by_submodules):
             kernel = self.options.optimizer_kernel
             reason = reason or why_no_whole_step(trainer, module, kernel)
         if reason and raises:
-            raise _refused(reason)
+            raise refused(reason)
         if reason:
             rank_zero_warn(f"GraphCapture is inactive: {reason}", stacklevel=stacklevel_of_user())
             self._statistics.fallbacks.append(reason)
@@ -534,7 +424,7 @@ class GraphCapture(Callback):
         if failed is not None:
             if failed is not exception:
                 rank_zero_warn(f"GraphCapture: ahead of that, {in_one_line(failed)}")
-            _save_nothing(trainer)
+            save_nothing(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -544,147 +434,3 @@ class GraphCapture(Callback):
     def _release(self) -> None:
         self._handler = self._summary = self._stream = self._assertions = self._evaluation = None
         self._fit.close()
-
-
-_BACKEND_OF: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
-
-
-def _reason_to_stay_out(trainer: Trainer, options: Options) -> str:
-    """Why this fit is not captured, in one sentence; empty if it may be."""
-    device = trainer.strategy.root_device
-    if device.type not in _BACKEND_OF:
-        return f"it captures on CUDA devices, and the trainer runs on {device}"
-    if reason := why_not_captured(trainer, options):
-        return reason
-    if torch.is_anomaly_enabled():
-        return "detect_anomaly=True checks every operator on the host"
-    return ""
-
-
-def _save_nothing(trainer: Trainer) -> None:
-    """Let the callbacks that follow in ``on_exception`` save no state behind a failed assertion."""
-    stack, ended = contextlib.ExitStack(), trainer.strategy.on_exception
-
-    def end(exception: BaseException) -> None:
-        stack.close()
-        ended(exception)
-
-    stack.enter_context(saving_exchanged(trainer.strategy, _refuse_save))
-    stack.enter_context(replaced(trainer.strategy, "on_exception", end))
-
-
-def _refuse_save() -> bool:
-    rank_zero_warn(
-        "GraphCapture: no checkpoint is saved, since its state lies behind a failed assertion; "
-        "go on from the one before"
-    )
-    return False
-
-
-def _refused(reason: str) -> CaptureError:
-    return CaptureError(
-        "GraphCapture cannot capture this fit.",
-        reason,
-        "remove the reason, write scope='modules', or train without graphs (on_failure='eager')",
-    )
-
-
-def _context(
-    trainer: Trainer,
-    module: LightningModule,
-    options: Options,
-    statistics: Statistics,  # of this fit or evaluation
-    stream: torch.cuda.Stream | None,  # for captures; None: a new one
-    stack: contextlib.ExitStack,  # gets what is to be put back
-) -> LightningContext:
-    """Make what the runners of a fit or of an evaluation share."""
-    device, calls = trainer.strategy.root_device, calls_of(trainer.strategy)
-    name = statistics.backend = _BACKEND_OF[device.type]
-    own_stream = progress = None
-    if name == "cuda":
-        own_stream = stack.enter_context(_side_stream(device, stream))
-        if trainer.state.fn == TrainerFn.FITTING:
-            progress = ProgressValues(trainer)
-            stack.enter_context(progress.installed())
-        if not moves_batches_itself(trainer, module):
-            stack.enter_context(BatchTransfer(trainer).installed())
-    stack.enter_context(cheap_contexts(trainer))
-    stack.enter_context(flattened_once())
-    pool = GraphPool(stream=own_stream, keep_graphs=True, backend=name)
-    stack.callback(pool.close)
-    budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer)
-    stack.callback(ranks.close)
-    budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
-    assertions = OpenAssertions(
-        partial(getattr, trainer, "global_step"),
-        partial(updates_loggers, trainer),
-        pool.backend.synchronize,
-        ranks,
-    )
-
-    def may_save() -> bool:
-        assertions.settle()
-        return assertions.failed is None or _refuse_save()
-
-    stack.enter_context(saving_exchanged(trainer.strategy, may_save))
-    raises = options.on_failure == "raise"
-    return LightningContext(
-        trainer=trainer,
-        module=module,
-        options=options,
-        pool=pool,
-        statistics=statistics,
-        messages=Messages(
-            statistics,
-            PATIENCE + (options.min_repeats or 0),
-            say=rank_zero_info,
-            warn=rank_zero_warn,
-        ),
-        progress=progress,
-        policy=CapturePolicy(
-            options,
-            statistics,
-            partial(steps_left, trainer),
-            timed=name == "cuda",
-            experience=Experience.with_class(type(module)),
-        ),
-        budget=budget,
-        recovery=OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises),
-        ranks=ranks,
-        watch=TrainerWatch(trainer, module, progress),
-        assertions=assertions,
-        no_whole_step=why_no_whole_step(trainer, module, options.optimizer_kernel),
-    )
-
-
-@contextlib.contextmanager
-def _side_stream(
-    device: torch.device, stream: torch.cuda.Stream | None
-) -> Iterator[torch.cuda.Stream]:
-    """Make ``stream``, or a new one, the current stream, with waits on both ends."""
-    before = torch.cuda.current_stream(device)
-    stream = stream or torch.cuda.Stream(device)
-    stream.wait_stream(before)
-    torch.cuda.set_stream(stream)
-    try:
-        yield stream
-    finally:
-        torch.cuda.set_stream(before)
-        before.wait_stream(stream)
-
-
-def _runner_for(fit: LightningContext) -> Runner:
-    """Make the runner that the options ask for, by default that of whole steps.
-
-    :class:`StrategyHandler` takes submodules from the next step on if whole steps fail: if the
-    first capture is refused, or if attributes take new values too often.
-    """
-    if fit.options.scope == "step":
-        return StepRunner(fit)
-    if fit.options.by_submodules:
-        return ModuleRunner(fit, fit.options.warmup_steps)
-    if fit.no_whole_step:
-        reason = f"capturing submodules, not the whole step: {fit.no_whole_step}"
-        fit.messages.say(f"GraphCapture: {reason}")  # no warning: nothing is to be done
-        return ModuleRunner(fit, fit.options.warmup_steps)
-    return StepRunner(fit)

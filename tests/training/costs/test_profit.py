@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.lightning import callback as summary
+from lightning_graphs.lightning import fit as summary
 from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.policy.worth import SAMPLES, StepTiming, Verdict, judge
 from lightning_graphs.report import GraphRecord

@@ -1,0 +1,291 @@
+"""What a fit is captured with, why it may not be, and what its summary says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from statistics import median
+from typing import Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.lightning.handler import Runner
+from lightning_graphs.lightning.oom import OomRecovery
+from lightning_graphs.lightning.private import cheap_contexts, updates_loggers
+from lightning_graphs.lightning.ranks import (
+    Ranks,
+    why_not_captured,
+)
+from lightning_graphs.lightning.runner import StepRunner
+from lightning_graphs.lightning.strategy import (
+    BatchTransfer,
+    ProgressValues,
+    calls_of,
+    saving_exchanged,
+)
+from lightning_graphs.lightning.submodules_runner import ModuleRunner
+from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, steps_left
+from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
+from lightning_graphs.policy.options import Options
+from lightning_graphs.policy.worth import (
+    CapturePolicy,
+    Experience,
+    MemoryBudget,
+    StepTiming,
+    Stopwatch,
+    judge,
+)
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.conditions import flattened_once
+from lightning_graphs.report import render, summary_line
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.watch.assertions import OpenAssertions
+
+BACKEND_OF: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
+
+
+def reason_to_stay_out(trainer: Trainer, options: Options) -> str:
+    """Why this fit is not captured, in one sentence; empty if it may be."""
+    device = trainer.strategy.root_device
+    if device.type not in BACKEND_OF:
+        return f"it captures on CUDA devices, and the trainer runs on {device}"
+    if reason := why_not_captured(trainer, options):
+        return reason
+    if torch.is_anomaly_enabled():
+        return "detect_anomaly=True checks every operator on the host"
+    return ""
+
+
+def save_nothing(trainer: Trainer) -> None:
+    """Let the callbacks that follow in ``on_exception`` save no state behind a failed assertion."""
+    stack, ended = contextlib.ExitStack(), trainer.strategy.on_exception
+
+    def end(exception: BaseException) -> None:
+        stack.close()
+        ended(exception)
+
+    stack.enter_context(saving_exchanged(trainer.strategy, _refuse_save))
+    stack.enter_context(replaced(trainer.strategy, "on_exception", end))
+
+
+def _refuse_save() -> bool:
+    rank_zero_warn(
+        "GraphCapture: no checkpoint is saved, since its state lies behind a failed assertion; "
+        "go on from the one before"
+    )
+    return False
+
+
+def refused(reason: str) -> CaptureError:
+    return CaptureError(
+        "GraphCapture cannot capture this fit.",
+        reason,
+        "remove the reason, write scope='modules', or train without graphs (on_failure='eager')",
+    )
+
+
+def fit_context(
+    trainer: Trainer,
+    module: LightningModule,
+    options: Options,
+    statistics: Statistics,  # of this fit or evaluation
+    stream: torch.cuda.Stream | None,  # for captures; None: a new one
+    stack: contextlib.ExitStack,  # gets what is to be put back
+) -> LightningContext:
+    """Make what the runners of a fit or of an evaluation share."""
+    device, calls = trainer.strategy.root_device, calls_of(trainer.strategy)
+    name = statistics.backend = BACKEND_OF[device.type]
+    own_stream = progress = None
+    if name == "cuda":
+        own_stream = stack.enter_context(side_stream(device, stream))
+        if trainer.state.fn == TrainerFn.FITTING:
+            progress = ProgressValues(trainer)
+            stack.enter_context(progress.installed())
+        if not moves_batches_itself(trainer, module):
+            stack.enter_context(BatchTransfer(trainer).installed())
+    stack.enter_context(cheap_contexts(trainer))
+    stack.enter_context(flattened_once())
+    pool = GraphPool(stream=own_stream, keep_graphs=True, backend=name)
+    stack.callback(pool.close)
+    budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer)
+    stack.callback(ranks.close)
+    budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
+    assertions = OpenAssertions(
+        partial(getattr, trainer, "global_step"),
+        partial(updates_loggers, trainer),
+        pool.backend.synchronize,
+        ranks,
+    )
+
+    def may_save() -> bool:
+        assertions.settle()
+        return assertions.failed is None or _refuse_save()
+
+    stack.enter_context(saving_exchanged(trainer.strategy, may_save))
+    raises = options.on_failure == "raise"
+    return LightningContext(
+        trainer=trainer,
+        module=module,
+        options=options,
+        pool=pool,
+        statistics=statistics,
+        messages=Messages(
+            statistics,
+            PATIENCE + (options.min_repeats or 0),
+            say=rank_zero_info,
+            warn=rank_zero_warn,
+        ),
+        progress=progress,
+        policy=CapturePolicy(
+            options,
+            statistics,
+            partial(steps_left, trainer),
+            timed=name == "cuda",
+            experience=Experience.with_class(type(module)),
+        ),
+        budget=budget,
+        recovery=OomRecovery(trainer, calls, statistics, budget, ranks, raises=raises),
+        ranks=ranks,
+        watch=TrainerWatch(trainer, module, progress),
+        assertions=assertions,
+        no_whole_step=why_no_whole_step(trainer, module, options.optimizer_kernel),
+    )
+
+
+@contextlib.contextmanager
+def side_stream(
+    device: torch.device, stream: torch.cuda.Stream | None
+) -> Iterator[torch.cuda.Stream]:
+    """Make ``stream``, or a new one, the current stream, with waits on both ends."""
+    before = torch.cuda.current_stream(device)
+    stream = stream or torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    torch.cuda.set_stream(stream)
+    try:
+        yield stream
+    finally:
+        torch.cuda.set_stream(before)
+        before.wait_stream(stream)
+
+
+def runner_for(fit: LightningContext) -> Runner:
+    """Make the runner that the options ask for, by default that of whole steps.
+
+    :class:`StrategyHandler` takes submodules from the next step on if whole steps fail: if the
+    first capture is refused, or if attributes take new values too often.
+    """
+    if fit.options.scope == "step":
+        return StepRunner(fit)
+    if fit.options.by_submodules:
+        return ModuleRunner(fit, fit.options.warmup_steps)
+    if fit.no_whole_step:
+        reason = f"capturing submodules, not the whole step: {fit.no_whole_step}"
+        fit.messages.say(f"GraphCapture: {reason}")  # no warning: nothing is to be done
+        return ModuleRunner(fit, fit.options.warmup_steps)
+    return StepRunner(fit)
+
+
+# ------------------ Summary of a fit
+
+_PARTLY_EAGER = "the optimizer step"
+"""The beginning of reasons that explain an eager part of a step, not an eager step."""
+
+
+class FitSummary:
+    """Times the first steps of a fit, judges whether graphs pay off, and says so to the user."""
+
+    def __init__(self, fit: LightningContext, switch_off: Callable[[], None]) -> None:
+        self._fit = fit
+        fit.ranks.on_leave = self.on_leave
+        self._statistics = statistics = fit.statistics
+        self._switch_off = switch_off
+        device = fit.trainer.strategy.root_device
+        statistics.device = device.type
+        if device.type == "cuda":
+            statistics.device = torch.cuda.get_device_name(device)
+        self._stopwatch = Stopwatch(device)
+        self._off_since: int | None = None
+        manual = not fit.module.automatic_optimization
+        self.timing = StepTiming(statistics, self._stopwatch, manual=manual)
+
+    def conclude(self) -> None:
+        """Say what the graphs gain; called once, when the timing is complete."""
+        if self._off_since is not None:
+            return
+        if self._stopwatch.meaningful:
+            torch.cuda.empty_cache()  # what eager steps had, and graphs cannot take
+        slower = not self._judge()
+        self._fit.messages.say(summary_line(self._statistics.report()))
+        if self._statistics.verdict:
+            hint = ""
+            if slower and not self._fit.options.only_if_faster:
+                hint = ". GraphCapture(only_if_faster=True) switches itself off then"
+            self._fit.messages.say(f"GraphCapture: {self._statistics.verdict}{hint}")
+        if slower and self._fit.options.only_if_faster:
+            self._fit.ranks.leave(f"switched off by only_if_faster: {self._statistics.verdict}")
+        self._log()
+
+    def on_leave(self, reason: str) -> None:
+        """Switch the callback off for the rest of the fit, and say why."""
+        self._switch_off()
+        self._off_since = self._batches()
+        self._fit.messages.note(reason)
+
+    def _batches(self) -> int:
+        """Return the index of the present micro-batch in the whole fit."""
+        return self._fit.trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def _judge(self) -> bool:
+        """Tell whether graphs pay off by the times so far, and put the verdict into the report."""
+        if not self._stopwatch.meaningful:
+            return True
+        eager = self._statistics.step_times.eager
+        verdict = judge(self._statistics.graphs, median(eager) if eager else None)
+        self._statistics.verdict = verdict.sentence
+        return verdict.profitable
+
+    def count_rest(self) -> None:
+        """Count as eager the steps that ran since the callback was switched off."""
+        if self._off_since is not None:
+            self._statistics.ran_eagerly(self._batches() - self._off_since)
+            self._off_since = self._batches()
+
+    def finish(self) -> None:
+        """Complete the report; called at the end of a fit, before the graphs are released."""
+        self.timing.read(wait=True)
+        self.count_rest()
+        self._judge()
+        self._explain()
+        self._log()
+
+    def _explain(self) -> None:
+        """Report why steps ran eagerly, if none of them was refused."""
+        statistics = self._statistics
+        refused = any(not reason.startswith(_PARTLY_EAGER) for reason in statistics.fallbacks)
+        if statistics.waiting and not refused:
+            self._fit.messages.note(statistics.waiting)
+        if statistics.waiting or statistics.replayed or refused or not statistics.eager:
+            return
+        steps = f"{statistics.eager} step{'s' * (statistics.eager != 1)}"
+        options = self._fit.options
+        waits = "" if options.min_repeats is None else f", min_repeats={options.min_repeats}"
+        reason = (
+            f"steps run eagerly: the fit ended after {steps}, before the first graph "
+            f"(warmup_steps={options.warmup_steps}{waits}); longer fits have graphs"
+        )
+        statistics.fallbacks.append(reason)  # a short run is no reason for a warning
+
+    def tell(self) -> None:
+        self._fit.messages.say(f"GraphCapture:\n{render(self._statistics.report())}")
+
+    def _log(self) -> None:
+        if self._fit.options.log_metrics:
+            figures = self._statistics.report().metrics()
+            for logger in self._fit.trainer.loggers:
+                logger.log_metrics(figures, step=self._fit.trainer.global_step)
