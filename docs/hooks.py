@@ -40,6 +40,7 @@ AREAS = {
         *("regions/choose", "padding"),
     ),
     "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/", "errors"),
+    "Functions of plain loops": ("loops/",),
     "The core": ("core/", "device/", "values/", "autograd/", "private/"),
     "Reports": ("report/",),
 }  # fmt: skip

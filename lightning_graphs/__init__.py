@@ -1,4 +1,4 @@
-"""CUDA graphs for PyTorch Lightning: a training step as one graph launch.
+"""CUDA graphs for PyTorch Lightning and for plain loops: a training step as one graph launch.
 
 What needs torch is resolved on first use (PEP 562), so that ``import lightning_graphs`` imports
 neither torch nor Lightning and touches no GPU.
@@ -22,6 +22,7 @@ from lightning_graphs.moved import register
 if TYPE_CHECKING:
     from lightning_graphs import core
     from lightning_graphs.lightning.callback import GraphCapture
+    from lightning_graphs.loops.function import capture
     from lightning_graphs.padding import PadTo, choose_lengths
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "UnsupportedError",
     "VerificationError",
     "__version__",
+    "capture",
     "choose_lengths",
     "core",
 ]
@@ -51,6 +53,8 @@ def __getattr__(name: str) -> object:
         return import_module("lightning_graphs.lightning.callback").GraphCapture
     if name in ("PadTo", "choose_lengths"):
         return getattr(import_module("lightning_graphs.padding"), name)
+    if name == "capture":
+        return import_module("lightning_graphs.loops.function").capture
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

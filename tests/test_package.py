@@ -43,6 +43,7 @@ LAYERS = (
     "watch",
     "policy",
     "regions",
+    "loops",
     "lightning",
     "moved",
     "pytorch_lightning",
@@ -115,6 +116,31 @@ def test_the_doctor_comes_when_it_is_called() -> None:
 
 def test_importing_the_package_leaves_torch_alone() -> None:
     assert run_python("import sys, lightning_graphs\nprint('torch' in sys.modules)") == "False"
+
+
+PLAIN = """
+import sys, torch, lightning_graphs
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+
+def train_step(x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+step = lightning_graphs.capture(
+    train_step, model, optimizer, backend="emulated", only_if_faster=False
+)
+for _ in range(8):
+    step(torch.ones(2, 4))
+print(step.report.replayed > 2, sorted({*LIGHTNING, "torchmetrics"} & set(sys.modules)))
+"""
+
+
+def test_a_captured_loop_imports_no_lightning() -> None:
+    assert run_python(f"LIGHTNING = {LIGHTNING!r}\n{PLAIN}") == "True []"
 
 
 UNUSUAL = """
@@ -322,7 +348,7 @@ WORDS = re.compile(r"self\.log\b|training_step|Trainer\(")
 def test_the_engine_knows_nothing_of_lightning(path: Path) -> None:
     """Neither its modules, nor the words of a remedy, which come from the client."""
     module, package = module_and_package(path)
-    if {*module.split(".")[1:2]} & ENGINE:
+    if {*module.split(".")[1:2]} & (ENGINE | {"loops"}):
         text = path.read_text(encoding="utf-8")
         tops = {n.partition(".")[0] for n in imported_names(ast.parse(text), package)}
         assert not tops & (LIGHTNING | {"torchmetrics"})

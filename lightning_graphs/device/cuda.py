@@ -12,7 +12,7 @@ import gc
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -429,3 +429,19 @@ def _explained(error: BaseException) -> CaptureError:
             "2.13 or newer",
         )
     return CaptureError(NOT_RECORDED.rule, observed, known_remedy(error, NOT_RECORDED.remedy))
+
+
+@contextlib.contextmanager
+def joined_stream(
+    device: torch.device, stream: torch.cuda.Stream | None
+) -> Iterator[torch.cuda.Stream]:
+    """Make ``stream``, or a new one, the current stream, with waits on both ends."""
+    before = torch.cuda.current_stream(device)
+    stream = stream or torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    torch.cuda.set_stream(stream)
+    try:
+        yield stream
+    finally:
+        torch.cuda.set_stream(before)
+        before.wait_stream(stream)

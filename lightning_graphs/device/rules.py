@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack, walk_tb
 from typing import Any, NoReturn
@@ -226,6 +227,24 @@ SCHEDULED = Obstacle(
     "step the scheduler at the end of the step; one that takes a value, in a hook",
     kind="python-state",
 )
+OPTIMIZER_SET = Obstacle(
+    "A replay runs no Python code, and cannot set values in the optimizer.",
+    "set the value outside of the captured code, or with a scheduler",
+    kind="python-state",
+    code='optimizer.param_groups[0]["weight_decay"] = 0.1  # ahead of the captured code',
+)
+MOVING_VALUE = Obstacle(
+    "A graph would freeze an attribute or a global variable, which keeps changing.",
+    "keep the value in a tensor, which is filled ahead of the captured code",
+    kind="python-state",
+    code="scale.fill_(number)  # a tensor that the captured code multiplies with",
+)
+GRADIENTS_CHANGED = Obstacle(
+    "A captured step of an evaluation cannot change the gradients of parameters.",
+    "use torch.autograd.grad(...), which returns gradients",
+    kind="python-state",
+    code="(gradient,) = torch.autograd.grad(score, x)  # in place of score.backward()",
+)
 BATCH_CHANGED = Obstacle(
     "A replay can put tensors and plain values into dicts, lists and dataclasses of its batch, and "
     "change no other objects there.",
@@ -382,10 +401,30 @@ def know_cause(file: str, function: str, remedy: Remedy) -> None:
     _CAUSES[file, function] = remedy
 
 
+_BY_ITSELF: dict[tuple[Any, str], str] = {}
+"""What rules say without the words of a client."""
+
+
 def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
     """Replace ``remedy`` and ``code`` of rules and remedies by a client's words."""
     for spoken, own in words.items():
         for field, text in own.items():
+            _BY_ITSELF.setdefault((spoken, field), getattr(spoken, field))
+            setattr(spoken, field, text)
+
+
+@contextlib.contextmanager
+def speaking(words: Mapping[Any, Mapping[str, str]]) -> Iterator[None]:
+    """Let rules speak a client's words in the body, and no words of another one."""
+    given = {(spoken, field): text for spoken, own in words.items() for field, text in own.items()}
+    said = {**_BY_ITSELF, **given}
+    before = {(spoken, field): getattr(spoken, field) for spoken, field in said}
+    try:
+        for (spoken, field), text in said.items():
+            setattr(spoken, field, text)
+        yield
+    finally:
+        for (spoken, field), text in before.items():
             setattr(spoken, field, text)
         CODE[spoken.remedy] = spoken.code
 

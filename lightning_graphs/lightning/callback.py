@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_graphs.device.cuda import joined_stream
 from lightning_graphs.errors import UnsupportedError, in_one_line
 from lightning_graphs.lightning.evaluation_loop import evaluations_looped
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
@@ -24,7 +25,6 @@ from lightning_graphs.lightning.fit import (
     refused,
     runner_for,
     save_nothing,
-    side_stream,
 )
 from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.lightning.loop import replays_looped
@@ -200,7 +200,7 @@ class GraphCapture(Callback):
         """
         if self._stream is not None:
             device = trainer.strategy.root_device
-            self._fit.enter_context(side_stream(device, self._stream))
+            self._fit.enter_context(joined_stream(device, self._stream))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Literal
@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_graphs.device.cuda import joined_stream
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.handler import Runner
@@ -103,7 +104,7 @@ def fit_context(
     name = statistics.backend = BACKEND_OF[device.type]
     own_stream = progress = None
     if name == "cuda":
-        own_stream = stack.enter_context(side_stream(device, stream))
+        own_stream = stack.enter_context(joined_stream(device, stream))
         if trainer.state.fn == TrainerFn.FITTING:
             progress = ProgressValues(trainer)
             stack.enter_context(progress.installed())
@@ -156,22 +157,6 @@ def fit_context(
         assertions=assertions,
         no_whole_step=why_no_whole_step(trainer, module, options.optimizer_kernel),
     )
-
-
-@contextlib.contextmanager
-def side_stream(
-    device: torch.device, stream: torch.cuda.Stream | None
-) -> Iterator[torch.cuda.Stream]:
-    """Make ``stream``, or a new one, the current stream, with waits on both ends."""
-    before = torch.cuda.current_stream(device)
-    stream = stream or torch.cuda.Stream(device)
-    stream.wait_stream(before)
-    torch.cuda.set_stream(stream)
-    try:
-        yield stream
-    finally:
-        torch.cuda.set_stream(before)
-        before.wait_stream(stream)
 
 
 def runner_for(fit: LightningContext) -> Runner:

@@ -105,6 +105,8 @@ def _without_autocast_cache(plugin: Any) -> Iterator[None]:
 class TrainerWatch:
     """The trainer as :class:`~lightning_graphs.regions.context.Client` of the engine."""
 
+    watched = ()
+
     def __init__(
         self,
         trainer: Trainer,

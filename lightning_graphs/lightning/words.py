@@ -19,13 +19,16 @@ from lightning_graphs.device.rules import (
     CTC_LOSS,
     DRAWN,
     FILLED,
+    GRADIENTS_CHANGED,
     GROUPED,
     HOST_DATA,
     HOST_READ,
     LINEAR_ALGEBRA,
     MOVED_STORAGE,
+    MOVING_VALUE,
     NOT_RECORDED,
     OLD_GRADIENTS,
+    OPTIMIZER_SET,
     READ_IN_BACKWARD,
     SCHEDULED,
     SIDE_EFFECT,
@@ -138,6 +141,21 @@ WORDS = {
         "remedy": "return the value from training_step, and use it in on_train_batch_end",
         "code": "def on_train_batch_end(self, outputs, batch, batch_idx):\n"
         '    batch["info"].score = outputs["score"]  # what training_step returns',
+    },
+    OPTIMIZER_SET: {
+        "remedy": "set the value in on_train_batch_start or another hook, or with a scheduler",
+        "code": "def on_train_batch_start(self, batch, batch_idx):\n"
+        '    self.optimizers().param_groups[0]["weight_decay"] = 0.1',
+    },
+    MOVING_VALUE: {
+        "remedy": "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
+        "and fill_(...) on it in on_train_batch_start",
+        "code": 'self.register_buffer("scale", torch.ones(()))  # in __init__\n'
+        "self.scale.fill_(number)  # in on_train_batch_start",
+    },
+    GRADIENTS_CHANGED: {
+        "remedy": "use torch.autograd.grad(...), which returns gradients; or write "
+        "evaluation=False",
     },
     FILLED: {
         "remedy": "compute with the list in on_train_batch_end, or keep the last few entries in a "

@@ -51,6 +51,14 @@ from lightning_graphs.watch.tracers import (
 )
 
 
+class NoOptimizer(Optimizer):
+    """Stands for the optimizer where a step has none."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {})
+        self.param_groups.clear()
+
+
 @dataclass(eq=False)
 class StepBody:
     """The step of one fit, without the hooks of its client."""
@@ -63,7 +71,8 @@ class StepBody:
     def __post_init__(self) -> None:
         self.module, self.client = self.context.module, self.context.watch
         self._scaler = self.client.scaler
-        self.optimizer, self.capturable = next(iter(self.optimizers.items()))
+        first: tuple[Optimizer, CapturableOptimizer | None] = NoOptimizer(), None
+        self.optimizer, self.capturable = next(iter(self.optimizers.items()), first)
 
     @contextlib.contextmanager
     def surrounded(

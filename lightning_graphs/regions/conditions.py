@@ -421,7 +421,7 @@ class ReplayGuards:
     def _with_gradients(self) -> tuple[bool, ...]:
         """Find which parameters have gradients of earlier steps, if the step reads them."""
         zeroing, stepping, *_ = self._client.phase()
-        if zeroing or not stepping or not self._optimizers:
+        if zeroing or not stepping or not self._optimized:
             return ()
         return tuple([p.grad is not None for p in self._optimized])
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.device.rules import GRADIENTS_CHANGED
+from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.behind import Behind
-from lightning_graphs.regions.body import Given, StepBody
+from lightning_graphs.regions.body import Given, NoOptimizer, StepBody
 from lightning_graphs.regions.conditions import Observers, Phase, ReplayGuards
 from lightning_graphs.regions.gradients import GradientTargets
 from lightning_graphs.regions.plan import StepPlan
@@ -32,14 +32,6 @@ from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 NO_OBSERVERS = Observers((), (), False)
 """No hook runs inside of a step of an evaluation."""
-
-
-class NoOptimizer(Optimizer):
-    """Stands for the optimizer where an evaluation has none."""
-
-    def __init__(self) -> None:
-        super().__init__([{"params": []}], {})
-        self.param_groups.clear()
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:
@@ -126,10 +118,8 @@ class EvaluationCapture(EvaluationBody, StepCapture):
         if gradients.restore():
             for graph in plan.graphs.values():
                 self.context.pool.release(graph)
-            raise CaptureError(
-                "A captured step of an evaluation cannot change the gradients of parameters.",
-                f"{LIBRARIES.step} runs a backward pass that reaches them",
-                "use torch.autograd.grad(...), which returns gradients; or write evaluation=False",
+            raise GRADIENTS_CHANGED.refused(
+                f"{LIBRARIES.step} runs a backward pass that reaches them"
             )
         assert self._unread is not None, "made as the capture began"
         self._unread.present = partial(getattr, plan.present, "batch")

@@ -184,6 +184,40 @@ class Ranks(Protocol):
     ) -> _Result: ...
 
 
+class Alone:
+    """Decisions of one process: there are no other ranks."""
+
+    are_one = True
+    whole_steps_only = False
+    ddp: Any = None
+    units: Any = None
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(_FIRST_NUMBER)
+
+    def agree(self, choice: int, wish: bool) -> tuple[int, bool]:
+        return choice, wish
+
+    def any(self, value: bool) -> bool:
+        return value
+
+    def all_or_none(
+        self,
+        run: Callable[[], _Result],
+        undo: Callable[[_Result], None] = lambda _: None,
+        *,
+        exchanges: bool = False,
+    ) -> _Result:
+        return run()
+
+    def raise_on_all(self, error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+
+_FIRST_NUMBER = 2  # above what becomes of calls without a plan
+
+
 class WrittenMemory:
     """Memory that runs of one region write, and that no walk from its module finds.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import Obstacle, may_follow_values
+from lightning_graphs.device.rules import MOVING_VALUE, Obstacle, may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, VerificationError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept
@@ -79,6 +79,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
     _ranks: Ranks
     _observers: Observers
     _by_hand: bool
+    verifies: type[Verification]
     _run_step: Callable[..., Any]  # runs the step's own code eagerly
     is_undivided: bool
 
@@ -130,7 +131,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
     def _bind_head(self) -> None:
         """Take note of the present parameters, guards and capture."""
         body = self._capture, self._facts.places, self._head
-        self._verification = Verification(self._verifier, *body)
+        self._verification = self.verifies(self._verifier, *body)
         self._verification.fits = self._watch.are_as_in
         self._head.look_again()
         is_alone = self._ranks.are_one and self._ranks.ddp is None and not self._by_hand
@@ -224,6 +225,8 @@ class StepRegion(HeadedSteps):
     """Whole steps of a client; a runner of the client calls and replays them."""
 
     scope = step = "step"  # of its graphs, in the report; and what the user calls it
+    captures: type[StepCapture] = StepCapture
+    verifies: type[Verification] = Verification
 
     def __init__(
         self,
@@ -307,9 +310,11 @@ class StepRegion(HeadedSteps):
         self._eager_because = obstacle
         in_graphs = dict.fromkeys(self._optimizers) if obstacle else self.capturables
         self._in_graphs = [one for one in in_graphs.values() if one is not None]
-        self._capture = StepCapture(self._fit, self._facts, in_graphs, self._observers)
+        self._capture = self.captures(self._fit, self._facts, in_graphs, self._observers)
         guards = [one.guard for one in self._in_graphs]
+        # Of a step by hand all parameters' own code may read theirs
         old = with_old_gradients(self._optimizers, self._module if self._by_hand else None)
+        old = old if guards or self._by_hand else []
         own = self._client_guards()
         self._watch = ReplayGuards(self._module, guards, old, self._facts, own)
         self._bind_head()
@@ -568,12 +573,7 @@ class StepMessages:
             signature, why_not, differences, is_new=is_new, at_once=at_once, say=say
         )
         if moved and is_time:
-            read = CaptureError(
-                "A graph would freeze an attribute or a global variable, which keeps changing.",
-                "; ".join(moved) + named_at(moved[0], codes),
-                "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
-                "and fill_(...) on it in on_train_batch_start",
-            )
+            read = MOVING_VALUE.refused("; ".join(moved) + named_at(moved[0], codes))
         if read is None or not is_time:
             return False
         self._say_refused(read, has_graphs=False)

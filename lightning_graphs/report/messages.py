@@ -207,6 +207,7 @@ class Messages:
         statistics: The report as it grows, which has all that is said.
         patience: So many eager steps in a row are waited for before it is said why.
         steps: What the user calls the steps.
+        who: Begins every sentence.
         say: Prints a sentence.
         warn: Warns with a sentence, as :func:`warnings.warn`; both of one rank only.
     """
@@ -217,11 +218,12 @@ class Messages:
         patience: int = PATIENCE,
         *,
         steps: str = "steps",
+        who: str = "GraphCapture",
         say: Callable[[str], object] = _LOG.info,
         warn: Callable[..., object] = warnings.warn,
     ) -> None:
         self._statistics = statistics
-        self._patience, self._steps = patience, steps
+        self._patience, self._steps, self.who = patience, steps, who
         self.say, self.warn_user = say, warn
         # Why submodules run eagerly -> their names, and how the report says why
         self._refused: dict[str, tuple[list[str], str]] = {}
@@ -244,7 +246,7 @@ class Messages:
             why = f" for the same reason: {error.observed}"
         else:
             self._statistics.fallbacks.append(full)
-        self.warn_user(f"GraphCapture: {reason}{why}", stacklevel=stacklevel_of_user())
+        self.warn_user(f"{self.who}: {reason}{why}", stacklevel=stacklevel_of_user())
 
     def compared(self) -> None:
         """Count a comparison of a graph with an eager run."""
@@ -254,7 +256,7 @@ class Messages:
         """Warn, once for each sentence, that there was no memory for a comparison."""
         if what not in self._unverified:
             self._unverified.add(what)
-            self.warn_user(f"GraphCapture: {what}: {reason}", stacklevel=stacklevel_of_user())
+            self.warn_user(f"{self.who}: {what}: {reason}", stacklevel=stacklevel_of_user())
 
     def refused(self, name: str, error: GraphError) -> None:
         """Warn that a submodule runs eagerly; what holds for several is one reason, said once."""
@@ -281,14 +283,14 @@ class Messages:
         if not is_said and said <= _RECAPTURES_SAID:
             is_last = said == _RECAPTURES_SAID
             further = "; further ones are listed in the report" if is_last else ""
-            self.say(f"GraphCapture: {sentence}{further}")
+            self.say(f"{self.who}: {sentence}{further}")
 
     def runs_fused(self, name: str) -> None:
         """Say, once for each, that an optimizer runs another kernel than by itself."""
         if name not in self._statistics.fused:
             self._statistics.fused.append(name)
             self.say(
-                f"GraphCapture: this fit uses {name}'s fused kernel, which rounds differently; "
+                f"{self.who}: this fit uses {name}'s fused kernel, which rounds differently; "
                 "pass fused=True to your eager run to compare, or write optimizer_kernel='own' here"
             )
 
@@ -297,7 +299,7 @@ class Messages:
         new = [name for name in names if name not in self._statistics.modules]
         if new:
             self._statistics.modules += new
-            self.say(f"GraphCapture: graphs for {', '.join(_patterns(new))}")
+            self.say(f"{self.who}: graphs for {', '.join(_patterns(new))}")
 
     # ------------------------------------------------------------------ eager steps in a row
 

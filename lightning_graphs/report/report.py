@@ -328,7 +328,7 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
     return said
 
 
-def summary_line(report: Report) -> str:
+def summary_line(report: Report, who: str = "GraphCapture") -> str:
     """Give the report in one line: number, size and cost of the graphs, and what they gain."""
     figures = report.metrics()
     parts = [f"{len(report.graphs)} graph{'s' * (len(report.graphs) != 1)}"]
@@ -338,7 +338,7 @@ def summary_line(report: Report) -> str:
         parts.append(f"{now:.3f} ms a step instead of {before:.3f} ms ({before / now:.2f}x)")
     if report.fallbacks:
         parts.append(f"{len(report.fallbacks)} fallback{'s' * (len(report.fallbacks) != 1)}")
-    return "GraphCapture: " + ", ".join(parts)
+    return f"{who}: " + ", ".join(parts)
 
 
 def _table(report: Report) -> list[list[str]]:

@@ -23,6 +23,7 @@ from lightning_graphs.device.rules import (
     CLOCK,
     DRAWN,
     OLD_GRADIENTS,
+    OPTIMIZER_SET,
     SIDE_EFFECT,
     STORED,
     STORED_OUTSIDE,
@@ -76,6 +77,10 @@ class Client(Protocol):
 
     own: UserCode
     """Tells user code from that of libraries."""
+
+    @property
+    def watched(self) -> Iterable[tuple[str, Any]]:
+        """Objects that are no modules, but read and written by the code as these are, by name."""
 
     @property
     def accumulates(self) -> bool:
@@ -140,7 +145,11 @@ class Environment:
         self, reads: AttributeGuards | None = None, number: AsRead | None = None
     ) -> Iterator[None]:
         """Record in ``reads`` what the body reads in modules and in the program around it."""
-        attributes = contextlib.nullcontext() if reads is None else reads.watching(self._root)
+        attributes = (
+            contextlib.nullcontext()
+            if reads is None
+            else reads.watching(self._root, self._client.watched)
+        )
         with attributes, self._client.reading(self._on_use, reads, number):
             yield
 
@@ -456,11 +465,7 @@ def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[No
         for table, key, value in outside:
             table[key] = value
     if moved:
-        raise CaptureError(
-            "A replay runs no Python code, and cannot set values in the optimizer.",
-            f"the step sets {', '.join(sorted(moved))} in param_groups",
-            "set the value in on_train_batch_start or another hook, or with a scheduler",
-        )
+        raise OPTIMIZER_SET.refused(f"the step sets {', '.join(sorted(moved))} in param_groups")
 
 
 def _contents(value: Any) -> list[Any]:

@@ -46,6 +46,7 @@ from lightning_graphs.watch.user_code import (
     OF_ALL_MODULES,
     UserCode,
     function_of,
+    held_elsewhere,
     inside_of_compiled,
     iter_objects,
     objects_in,
@@ -143,8 +144,8 @@ class AttributeGuards(ValueGuards):
         return tuple(store for store in found if is_plain(store[2]))
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """Note what the body reads from the module and from submodules of user code.
+    def watching(self, module: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> Iterator[None]:
+        """Note what the body reads from the module, from submodules of user code, and from others.
 
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
         checks their class; of theirs, the numbers that training is known to move are noted. What
@@ -166,6 +167,7 @@ class AttributeGuards(ValueGuards):
                 self._unseen.append((name, owner))
             else:
                 exchanged.append((owner, type(owner), name))
+        exchanged += [(one, type(one), name) for name, one in others if is_watchable(one)]
         self._paths = paths = {id(owner): name for owner, _, name in exchanged}
         watched = {kind: self._watched(kind, paths) for kind in {kind for _, kind, _ in exchanged}}
         try:
@@ -200,7 +202,7 @@ class AttributeGuards(ValueGuards):
     def _watched(self, kind: type, paths: Mapping[int, str]) -> type:
         own: Any = kind
         inherited = own.__getattribute__
-        inherited_missing = own.__getattr__
+        inherited_missing = getattr(own, "__getattr__", None)
         noted: set[tuple[int, str]] = set()
 
         def read(owner: Any, key: str) -> Any:
@@ -217,6 +219,8 @@ class AttributeGuards(ValueGuards):
 
         def missing(owner: Any, key: str) -> Any:
             try:
+                if inherited_missing is None:
+                    raise AttributeError(f"{kind.__name__!r} object has no attribute {key!r}")
                 return inherited_missing(owner, key)  # finds parameters, buffers and submodules
             except AttributeError:
                 asked_by_library = is_library(sys._getframe(1).f_code.co_filename)
@@ -251,6 +255,13 @@ class AttributeGuards(ValueGuards):
             self.add(name, table.get, key, owner)
 
 
+def is_watchable(value: Any) -> bool:
+    """Return whether the class of an object can be exchanged for one that is watched."""
+    return (
+        is_object(value) and bool(type(value).__dictoffset__) and not isinstance(value, nn.Module)
+    )
+
+
 def _is_metric(module: nn.Module) -> bool:
     return any(base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
 
@@ -273,6 +284,18 @@ def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) ->
 
 
 # ------------------ Globals, closures, classes
+
+
+def reached_by(root: nn.Module, function: Any, own: UserCode) -> list[tuple[str, Any]]:
+    """List name and value of what a function, and the user's functions that it names, refer to."""
+    found: list[tuple[str, Any]] = []
+    reads = GlobalReads(root, own, lambda name, value: found.append((name, value)))
+    reads.assume(function)
+    for name, value in iter_objects(root):  # of its owner, what the code names
+        if not reads.words.isdisjoint(name.split(".")):
+            found.append((name, value))
+    return found
+
 
 _DEFAULTS = attrgetter("__defaults__")
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
@@ -304,6 +327,7 @@ class GlobalReads:
         self._known: set[CodeType] = set()
         self.codes: list[CodeType] = []  # of the author's functions that ran
         self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
+        self._seen |= held_elsewhere(module)
         self.contents = PythonSnapshot()  # of all that is found
         self._classes = self.contents.classes
         self._listeners = (self.contents.add, *listeners)
@@ -311,13 +335,13 @@ class GlobalReads:
             self._look_into_class(type(child))
             self._look_inside(vars(child).get("forward"))
             for hook in module_hooks(child):
-                self._assume(hook)
+                self.assume(hook)
         for _, value in iter_objects(module) if held is None else held:
             self._look_inside(value)
         for parameter in module.parameters():  # their hooks run in a thread of autograd's
             for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
                 for hook in table.values() if isinstance(table, dict) else ():
-                    self._assume(hook)
+                    self.assume(hook)
 
     # ------------------------------------------------------------------ following
 
@@ -335,7 +359,7 @@ class GlobalReads:
         hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
         for kind in {base for child in hidden for base in type(child).__mro__}:
             for name in (LIBRARIES.step, "forward"):
-                self._assume(vars(kind).get(name))
+                self.assume(vars(kind).get(name))
         if profiled:
             yield
             return
@@ -380,7 +404,7 @@ class GlobalReads:
     def _is_own(self, function: FunctionType) -> bool:
         return self._own.has(function.__code__.co_filename, function.__module__ or "")
 
-    def _assume(self, value: Any) -> None:
+    def assume(self, value: Any) -> None:
         """Read a function that runs unfollowed, and user functions that it names."""
         function = function_of(value)
         if not isinstance(function, FunctionType) or function.__code__ in self._known:
@@ -391,10 +415,10 @@ class GlobalReads:
         self._functions[code][function] = None
         self._read(code, function.__globals__)
         for found in list(self.contents.bindings.values())[known:]:
-            self._assume(found.before)
+            self.assume(found.before)
         for kind, before in list(self._classes.items()):
             for name in before.keys() & set(code.co_names) if issubclass(kind, nn.Module) else ():
-                self._assume(before[name])
+                self.assume(before[name])
 
     def words_of(self, kinds: Iterable[type]) -> set[str]:
         """Return the names and keywords in user code of these classes.
@@ -404,7 +428,7 @@ class GlobalReads:
         for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
             if self._own.has_module(base.__module__):
                 for value in list(vars(base).values()):
-                    self._assume(value)
+                    self.assume(value)
         given = [part for code in self.codes for part in code.co_consts if type(part) is tuple]
         return self.words | {word for names in given for word in names if isinstance(word, str)}
 
@@ -451,7 +475,7 @@ class GlobalReads:
         elif not isinstance(function, FunctionType):
             return
         elif not self._is_own(function):
-            self._assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
+            self.assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
         elif function not in self._functions[function.__code__]:
             self._functions[function.__code__][function] = None
             self._tell(function.__name__, function)
@@ -471,7 +495,7 @@ class GlobalReads:
                     if not key.startswith("__") or isinstance(value, FunctionType):
                         self._look(f"{base.__name__}.{key}", value)
                     if issubclass(base, Function):  # its backward runs in a thread of autograd
-                        self._assume(value)
+                        self.assume(value)
 
     # ------------------------------------------------------------------ what they have changed
 

@@ -60,12 +60,14 @@ _BOUND = (MethodType, staticmethod, classmethod)
 class UserCode:
     """Tells user code from the code of libraries.
 
-    Installed packages are libraries, but for the one that the root module's class is from.
+    Installed packages are libraries, but for the one that the root module's class is from, or that
+    is given.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, package: str = "") -> None:
         kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
-        self._package = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
+        named = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
+        self._package = package or named
         self._standard = sysconfig.get_paths()["stdlib"]
         self._judged: dict[str, bool] = {}  # names in `sys.modules`, and whether user code is there
         # Whether code of this file, in the module of this name, is the author's
@@ -191,7 +193,9 @@ OF_ALL_MODULES = {*vars(nn.Module()), "__dict__", "forward"}
 BASES: list[type[nn.Module]] = [nn.Module]
 """Classes of libraries from which those of authors derive."""
 
-HELD_ELSEWHERE: list[Callable[[nn.Module], Iterable[Any]]] = []
+HELD_ELSEWHERE: list[Callable[[nn.Module], Iterable[Any]]] = [
+    lambda root: vars(root).get("_held_elsewhere", ())
+]
 """Functions that give objects into which :func:`iter_objects` does not look, of the root module."""
 
 
@@ -206,8 +210,12 @@ def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
     """
-    seen: dict[int, Any] = {id(one): one for find in HELD_ELSEWHERE for one in find(root)}
-    return _of_tree("self", root, seen, DEPTH + 1)
+    return _of_tree("self", root, held_elsewhere(root), DEPTH + 1)
+
+
+def held_elsewhere(root: nn.Module) -> dict[int, Any]:
+    """Return objects by their ``id`` that the engine guards and puts back by other means."""
+    return {id(one): one for find in HELD_ELSEWHERE for one in find(root)}
 
 
 def objects_in(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,184 @@
+"""The calls of a captured function: each runs eagerly, is captured, or is replayed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_graphs.device.rules import Obstacle, speaking
+from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
+from lightning_graphs.private.callsite import LIBRARIES, calls_observed
+from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.behind import Behind
+from lightning_graphs.regions.body import Given
+from lightning_graphs.regions.conditions import ClientGuards, Phase, ReplayGuards
+from lightning_graphs.regions.context import TrainingContext
+from lightning_graphs.regions.evaluation import EvaluationOutputs, EvaluationSteps
+from lightning_graphs.regions.optimizer import capture_obstacle
+from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.step import StepCapture
+from lightning_graphs.regions.verified import Verification
+from lightning_graphs.regions.verify import Verifier
+from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
+from lightning_graphs.values.memory import OutputPlan
+from lightning_graphs.values.snapshot import Result
+
+
+class Unrepeated:
+    """Repairs no call that finds no memory: its error goes to the loop, as an eager one's."""
+
+    def __init__(self, require_room: Callable[[str], None]) -> None:
+        self._require_room = require_room
+
+    def before_capture(self, call: tuple[Any, ...]) -> None:
+        """Require memory for a capture."""
+        self._require_room("A captured function")
+
+    def forget_gradients(self, plan: StepPlan) -> None:
+        """Release old gradients that the function zeroes before it can read them."""
+        plan.gradients.drop_old()
+
+    def gradients_held(self) -> list[int]:
+        """Return the ``id`` of each gradient that is held for a repetition: none."""
+        return []
+
+    def hand_out_without_copies(self, plan: StepPlan, error: Exception) -> Any:
+        """Raise the error of a replay that has no memory for what it returns."""
+        raise error
+
+
+class _Outputs:
+    """Hands Python values of the call on, as well as tensors, in what the function returns."""
+
+    def outputs_of(self, returned: Any) -> OutputPlan:
+        return EvaluationOutputs(returned)
+
+
+class FunctionCapture(_Outputs, StepCapture):
+    """Captures calls of a function that trains."""
+
+    def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
+        plan = super()._captured(given, phase, watch)
+        assert self._unread is not None, "made as the capture began"
+        self._unread.present = partial(getattr, plan.present, "batch")
+        return plan
+
+
+class FunctionVerification(_Outputs, Verification):
+    """Compares captured calls of a function that trains with eager ones."""
+
+    def _replayed(
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
+    ) -> list[Result]:
+        plan.present.batch = args[0]
+        return super()._replayed(plan, args, batch)
+
+
+class FunctionSteps(StepRegion):
+    """Runs the calls of a function that trains."""
+
+    step = "call"
+    captures, verifies = FunctionCapture, FunctionVerification
+
+    def __init__(self, context: TrainingContext, verifier: Verifier, name: str) -> None:
+        self._name = name
+        self._client: Any = context.watch
+        super().__init__(context, Unrepeated(context.budget.require_room), verifier)
+        self._may_give_up = False
+
+    def run(
+        self,
+        given: Any,  # stands for the arguments
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        # Surrounds what is no replay
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> Any:
+        """Run, capture or replay a call."""
+        call, life = (given,), self._life
+        self._client.calls += 1
+        if self._warmup_left > 0 or self._policy.is_over:
+            with around():
+                with self._speaking():
+                    self._count_key(call)
+                return self._run_eagerly(args, kwargs)
+        plan = life.find(call)
+        if plan is None or not life.is_ready(plan):
+            with around():
+                with self._speaking():
+                    plan = life.plan_for(call, plan)
+                if plan is None:
+                    return self._run_eagerly(args, kwargs)
+                plan.present.batch = given
+                return self._replay(plan)
+        plan.present.batch = given
+        return self._replay(plan)
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            with self._fit.compiled.watching():
+                return self._eager(args, kwargs)
+        return self._eager(args, kwargs)
+
+    @calls_observed
+    def _eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._statistics.ran_eagerly()
+        return self._module.function(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """Let messages about the body speak of plain loops."""
+        with replaced(LIBRARIES, "step", self._name), speaking(WORDS), on_behalf_of_graphs():
+            yield
+
+    # ------------------------------------------------------------------ what the engine asks for
+
+    @property
+    def _no_update(self) -> Obstacle:
+        return OPTIMIZER
+
+    def _present(self) -> list[Optimizer]:
+        return [*self._client.optimizers]
+
+    def _obstacle_of(self, optimizer: Optimizer) -> str | None:
+        device_type, kernel = self._fit.pool.backend.device_type, self._fit.options.optimizer_kernel
+        return capture_obstacle(self._module, optimizer, device_type, kernel)
+
+    def _phase(self) -> Phase:
+        return BY_HAND
+
+    def _client_guards(self) -> ClientGuards:
+        client = self._client
+        return ClientGuards(self._phase, lambda: client.epoch, (bool, bool), ())
+
+
+class EvaluationCalls(EvaluationSteps, FunctionSteps):
+    """Runs the calls of a function that evaluates."""
+
+    def _phase(self) -> Phase:
+        return Phase(zeroing=False, stepping=False, window=1)
+
+
+_depth = 0
+
+
+def is_on_behalf_of_graphs() -> bool:
+    """Whether a call runs now that is captured or compared: others inside are plain then."""
+    return _depth > 0
+
+
+@contextlib.contextmanager
+def on_behalf_of_graphs() -> Iterator[None]:
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1

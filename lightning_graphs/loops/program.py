@@ -1,0 +1,300 @@
+"""What a captured function reaches, as client of the engine: models, optimizers, its own values."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_graphs.device.rules import OnUse, refuse
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.regions.conditions import Instruction, Observers, in_turn
+from lightning_graphs.regions.evaluation import NO_OBSERVERS
+from lightning_graphs.values.guards import is_object
+from lightning_graphs.watch.environment import AsRead, Effect, Environment
+from lightning_graphs.watch.reads import AttributeGuards, reached_by
+from lightning_graphs.watch.user_code import UserCode, function_of
+
+# ------------------ Arguments
+
+
+class Arguments:
+    """Turns the arguments of a call into one value, and back.
+
+    A single argument is that value; several are a dict, by the names of the parameters.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        try:
+            parameters = [*inspect.signature(function).parameters.values()]
+        except (TypeError, ValueError):  # of C
+            parameters = []
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = tuple(p.name for p in parameters if p.kind in positional)
+        # So many must be given by position
+        self._only = sum(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters)
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the value that stands for these arguments."""
+        if len(args) == 1 and not kwargs:
+            return args[0]
+        named = dict(zip(self._names, args, strict=False))
+        named.update(kwargs)
+        further = args[len(self._names) :]
+        return _Several(named, further) if further else _Several(named)
+
+    def call(self, function: Callable[..., Any], given: Any) -> Any:
+        """Call a function with the arguments that such a value, or a copy of one, stands for."""
+        if type(given) is not _Several:
+            return function(given)
+        named = dict(given)
+        further = named.pop(_FURTHER, ())
+        count = len(self._names) if further else self._only
+        first = [named.pop(name) for name in self._names[:count] if name in named]
+        return function(*first, *further, **named)
+
+
+_FURTHER = "*"
+"""The key of arguments for which the function has no name."""
+
+
+class _Several(dict[str, Any]):
+    """Several arguments, by the names of the parameters."""
+
+    def __init__(self, named: Mapping[str, Any], further: tuple[Any, ...] = ()) -> None:
+        super().__init__(named)
+        if further:
+            self[_FURTHER] = further
+
+
+# ------------------ The program
+
+
+class Program(nn.Module):
+    """Stands for the module that is trained: all that a captured function reaches is in it.
+
+    Args:
+        function: What users have given.
+        models: Those that were given, by names.
+        optimizers: Those that were given; none for an evaluation.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        models: Mapping[str, nn.Module],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        super().__init__()
+        self.owner = _owner_of(function)
+        self.function = function
+        self.models = nn.ModuleDict()
+        for name, model in models.items():
+            self.models[name.replace(".", "_")] = model
+        tensors = [*self.parameters(), *self.buffers()]
+        tensors += [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.arguments = Arguments(function)
+        inner = inspect.unwrap(function_of(function))
+        inner = inner if inspect.isroutine(inner) else type(inner).__call__
+        module: str = getattr(inner, "__module__", None) or "__main__"
+        self.own = UserCode(self, module.partition(".")[0])
+        self.schedulers: list[Any] = []
+        self.scaler: torch.amp.GradScaler | None = None
+        # The engine exchanges what is in them
+        self._held_elsewhere: list[Any] = [*optimizers]
+        self._look_around(inner)
+        self._held_elsewhere += [*self.schedulers, *filter(None, [self.scaler])]
+
+    def _look_around(self, function: Any) -> None:
+        """Find modules, schedulers and a gradient scaler that the function names."""
+        inside = set(map(id, self.modules()))
+        others: dict[str, nn.Module] = {}
+        for name, value in reached_by(self, function, self.own):
+            if isinstance(value, nn.Module) and id(value) not in inside:
+                inside.update(map(id, value.modules()))
+                others[name] = value
+            elif isinstance(value, (LRScheduler, ReduceLROnPlateau)):
+                self.schedulers.append(value)
+            elif isinstance(value, torch.amp.GradScaler):
+                self.scaler = value
+        self.others = nn.ModuleDict({n.replace(".", "_"): m for n, m in others.items()})
+
+    @property
+    def watched(self) -> list[tuple[str, Any]]:
+        """Objects whose attributes the function reads as modules' are read."""
+        owners = self.owner if isinstance(self.owner, list) else [self.owner]
+        return [("self.owner", one) for one in owners if is_object(one)]
+
+
+def _owner_of(function: Any) -> Any:
+    """Return the object whose method a function is, or what a partial brings along."""
+    if isinstance(function, MethodType):
+        return function.__self__
+    if isinstance(function, partial):
+        return [_owner_of(function.func), *function.args, *function.keywords.values()]
+    return None if inspect.isroutine(function) else function
+
+
+# ------------------ The client
+
+
+class NoLogs:
+    """Records what a step logs: nothing, since a plain loop logs what the step has returned."""
+
+    def __init__(self) -> None:
+        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+        self._at_end: list[Instruction] = []
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def keeping(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Called at the end of the step's own code."""
+
+    def reissue(self) -> None:
+        """Log again, after a replay."""
+
+    @property
+    def last(self) -> Instruction | None:
+        return in_turn(self._at_end)
+
+    def logged(self) -> list[tuple[str, Tensor]]:
+        return []
+
+    def at_end(self, instruction: Instruction) -> None:
+        self._at_end.append(instruction)
+
+
+class ProgramWatch:
+    """A plain loop as :class:`~lightning_graphs.regions.context.Client` of the engine."""
+
+    clipping: tuple[object, ...] = ()
+    accumulates = True  # a call may add to gradients of earlier ones
+    cycles = ""
+    ddp: Any = None
+
+    def __init__(
+        self, program: Program, optimizers: Sequence[Optimizer], *, evaluates: bool
+    ) -> None:
+        self._program, self._evaluates = program, evaluates
+        self.own = program.own
+        self.watched = program.watched
+        self.optimizers = [*optimizers]
+        arguments, function = program.arguments, program.function
+        # Not a method of the program, of which nothing is read in a call
+        self.run: Callable[..., Any] = lambda given: arguments.call(function, given)
+        self.calls = 0
+
+    @property
+    def optimizes_itself(self) -> bool:
+        """Whether the function trains: its own code does all of a step."""
+        return not self._evaluates
+
+    @property
+    def function(self) -> Any:
+        """The user's function."""
+        found = self._program.function
+        while isinstance(found, partial):
+            found = found.func
+        return found if inspect.isroutine(found) else type(found).__call__
+
+    @property
+    def schedulers(self) -> list[Any]:
+        return self._program.schedulers
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        return self._program.scaler
+
+    @property
+    def epoch(self) -> int:
+        """So many hundreds of calls: in each, all of an optimizer's state is compared once."""
+        return self.calls >> 8
+
+    @property
+    def effects(self) -> list[Effect]:
+        return []
+
+    def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> Sequence[Any]:
+        """Return the arguments next to the one that stands for all of them: there is none."""
+        return given
+
+    def environment(
+        self,
+        modules: Sequence[nn.Module] | None = None,
+        *,
+        on_use: OnUse = refuse,
+        seen: Iterable[Any] | None = None,
+    ) -> Environment:
+        return Environment(self._program, self, modules=modules, on_use=on_use, seen=seen)
+
+    def reading(
+        self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def calling(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def observers(self) -> Observers:
+        return NO_OBSERVERS
+
+    def recorder(self) -> NoLogs:
+        return NoLogs()
+
+    def mute(self) -> NoLogs:
+        return NoLogs()
+
+    def learns(self) -> bool:
+        return False
+
+    def keeps_back(self, error: CaptureError) -> bool:
+        return False
+
+    def is_apart(self, module: nn.Module) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Let autocast find no cast of eager code in the body, and leave none to eager code."""
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+    def loss_of(self, returned: Any) -> None:
+        """Return None: the function has run its own backward pass, if there is one."""
+
+    def is_backward_unseen(self, loss: Tensor) -> bool:
+        return False
+
+    def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, loss: Tensor, optimizer: Optimizer) -> None: ...
+
+    def clip(self, optimizer: Optimizer) -> None: ...
+
+    def call_gradient_hooks(self, optimizer: Optimizer) -> None: ...
+
+    def announce_optimizer_step(self, optimizer: Optimizer) -> None: ...
+
+    def waits_for_gradients(self) -> bool:
+        return False
+
+    def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
+        return [tensor if tensor.device.type == "cpu" else None for tensor in batch]

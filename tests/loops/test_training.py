@@ -1,0 +1,225 @@
+"""Functions that train, captured: values, state and gradients are those of eager calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.loops.twice import Lab, twice
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=2**-7, fused=True)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).float(), batch["y"])
+
+
+def scheduled(lab: Lab) -> Any:
+    """With clipping, and a rate that is scheduled in the loop."""
+    model = lab.net()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+    def train_step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    step, losses = lab.capture(train_step, model, optimizer), []
+    for batch in lab.batches(30):
+        losses.append(step(batch))
+        scheduler.step()
+    return losses
+
+
+def accumulated(lab: Lab) -> Any:
+    """Whether the optimizer steps is an argument; gradients stay as zeros in between."""
+    model = lab.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-5, momentum=0.5, fused=True)
+
+    def train_step(batch: Any, last: bool = False) -> Any:
+        loss = loss_of(model, batch) / 4
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return {"loss": loss.detach(), "last": last}
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch, last=i % 4 == 3) for i, batch in enumerate(lab.batches(36))]
+
+
+def scaled(lab: Lab) -> Any:
+    """Autocast and a gradient scaler, whose state the loop reads."""
+    model = lab.net(dropout=0.0)
+    optimizer = adamw(model)
+    kind = lab.device.type
+    scaler = torch.amp.GradScaler(kind, init_scale=2.0**10, growth_interval=4)
+    dtype = torch.float16 if kind == "cuda" else torch.bfloat16
+
+    def train_step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast(kind, dtype=dtype):
+            loss = loss_of(model, batch)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [(step(batch), scaler.get_scale()) for batch in lab.batches()]
+
+
+def adversarial(lab: Lab) -> Any:
+    """Two networks, two optimizers."""
+    makes = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 8)).to(lab.device)
+    judges = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)).to(lab.device)
+    of_makes, of_judges = adamw(makes), adamw(judges)
+
+    def train_step(real: Tensor) -> Any:
+        made = makes(torch.randn(real.shape[0], 4, device=real.device))
+        of_judges.zero_grad()
+        (F.softplus(-judges(real)).mean() + F.softplus(judges(made.detach())).mean()).backward()
+        of_judges.step()
+        of_makes.zero_grad()
+        loss = F.softplus(-judges(made)).mean()
+        loss.backward()
+        of_makes.step()
+        return loss.detach(), made.detach()
+
+    step = lab.capture(train_step, {"g": makes, "d": judges}, [of_makes, of_judges])
+    return [step(batch["x"]) for batch in lab.batches()]
+
+
+def averaged(lab: Lab) -> Any:
+    """An average of the weights, in a module that ``capture`` was not given."""
+    model, average = lab.net(), lab.net()
+    average.load_state_dict(model.state_dict())
+    average.requires_grad_(False)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            target = average(batch["x"])
+        loss = loss_of(model, batch) + F.mse_loss(model(batch["x"]), target)
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
+                mean.lerp_(parameter, 0.1)
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [*(step(batch) for batch in lab.batches()), average.state_dict()]
+
+
+def of_physics(lab: Lab) -> Any:
+    """A loss of second derivatives."""
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)).to(lab.device)
+    optimizer = adamw(model)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        x = x.requires_grad_(True)
+        u = model(x)
+        (du,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (ddu,) = torch.autograd.grad(du.sum(), x, create_graph=True)
+        loss = (ddu + u).square().mean() + (model(torch.zeros_like(x[:1])) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch["x"][:, :1].clone()) for batch in lab.batches()]
+
+
+def by_rewards(lab: Lab) -> Any:
+    """A policy, trained on what its captured evaluation has chosen; one model, two functions."""
+    model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)).to(lab.device)
+    optimizer = adamw(model)
+
+    @torch.no_grad()
+    def act(state: Tensor) -> Any:
+        distribution = torch.distributions.Categorical(logits=model(state), validate_args=False)
+        action = distribution.sample()
+        return action, distribution.log_prob(action)
+
+    def learn(states: Tensor, actions: Tensor, before: Tensor, gains: Tensor) -> Tensor:
+        distribution = torch.distributions.Categorical(logits=model(states), validate_args=False)
+        ratio = (distribution.log_prob(actions) - before).exp()
+        loss = -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    acting, learning = lab.capture(act, model), lab.capture(learn, model, optimizer)
+    state, losses = torch.zeros(1, 4, device=lab.device), []
+    for _ in range(14):
+        seen = []
+        for _ in range(4):
+            action, chance = acting(state)
+            following = (state + action.float()[:, None] - 0.5).clamp(-2, 2)
+            seen.append((state, action, chance, -following.abs().mean()[None]))
+            state = following
+        losses.append(learning(*(torch.cat(parts) for parts in zip(*seen, strict=True))))
+    return losses
+
+
+class Learner:
+    """A class that is no module, with a method that trains and counters of its own."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.model = lab.net()
+        self.optimizer = adamw(self.model)
+        self.weight = 1.0
+        self.calls = self.seen = 0
+        self.history: list[Any] = []
+
+    def train_step(self, batch: Any) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.weight * loss_of(self.model, batch)
+        loss.backward()
+        self.optimizer.step()
+        self.seen += 1
+        self.history.append(loss.detach())
+        return loss.detach()
+
+
+def of_method(lab: Lab) -> Any:
+    """A method, of whose object the loop changes what it reads, and what it does not read."""
+    learner = Learner(lab)
+    step, losses = lab.capture(learner.train_step, learner.model, learner.optimizer), []
+    for batch in lab.batches(20):
+        losses.append(step(batch))
+        learner.calls += 1
+        if learner.calls == 12:
+            learner.weight = 0.5
+    return losses, learner.seen, learner.calls, learner.history
+
+
+LOOPS = [
+    *(scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards, of_method),
+]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_a_captured_loop_computes_what_the_eager_one_does(
+    loop: Callable[[Lab], Any], backend: str, device: torch.device
+) -> None:
+    lab = twice(loop, backend, device, verify=3)
+    for step in lab.steps:
+        assert step.report.replayed >= 8, step.report
