@@ -138,6 +138,8 @@ def test_the_minimal_example_needs_nothing_else() -> None:
 @pytest.mark.filterwarnings("ignore:GraphCapture. cannot capture the whole step")
 def test_the_notebook_shows_what_it_says(tmp_path: Path) -> None:
     notebook = json.loads((EXAMPLES / "first_graph.ipynb").read_text(encoding="utf-8"))
+    outputs = [o for cell in notebook["cells"] for o in cell.get("outputs", ())]
+    assert sum("27 steps replayed, 5 eager" in json.dumps(one) for one in outputs) >= 4
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = [
         run_cell("".join(cell["source"]), tmp_path / f"cell_{number}.py", names)

@@ -33,6 +33,7 @@ from lightning_graphs.lightning.ranks import (
     is_model_parallel,
     why_not_captured,
 )
+from lightning_graphs.lightning.shown import StepRate, shown
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
     calls_of,
@@ -92,7 +93,7 @@ class GraphCapture(Callback):
             whose results differ by rounding, unless they were made with ``fused=False`` or
             ``foreach=True``. ``"own"``: every optimizer keeps the kernel that torch chooses for it.
         log_metrics: Log the figures of the report as ``graphs/...``, after the first steps and at
-            the end of the fit.
+            the end of the fit, and the time of a step whenever Lightning logs.
         diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
             and a list names everything that stands in the way of a capture, with the line and
             the remedy. It is ``report.diagnosis``.
@@ -130,6 +131,7 @@ class GraphCapture(Callback):
         self._summary: FitSummary | None = None
         self._assertions: OpenAssertions | None = None
         self._evaluation: EvaluationHandler | None = None
+        self._rate: StepRate | None = None
         self._fit = contextlib.ExitStack()
         self._stream: torch.cuda.Stream | None = None
 
@@ -238,6 +240,8 @@ class GraphCapture(Callback):
                 stack.callback(evaluation.close)
                 evaluation.take_over(trainer.strategy)
                 stack.enter_context(evaluations_looped(trainer, pl_module, evaluation))
+            logs = self.options.log_metrics and bool(trainer.loggers)
+            self._rate = stack.enter_context(shown(self, trainer, summary.counted, logs=logs))
             stack.enter_context(replays_looped(trainer, pl_module, handler))
             self._fit = stack.pop_all()
         self._handler, self._summary, self._assertions = handler, summary, fit.assertions
@@ -293,6 +297,8 @@ class GraphCapture(Callback):
         if self._evaluation is not None:
             self._evaluation.assertions.settle()
         if trainer.state.fn == TrainerFn.FITTING:
+            if self._rate is not None:
+                self._rate.restart()
             return
         if self._evaluation is not None:
             self._evaluation.finish()
@@ -433,4 +439,5 @@ class GraphCapture(Callback):
 
     def _release(self) -> None:
         self._handler = self._summary = self._stream = self._assertions = self._evaluation = None
+        self._rate = None
         self._fit.close()

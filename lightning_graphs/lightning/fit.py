@@ -241,6 +241,11 @@ class FitSummary:
             self._statistics.ran_eagerly(self._batches() - self._off_since)
             self._off_since = self._batches()
 
+    def counted(self) -> tuple[int, int]:
+        """Return how many steps were replayed so far, and how many ran eagerly."""
+        self.count_rest()
+        return self._statistics.replayed, self._statistics.eager
+
     def finish(self) -> None:
         """Complete the report; called at the end of a fit, before the graphs are released."""
         self.timing.read(wait=True)

@@ -232,6 +232,15 @@ def updates_loggers(trainer: Trainer) -> bool:
     return bool(getattr(connector, "should_update_logs", True))
 
 
+def step_of_loggers(trainer: Trainer) -> int:
+    """Return the number that Lightning logs values of this step under. Fallback: the global step.
+
+    With several optimizers that counts the steps of each.
+    """
+    steps = getattr(trainer.fit_loop.epoch_loop, "_batches_that_stepped", None)
+    return trainer.global_step if steps is None else int(steps)
+
+
 def announce_optimizer_step(trainer: Trainer, optimizer: Any) -> None:
     """Call ``on_before_optimizer_step`` for a profiler, if there is one; no code overrides it."""
     if vars(trainer.profiler).get("profile") is not Unrecorded:  # type: ignore[attr-defined]

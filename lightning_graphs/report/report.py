@@ -177,9 +177,8 @@ class Report:
 
     @property
     def share(self) -> str:
-        """The steps that were replayed, as a part of all, such as ``"98 %"``; empty if none ran."""
-        steps = self.eager + self.replayed
-        return f"{100 * self.replayed // steps} %" if steps else ""
+        """The steps that were replayed, as a part of all, such as ``"98 %"``."""
+        return share_of(self.replayed, self.eager)
 
     def metrics(self) -> dict[str, float]:
         """Figures for a logger, named ``graphs/...``.
@@ -248,6 +247,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         return render_html(self)
+
+
+def share_of(replayed: int, eager: int) -> str:
+    """Write the steps that were replayed as a part of all, such as ``"98 %"``."""
+    return f"{100 * replayed // max(1, replayed + eager)} %"
 
 
 def _total(values: Iterable[float | None]) -> float | None:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import nn
 
 from lightning_graphs import GraphCapture, core
+from lightning_graphs.lightning.shown import SHARE, TIME
 from lightning_graphs.report import GraphRecord, render, summary_line
 from lightning_graphs.report.messages import CaptureCost, Statistics
 from tests.training.fits import Fit, adamw, batches, compare, csv_of, fit_twice, prepare
@@ -286,9 +288,39 @@ class TestLoggers:
         theirs = [
             {n: v for n, v in row.items() if not n.startswith("graphs/")}
             for row in rows
-            if not row["graphs/captures"]
+            if not (row["graphs/captures"] or row[TIME])
         ]
         assert theirs == list(csv.DictReader(io.StringIO(plain.csv)))
+
+    def test_the_time_of_a_step_at_the_rhythm_of_the_log(
+        self, backend: str, tmp_path: Path
+    ) -> None:
+        """With several optimizers, too, and once in a window of accumulation."""
+        options = {"capture": {"log_metrics": True}, "log_every_n_steps": 4}
+        fit = fitted(backend, tmp_path, accumulate_grad_batches=2, **options)
+        rows = [r for r in csv.DictReader(io.StringIO(csv_of(fit.trainer))) if r[TIME]]
+        assert [int(row["step"]) for row in rows] == [3, 7, 11, 15, 19]
+        assert all(float(row[TIME]) > 0 for row in rows)
+        assert [float(row[SHARE]) for row in rows][::4] == [0.0, 100.0]
+        assert not vars(fit.capture).get("on_train_batch_end")
+
+
+class TestBar:
+    def test_it_shows_the_share_when_it_is_drawn(self, backend: str, tmp_path: Path) -> None:
+        bar = TQDMProgressBar(refresh_rate=10)
+        fit = fitted(backend, tmp_path, callbacks=lambda: [bar], enable_progress_bar=True)
+        assert fit.capture.report.share == "82 %"
+        assert "graphs=82 %" in bar.train_progress_bar.postfix
+        assert "get_metrics" not in vars(bar)
+
+    def test_a_users_own_item_stays(self, backend: str, tmp_path: Path) -> None:
+        class Bar(TQDMProgressBar):
+            def get_metrics(self, *given: Any) -> Any:
+                return {"graphs": "mine", **super().get_metrics(*given)}
+
+        bar = Bar()
+        fitted(backend, tmp_path, callbacks=lambda: [bar], enable_progress_bar=True)
+        assert "graphs=mine" in bar.train_progress_bar.postfix
 
 
 class TestShown:
