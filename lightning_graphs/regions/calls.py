@@ -122,6 +122,7 @@ class GraphedCall(Plan):
     parameters: list[Parameter]  # of the module
     # What the call writes next to parameters and buffers, by name
     written: dict[str, Tensor]
+    assertions: OpenAssertions | None = None  # those of the fit, if its code has any
     record: GraphRecord = field(default_factory=lambda: GraphRecord(signature=""))
 
     @property
@@ -232,7 +233,10 @@ def release(graphed_calls: Sequence[GraphedCall], statistics: Statistics) -> Non
 
 
 def enter(graphed_calls: Sequence[GraphedCall], statistics: Statistics, remark: str) -> None:
-    """Enter the graphs of one module in the statistics, and count their replays there."""
+    """Enter the graphs of one module in the statistics, and count their replays there.
+
+    All ranks have them by now, and look at their assertions together.
+    """
     first = graphed_calls[0]
     added = next((graphed.cost.added for graphed in graphed_calls if graphed.cost.added), {})
     cost = CaptureCost(sum(graphed.cost.ms for graphed in graphed_calls), added)
@@ -244,6 +248,8 @@ def enter(graphed_calls: Sequence[GraphedCall], statistics: Statistics, remark: 
     record = statistics.captured(words, graphs, cost, scope=f"module {first.call.name}")
     for graphed in graphed_calls:
         graphed.record = record
+        if graphed.assertions is not None:
+            graphed.assertions.is_used = True
 
 
 class Flags(NamedTuple):
@@ -519,8 +525,8 @@ class _Capture(CallableCapture):
         with as_observed(self.observed):
             stores = self._stores["forward"], self._stores["backward"]
             made = self.finish(stores, partial(_of_module, self.observed.name))
-        if (pending := self._assertions.pending(self._open_assertions)) is not None:
-            self._open_assertions.is_used = True
+        pending = self._assertions.pending(self._open_assertions)
+        if pending is not None:
             made.follow(pending.note)
             made.follow(pending.look)
         return GraphedCall(
@@ -532,6 +538,7 @@ class _Capture(CallableCapture):
             cost=self._cost,
             parameters=list(self.observed.module.parameters()),
             written=self._written,
+            assertions=None if pending is None else self._open_assertions,
         )
 
     def _refusing(self) -> AbstractContextManager[None]:
