@@ -171,17 +171,11 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         super().refuse(error)
 
     def _replay(self, plan: StepPlan) -> Any:
-        plan.uses += 1
         if self._waits:
             self._waits = False
             self._messages.replayed()
-        plan.launch("forward")
-        try:  # as in a training step, without a further file
-            returned = plan.hand_out()
-        except Exception as error:
-            returned = self._recovery.hand_out_without_copies(plan, error)
+        returned = plan.run(self._recovery.hand_out_without_copies)
         self._statistics.replayed += 1
-        plan.record.replays += 1
         return returned
 
 

@@ -250,27 +250,21 @@ class StepRunner(StepRegion):
         return self._run_step(*args, **kwargs)
 
     def _replay(self, plan: StepPlan) -> Any:
-        plan.uses += 1
         if self._waits:
             self._waits = False
             self._messages.replayed()
         self._churn.replays += 1
-        plan.launch("forward")
+        returned = plan.run(self._recovery.hand_out_without_copies)
         if (ddp := self._ranks.ddp) is not None:  # the replay has reduced gradients
             ddp.require_forward_param_sync = plan.conditions.phase.stepping
         if not (self._by_hand or self._observers.own_zero_grad):
             # Lightning zeroes after the forward pass, where the graph has written new gradients.
             vars(self._optimizers[0])["zero_grad"] = _nothing
-        try:  # here, and not in another file: each replayed step of a fit comes through
-            returned = plan.hand_out()
-        except Exception as error:
-            returned = self._recovery.hand_out_without_copies(plan, error)
         if self._by_hand:
             self._active = None
             plan.attach()
             self._kept.track(plan.visible)
         self._statistics.replayed += 1
-        plan.record.replays += 1
         return returned
 
 

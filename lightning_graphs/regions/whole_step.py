@@ -491,27 +491,16 @@ class StepRegion(HeadedSteps):
     # ------------------------------------------------------------------ replayed
 
     def _replay(self, plan: StepPlan) -> Any:
-        plan.uses += 1
         if self._waits:
             self._waits = False
             self._messages.replayed()
         self._churn.replays += 1
-        plan.launch("forward")
-        returned = self._hand_out(plan)
+        returned = plan.run(self._recovery.hand_out_without_copies)
         if self._by_hand:
             self._active = None
             plan.attach()
             self._kept.track(plan.visible)
-        return returned
-
-    def _hand_out(self, plan: StepPlan) -> Any:
-        """Return what a replayed step returns, and count the replay."""
-        try:
-            returned = plan.hand_out()
-        except Exception as error:
-            returned = self._recovery.hand_out_without_copies(plan, error)
         self._statistics.replayed += 1
-        plan.record.replays += 1
         return returned
 
     def _current_conditions(self, *, has_graphs: bool) -> CaptureKey:
