@@ -31,6 +31,7 @@ PROGRAMS = (
     "finetune_vision",
     "gan_manual_optimization",
     "lora_finetune",
+    "table_classifier",
     "variable_length_lm",
 )
 
@@ -242,6 +243,19 @@ def test_only_adapters_and_the_head_learn(example: Example, reviews: Path) -> No
     assert [name for name in learning if "lora_" not in name] == [
         f"base_model.model.classifier.modules_to_save.default.{name}" for name in ("weight", "bias")
     ]
+
+
+def test_a_table_is_learned_with_equal_checkpoints(example: Example) -> None:
+    result = train(example("table_classifier"), "--epochs", "6")
+    done = result.captured.graphs._statistics
+
+    # 4096 rows: eight batches in each epoch.
+    assert len(result.pairs) == 48
+    assert result.largest_difference == 0.0
+    assert result.same_checkpoint is True
+    assert result.captured.accuracy == result.eager.accuracy > 0.65
+    assert mean(result.captured.losses[-8:]) < 0.95 * mean(result.captured.losses[:8])
+    assert (done.captures, done.replayed, done.fallbacks) == (1, 43, [])
 
 
 def test_each_length_gets_a_graph(example: Example) -> None:

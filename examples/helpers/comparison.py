@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 from textwrap import indent
@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_graphs import GraphCapture
+
+LOADED_AFTER = 5
+"""Steps of the fit on a GPU that comes before those which are compared."""
 
 SETTLED_AFTER = 10
 """Batches of an epoch that are not timed: warm-up, capture and the first refresh of the bar."""
@@ -33,12 +37,14 @@ class Run:
         losses: Loss of every training step.
         accuracy: Validation accuracy at the end, 0 to 1.
         ms_per_step: Median over the epochs; None on a CPU or where an epoch is too short for it.
+        seconds: The whole fit: warm-up, captures, validation and checkpoints included.
         graphs: The callback; None for the eager fit.
     """
 
     losses: list[float]
     accuracy: float
     ms_per_step: float | None
+    seconds: float
     graphs: GraphCapture | None
 
 
@@ -48,6 +54,7 @@ class Comparison:
 
     eager: Run
     captured: Run
+    same_checkpoint: bool | None = None  # bit by bit; None if none was compared
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -127,7 +134,8 @@ def run(parser: argparse.ArgumentParser, train: Callable[[argparse.Namespace], C
     comparison = train(options)
     gpu = on_gpu(options)
     report(comparison, gpu)
-    return 1 if not gpu and comparison.largest_difference > 0 else 0
+    is_other = comparison.largest_difference > 0 or comparison.same_checkpoint is False
+    return 1 if not gpu and is_other else 0
 
 
 def check_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -145,54 +153,72 @@ def compare(
     make_module: Callable[[], LightningModule],
     make_data: Callable[[], LightningDataModule],
     options: argparse.Namespace,
+    callbacks: Callable[[], Sequence[Callback]] = tuple,
+    trainer: Mapping[str, Any] | None = None,
     **capture: Any,
 ) -> Comparison:
     """Trains twice from the same seed, without and with :class:`GraphCapture`.
+
+    On a GPU a few steps come before that, so that no fit is the one that loads kernels.
 
     Args:
         make_module: Makes the module; it logs ``val_accuracy`` in ``validation_step``.
         make_data: Makes the data; it shuffles by a generator of its own.
         options: The flags of :func:`add_flags`.
+        callbacks: Makes further callbacks of a fit.
+        trainer: Further options of the Trainer.
         capture: Options of :class:`GraphCapture`.
     """
+    given = {"max_steps": options.max_steps, **(trainer or {})}
     backend = "cuda" if on_gpu(options) else "emulated"
+    if on_gpu(options):
+        short = {**given, "max_steps": LOADED_AFTER}
+        _fit(make_module(), make_data(), options, list(callbacks()), short)
     runs = []
     for graphs in (None, GraphCapture(backend=backend, **capture)):
         say("\nEager ..." if graphs is None else "\nWith GraphCapture ...")
         torch.manual_seed(options.seed)
-        runs.append(_fit(make_module(), make_data(), graphs, options))
+        runs.append(_fit(make_module(), make_data(), options, list(callbacks()), given, graphs))
     return Comparison(*runs)
 
 
 def _fit(
     module: LightningModule,
     data: LightningDataModule,
-    graphs: GraphCapture | None,
     options: argparse.Namespace,
+    callbacks: list[Callback],
+    given: Mapping[str, Any],
+    graphs: GraphCapture | None = None,
 ) -> Run:
     probe = Probe()
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     trainer = Trainer(
         accelerator="gpu" if on_gpu(options) else "cpu",
         devices=options.devices,
         strategy=options.strategy,
         precision=options.precision or ("bf16-mixed" if on_gpu(options) else "32-true"),
         max_epochs=options.epochs,
-        max_steps=options.max_steps,
         num_sanity_val_steps=0,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=saves,
         enable_model_summary=False,
         # A rehearsal replays operator by operator, and its bar would look like a slower fit.
         enable_progress_bar=on_gpu(options),
-        callbacks=[probe] if graphs is None else [probe, graphs],
+        callbacks=[probe, *callbacks, *([] if graphs is None else [graphs])],
+        **given,
     )
+    started = perf_counter()
     trainer.fit(module, datamodule=data)
+    if on_gpu(options):
+        torch.cuda.synchronize()
+    seconds = perf_counter() - started
     # A step limit may end the fit before the last epoch's validation.
     [result] = trainer.validate(module, datamodule=data, verbose=False)
     return Run(
         torch.stack(probe.losses).tolist(),
         result["val_accuracy"],
         median(probe.epochs) if probe.epochs else None,
+        seconds,
         graphs,
     )
 
@@ -230,6 +256,8 @@ def report(comparison: Comparison, gpu: bool) -> None:
     ]
     if eager.ms_per_step is not None and captured.ms_per_step is not None:
         rows.append(("ms per step", f"{eager.ms_per_step:.2f}", f"{captured.ms_per_step:.2f}"))
+    if gpu:
+        rows.append(("seconds of the fit", f"{eager.seconds:.1f}", f"{captured.seconds:.1f}"))
     rows += [
         ("captured graphs", "", str(sum(record.captures for record in done.graphs))),
         ("nodes in them", "", _nodes(captured.graphs)),
@@ -242,6 +270,9 @@ def report(comparison: Comparison, gpu: bool) -> None:
         f"Losses: {equal} of {len(comparison.pairs)} equal, "
         f"largest difference {comparison.largest_difference:.1e}."
     )
+    if comparison.same_checkpoint is not None:
+        said = "equal, bit by bit" if comparison.same_checkpoint else "not equal"
+        print(f"Checkpoints of the best epoch: {said}.")
     print("Fallbacks:" if done.fallbacks else "Fallbacks: none.")
     for reason in done.fallbacks:
         print(indent(reason, "  "))
