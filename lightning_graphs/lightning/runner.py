@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -244,10 +245,20 @@ class StepRunner(StepRegion):
         self._begin_eagerly()
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            watching = self._fit.watch.logged.watching(self._module)
-            with watching, self._fit.compiled.watching():
+            with self._observing(is_last=not self._warmup_left):
                 return self._run_step(*args, **kwargs)
         return self._run_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _observing(self, *, is_last: bool) -> Iterator[None]:
+        """Observe the body, a step of the warm-up, for what captures would have to learn."""
+        watch = self._fit.watch
+        with watch.logged.watching(self._module), self._fit.compiled.watching():
+            if not (is_last and self._ranks.are_one):
+                yield
+                return
+            with self._facts.places.observing():
+                yield
 
     def _replay(self, plan: StepPlan) -> Any:
         if self._waits:

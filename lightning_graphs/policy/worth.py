@@ -435,10 +435,9 @@ class CapturePolicy:
         self._in_vain -= under_way
         return goes_on
 
-    def goes_on_with_host(self) -> bool:
-        """Whether a capture is still worth it, now that it must look at every operator."""
+    def follows_host(self) -> None:
+        """Note that captures must look at every operator."""
         self._dearer = _DEARER
-        return self.goes_on()
 
     def goes_on_with_part(self, part: float) -> bool:
         """Whether captures are still worth it if a part of each step at least has graphs."""

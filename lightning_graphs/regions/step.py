@@ -139,7 +139,6 @@ class Outcome(enum.Enum):
     """What a failed attempt to capture a step comes to."""
 
     LEARNED = enum.auto()  # another one may succeed, with what was learned of the step
-    TOO_DEAR = enum.auto()  # another one would cost more than it saves
     REFUSED = enum.auto()
 
 
@@ -173,7 +172,8 @@ class Attempts(StepBody):
         while (outcome := self._attempted(attempt)) is Outcome.LEARNED:
             if not goes_on():
                 return None
-        return None if isinstance(outcome, Outcome) else outcome
+        assert not isinstance(outcome, Outcome), "it is raised if it is refused"
+        return outcome
 
     def _attempted(self, attempt: Callable[[], StepPlan]) -> StepPlan | Outcome:
         """Capture the step once.
@@ -231,8 +231,8 @@ class Attempts(StepBody):
             return Outcome.REFUSED
         if not (facts.has_host_program or compiled):
             facts.has_host_program = True
-            goes_on = not self.context.ranks.are_one or self.context.policy.goes_on_with_host()
-            return Outcome.LEARNED if goes_on else Outcome.TOO_DEAR
+            self.context.policy.follows_host()
+            return Outcome.LEARNED
         if facts.is_unseen and self._asked:
             facts.is_unseen = facts.has_host_program = False
             return Outcome.LEARNED
@@ -365,7 +365,7 @@ class StepCapture(Attempts):
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(self.scaling())
-            self._begun.effects.look()
+            self._begun.effects.look(self._facts.places.adopt)
             segments.cut(name)
 
         def begin(given: Given) -> Sequence[Any]:
@@ -390,7 +390,7 @@ class StepCapture(Attempts):
                         code, keep = partial(given.run, begin), lambda: self._begun.targets.keep()
                         output = self.run((code,), phase, recorder, cut=cut, keep=keep)
                         begun = self._begun
-                        begun.effects.look()
+                        begun.effects.look(self._facts.places.adopt)
                     copied = self._facts.kept.are_copied
                     gradients = begun.targets.found(copied=copied)
                 for watcher in watchers:
@@ -400,6 +400,8 @@ class StepCapture(Attempts):
             if self._units is not None:
                 self._units.forget_step()
             raise
+        finally:
+            self._facts.places.settle()
         effects, environment = begun.effects, begun.environment
         for capturable in self._captured_optimizers:
             capturable.guard.remember()

@@ -385,6 +385,9 @@ class StepState:
         # In which other places the code that was watched last has left something; none if that
         # cannot be stored again
         self.found: list[Place] = []
+        self._contents = PythonSnapshot()  # what modules held ahead of the code that is watched
+        self._apart: set[str] = set()  # names of modules that ran later than that
+        self._is_changed = False  # places were adopted
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self._places.values())
@@ -408,6 +411,60 @@ class StepState:
         """Add places to which code ahead of graphs stores: the graphs may read them."""
         self._ahead.update(place.name for place in found)
         self.learn(found)
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Learn the numbers that the body counts, an eager step, and the lists that it fills.
+
+        A capture would learn them at its end, and begin again.
+        """
+        contents, trained = self._take(), trained_parameters(self._optimizers())
+        yield
+        found = [place_of(change, contents, trained) for change in self._changes(contents)]
+        if None not in found:
+            places = [place for place in found if place is not None]
+            self.learn([p for p in places if isinstance(p, Number) or p.is_filled()])
+
+    def adopt(self) -> list[tuple[Place, Any]]:
+        """Add attributes that the code under watch has set and not read; with what they held.
+
+        Nothing had to stand in for them, so the capture goes on. Empty if it has changed anything
+        else that is no known place: it begins again with all of these.
+        """
+        trained, new = trained_parameters(self._optimizers()), []
+        for change in self._changes(self._contents):
+            place = place_of(change, self._contents, trained)
+            if place is not None and place.name in self._places:
+                continue
+            if place is None or not self._is_set_alone(place, change):
+                return []
+            new.append((place, change.before))
+        self._places.update((place.name, place) for place, _ in new)
+        self._is_changed |= bool(new)
+        return [*new]
+
+    def _take(self) -> PythonSnapshot:
+        held = list(iter_objects(self._module))
+        modules = ((name, value) for name, value in held if isinstance(value, nn.Module))
+        self._apart = {name for name, module in modules if self._reads.is_apart(module)}
+        return PythonSnapshot(held)
+
+    def _changes(self, contents: PythonSnapshot) -> Iterator[Change]:
+        """List changes of the body, but for those in modules that run later than captured code."""
+        inside = tuple(f"{name}." for name in self._apart)
+        return (change for change in contents.changes() if not change.name.startswith(inside))
+
+    def _is_set_alone(self, place: Entry, change: Change) -> bool:
+        is_attribute = type(place) is Entry and place.owner is change.owner
+        if not is_attribute or is_container(change.before) or is_container(change.now):
+            return False
+        return not self._reads.may_have_read(place.owner, change.key)
+
+    def settle(self) -> None:
+        """Let all know of places that were adopted, once the code under watch has ended."""
+        if self._is_changed:
+            self._is_changed = False
+            self._changed()
 
     def _changed(self) -> None:
         self._reads.leave_out(self._places)
@@ -464,12 +521,13 @@ class StepState:
     ) -> Iterator[None]:
         """Undo changes of the body in module attributes and random generators."""
         trained = trained_parameters(self._optimizers())
-        contents = PythonSnapshot(iter_objects(self._module))
+        contents = self._contents = self._take()
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
         try:
             yield
         finally:
+            self._contents = PythonSnapshot()
             drawn = generators.drawn()
             generators.restore()
             moved = [(place, was) for place, was in memory if not place.is_still(place.now(), was)]

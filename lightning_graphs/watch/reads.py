@@ -105,7 +105,7 @@ class AttributeGuards(ValueGuards):
     def __init__(self, is_apart: Callable[[nn.Module], bool] | None = None) -> None:
         super().__init__()
         # Whether a module does not run in captured code
-        self._is_apart = _is_metric if is_apart is None else is_apart
+        self.is_apart = _is_metric if is_apart is None else is_apart
         self.codes: dict[CodeType, None] = {}  # of the author's functions that ran
         self._kept: dict[int, Any] = {}
         self._unseen: list[tuple[str, nn.Module]] = []
@@ -156,7 +156,7 @@ class AttributeGuards(ValueGuards):
         closed, self._unseen = inside_of_compiled(module), []
         exchanged = []
         for name, owner in iter_objects(module):
-            if not isinstance(owner, nn.Module) or self._is_apart(owner):
+            if not isinstance(owner, nn.Module) or self.is_apart(owner):
                 continue
             if _author_of(type(owner)).startswith(_LIBRARIES):
                 table = vars(owner)
@@ -186,7 +186,7 @@ class AttributeGuards(ValueGuards):
     @contextlib.contextmanager
     def _stores_noted(self, root: nn.Module) -> Iterator[None]:
         """Note what is set in existing modules, except in those that run later."""
-        modules = {id(module) for module in root.modules() if not self._is_apart(module)}
+        modules = {id(module) for module in root.modules() if not self.is_apart(module)}
         original: Any = nn.Module.__setattr__  # the only one that sees all of them
 
         def store(owner: nn.Module, key: str, value: Any) -> None:

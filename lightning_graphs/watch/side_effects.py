@@ -276,11 +276,17 @@ class SideEffects:
         mine = {(id(place.owner), place.keys) for place in found}
         return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
 
-    def look(self) -> None:
-        """Record the side effects so far; later ones are refused."""
+    def look(self, adopt: Callable[[], Sequence[tuple[Place, Any]]] = tuple) -> None:
+        """Record the side effects so far; later ones are refused.
+
+        The first time, ``adopt`` gives further places that the code has stored to, and not read,
+        with what they held.
+        """
         if any(tensor.grad is not None for tensor in self.own):
             name = self._states[0].place.name
             raise STORED.refused(f"a gradient reaches {name}, which the step sets")
+        if self._looked is None:
+            self._add_unread(adopt())
         now = [(place.now(), place.content(given)) for place, given in self._given]
         if self._looked is not None:
             for (place, _), at_end, then in zip(self._given, now, self._looked, strict=True):
@@ -315,6 +321,13 @@ class SideEffects:
         for effect in self._effects:
             known = of_batch if isinstance(effect.place, Holder) else of_places
             effect.detach(self._copies, known)
+
+    def _add_unread(self, adopted: Sequence[tuple[Place, Any]]) -> None:
+        if adopted and not self.signature:
+            self.signature = (signature_of([])[0],)
+        self._given += adopted
+        self._contents += [place.content(before) for place, before in adopted]
+        self._unread += [place for place, _ in adopted]
 
     def _find_written(self, changed: set[int]) -> None:
         """Find tensors that are written in place."""

@@ -90,10 +90,16 @@ class UserCode:
     def modules(self) -> list[ModuleType]:
         """List the modules that are imported and user code.
 
-        Thousands are imported, few by the next call, so each is judged once.
+        Thousands are imported, few by the next call: each is judged once, and those of an installed
+        package by that.
         """
+        foreign: dict[str, bool] = {}
         for name in sys.modules.keys() - self._judged.keys():
-            self._judged[name] = self.has_module(name)
+            package = name.partition(".")[0]
+            if package not in foreign:
+                file = getattr(sys.modules.get(package), "__file__", None)
+                foreign[package] = file is not None and not self.has(file, package)
+            self._judged[name] = not foreign[package] and self.has_module(name)
         found = (sys.modules.get(name) for name, is_own in self._judged.items() if is_own)
         return [module for module in found if isinstance(module, ModuleType)]
 

@@ -102,7 +102,8 @@ class Fit:
             if not self._is_known:
                 self._is_known = True
                 self.now += times.refused / 1e3
-                if not policy.goes_on_with_host():
+                policy.follows_host()
+                if not policy.goes_on():
                     return None
                 policy.tries_again()
             while self._learning:

@@ -55,7 +55,7 @@ def test_a_capture_that_costs_too_much_by_then_is_left_for_later(
         asked.append(False)
         return False
 
-    monkeypatch.setattr(CapturePolicy, "goes_on_with_host", goes_on)
+    monkeypatch.setattr(CapturePolicy, "goes_on", goes_on)
     eager, captured = fit_twice(backend, tmp_path, module=AMask, data=lambda: batches(12))
     compare(eager, captured)
     assert asked == [False]  # the next capture records the host program at once
