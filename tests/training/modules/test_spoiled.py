@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ class Spoiled:
                 spoil(graph)
 
         monkeypatch.setattr(CUDAGraph, "replay", spoiling)
+        launch = property(lambda graph: partial(spoiling, graph))  # what plans have prepared
+        monkeypatch.setattr(CUDAGraph, "launch", launch)
 
 
 @pytest.fixture
