@@ -137,12 +137,13 @@ class CudaBackend:
         stream.wait_stream(torch.cuda.current_stream())
         return self.capture_stream(stream)
 
-    def prepare_capture(self) -> None:
+    def prepare_capture(self, *, keeps_cache: bool = False) -> None:
         torch.cuda.synchronize()
         self.destroy_retired()
         if getattr(torch.compiler.config, "force_cudagraph_gc", False):
             gc.collect()
-        torch.cuda.empty_cache()
+        if not keeps_cache:
+            torch.cuda.empty_cache()
         empty_host_cache()
 
     def synchronize(self) -> None:

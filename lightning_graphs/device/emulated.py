@@ -338,7 +338,7 @@ class EmulatedBackend:
     def side_stream(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def prepare_capture(self) -> None:
+    def prepare_capture(self, *, keeps_cache: bool = False) -> None:
         """Do nothing: CPU memory needs no preparation."""
 
     def synchronize(self) -> None:

@@ -337,11 +337,13 @@ class graph:
         self,
         # Surrounds the end of a capture that succeeds
         ending: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+        *,
+        keeps_cache: bool = False,  # memory that eager code has freed stays with the allocator
     ) -> Iterator[None]:
         captured = self.cuda_graph
         backend = captured.backend
         refuse_nested(backend, "capture_begin()")
-        backend.prepare_capture()
+        backend.prepare_capture(keeps_cache=keeps_cache)
         try:
             with _without_garbage_collection(), self.stream_ctx, stale_gradient_nodes_tolerated():
                 try:
@@ -416,6 +418,9 @@ class GraphPool:
         self._keep_graphs = keep_graphs
         self._capture_error_mode = capture_error_mode
         self._graphs: list[CUDAGraph] = []
+        # Whether so much memory is free that further captures, which find that of earlier ones in
+        # the pool, may leave eager code its cache
+        self.is_roomy: Callable[[], bool] = lambda: False
 
     def beside(self, pool: PoolHandle | None = None) -> GraphPool:
         """Make another pool with these settings, which releases its own graphs."""
@@ -428,7 +433,8 @@ class GraphPool:
     def capture(self) -> Iterator[CUDAGraph]:
         captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
         capture = graph(captured, self.handle, self.stream, self._capture_error_mode)
-        with capture._captured(_may_be_empty):
+        keeps_cache = bool(self._graphs) and self.is_roomy()
+        with capture._captured(_may_be_empty, keeps_cache=keeps_cache):
             yield captured
         self._graphs.append(captured)
 

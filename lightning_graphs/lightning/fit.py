@@ -115,6 +115,7 @@ def fit_context(
     pool = GraphPool(stream=own_stream, keep_graphs=True, backend=name)
     stack.callback(pool.close)
     budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer)
+    pool.is_roomy = lambda: budget.is_roomy
     stack.callback(ranks.close)
     budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
     assertions = OpenAssertions(

@@ -136,6 +136,7 @@ class Calls:
         self._open.callback(pool.close)
         watch = ProgramWatch(self.program, optimizers, evaluates=evaluates)
         budget, ranks = MemoryBudget(device, options.memory), Alone()
+        pool.is_roomy = lambda: budget.is_roomy
         timed = backend == "cuda"
         self._assertions = OpenAssertions(
             lambda: watch.calls, bool, pool.backend.synchronize, ranks, updates=not evaluates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,6 +46,25 @@ def test_a_token_is_shared(backend: BackendName, device: torch.device) -> None:
     assert [y.tolist() for y in outputs] == [[2.0, 2.0]] * 2
     for pool in pools:
         pool.close()
+
+
+def test_a_further_capture_leaves_the_cache_where_memory_is_plenty(
+    backend: BackendName, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, x, kept = GraphPool(backend=backend), torch.ones(2, device=device), []
+    prepare = pool.backend.prepare_capture
+
+    def noting(*, keeps_cache: bool = False) -> None:
+        kept.append(keeps_cache)
+        prepare(keeps_cache=keeps_cache)
+
+    monkeypatch.setattr(pool.backend, "prepare_capture", noting)
+    for is_roomy in (True, True, False):
+        pool.is_roomy = partial(bool, is_roomy)
+        with pool.capture():
+            x + 1
+    assert kept == [False, True, False]
+    pool.close()
 
 
 def test_pools_have_tokens_of_their_own(backend: BackendName) -> None:
