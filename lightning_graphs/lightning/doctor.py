@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.device.rules import (
     CLOCK,
     COLLECTIVE,
-    COUNTER,
     DRAWN,
     DYNAMIC_SHAPE,
     HOST_COPY,
@@ -225,7 +224,7 @@ class Doctor:
         self._judge_state(attributes, around)
         self._judge_returned(returned)
         self._compare()
-        return returned
+        return tree_map_only(Noted, lambda number: number.value, returned)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Observe a backward pass, but not the hooks around it."""
@@ -427,11 +426,8 @@ class Doctor:
         return [t for t, copy in zip(tensors, copies, strict=True) if copy is not None]
 
     def _judge_returned(self, returned: Any) -> None:
-        add, effect = self.diagnosis.add, self._effect
         self._reads.kept(returned, self._step)
         self._observer.tell_used(leaves_of(returned, Tensor), "it is returned")
-        for number in leaves_of(returned, Noted):
-            add(COUNTER, number.name, self._returned, observed="it is returned", effect=effect)
         if self._module.automatic_optimization:
             with self._refusals_noted("training_step", self._returned):
                 self._watch.loss_of(returned)

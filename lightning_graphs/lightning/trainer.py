@@ -45,6 +45,7 @@ from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import AsRead, Effect, Environment, rates_exchanged
 from lightning_graphs.watch.late import KeptCalls
 from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.tracers import refuse_tracers
 from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
 
 # ------------------ The trainer under watch
@@ -269,6 +270,7 @@ class TrainerWatch:
     def loss_of(self, returned: Any) -> Tensor | None:
         """Return the loss in what ``training_step`` has returned."""
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
+        refuse_tracers(loss)
         if not isinstance(loss, Tensor):
             raise CaptureError(
                 "training_step must return the loss, or a dict with it under 'loss'.",

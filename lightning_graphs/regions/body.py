@@ -38,17 +38,14 @@ from lightning_graphs.regions.gradients import (
     drop_gradients,
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer
+from lightning_graphs.regions.plan import StepOutputs
 from lightning_graphs.regions.tried import UNSCALES_ITSELF, decided_on_device
-from lightning_graphs.values.memory import OutputPlan
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.environment import (
     rates_exchanged,
 )
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.places import StepState
-from lightning_graphs.watch.tracers import (
-    refuse_tracers,
-)
 
 
 class NoOptimizer(Optimizer):
@@ -101,7 +98,7 @@ class StepBody:
         # Called with the name of the next part, if hooks run in between
         cut: Callable[[str], None] = lambda _: None,
         keep: Callable[[], None] = lambda: None,  # called after the backward pass
-    ) -> OutputPlan:
+    ) -> StepOutputs:
         """Run forward, loss, backward, clipping, update; the caller sets up the gradients."""
         if self.client.optimizes_itself:
             return self._run_all(arguments, recorder, keep)
@@ -121,7 +118,7 @@ class StepBody:
 
     def _run_all(
         self, arguments: tuple[Any, ...], recorder: Recorder, keep: Callable[[], None]
-    ) -> OutputPlan:
+    ) -> StepOutputs:
         """Run a step whose own code runs backward passes and optimizer steps."""
         steps: list[Member] = [
             (optimizer, "step", partial(self._step_within, optimizer, optimizer.step))
@@ -175,11 +172,11 @@ class StepBody:
 
     def forward(
         self, arguments: tuple[Any, ...], recorder: Recorder
-    ) -> tuple[OutputPlan, Tensor | None]:
+    ) -> tuple[StepOutputs, Tensor | None]:
         """Run the step's own code; return what it returns, and the loss that is to be reduced."""
         returned = self._call(arguments)
         try:
-            output = self.outputs_of(returned)
+            output = StepOutputs(returned)
             loss = None
             if not self.client.optimizes_itself:
                 loss = self.client.loss_of(returned)
@@ -188,11 +185,6 @@ class StepBody:
             raise
         recorder.finish()
         return output, loss
-
-    def outputs_of(self, returned: Any) -> OutputPlan:
-        """Take what the step has returned, of which replays make their own."""
-        refuse_tracers(returned)
-        return OutputPlan(returned, static=False)
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         return self.client.run(*arguments)

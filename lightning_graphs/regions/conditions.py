@@ -126,9 +126,15 @@ def _bare(name: str) -> str:
 def differences(before: Signature, after: Signature) -> list[str]:
     """Describe what tells two captures apart, a line each."""
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
-    lines += conditions_of(before).diff(conditions_of(after))
+    lines += conditions_of(before).diff(conditions_of(after)) + stored_changes(before, after)
     reads = [part for key in (before, after) for part in key.extra if isinstance(part, HostReads)]
     return lines + (reads[0].changes(reads[1]) if len(reads) == 2 else [])
+
+
+def stored_changes(before: Signature, after: Signature) -> list[str]:
+    """Describe which values have changed that steps store and read, a line each."""
+    stored = [part for key in (before, after) for part in key.extra if isinstance(part, Signature)]
+    return stored[0].diff(stored[1]) if len(stored) == 2 else []
 
 
 def conditions_of(signature: Signature) -> CaptureKey:

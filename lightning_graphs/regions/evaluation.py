@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -23,11 +23,8 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.whole_step import StepRegion
-from lightning_graphs.values.memory import OutputPlan
 from lightning_graphs.values.snapshot import RegionState, Result
-from lightning_graphs.values.tree import flatten, substitute
 from lightning_graphs.watch.environment import Environment
-from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 NO_OBSERVERS = Observers((), (), False)
@@ -46,32 +43,6 @@ def _outside_inference_mode(is_grad_enabled: bool) -> Iterator[None]:
         yield
 
 
-class EvaluationOutputs(OutputPlan):
-    """What the step of an evaluation has returned, with the present values of what it passes on.
-
-    These are values of its batch, such as names of samples, and counters: a result may have them,
-    unlike the loss of a training step and what comes with it.
-    """
-
-    def __init__(self, value: Any) -> None:
-        leaves: list[tuple[str, Any]] = []
-        flatten(value, "output", leaves)
-        passed = {name: leaf for name, leaf in leaves if isinstance(leaf, Tracer)}
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        super().__init__(substitute(value, tensors, "output", dict.fromkeys(passed)), static=False)
-        if passed:
-            self._build = partial(_with_passed, self._build, passed)
-
-
-def _with_passed(
-    build: Callable[[Sequence[Tensor]], Any],
-    passed: Mapping[str, Tracer],
-    tensors: Sequence[Tensor],
-) -> Any:
-    now = {name: tracer.now() for name, tracer in passed.items()}
-    return substitute(build(tensors), tensors, "output", now)
-
-
 class EvaluationBody(StepBody):
     """The step of an evaluation, of which there is the step's own code alone.
 
@@ -84,9 +55,6 @@ class EvaluationBody(StepBody):
         modes = outside_inference_mode()  # made here, in the grad mode of the loop
         with super().surrounded(*args, **kwargs), modes:
             yield
-
-    def outputs_of(self, returned: Any) -> OutputPlan:
-        return EvaluationOutputs(returned)
 
 
 class _Gradients:

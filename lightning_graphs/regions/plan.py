@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,8 +21,12 @@ from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
 from lightning_graphs.values.snapshot import Part as SnapshotPart
+from lightning_graphs.values.snapshot import Result, results_in
+from lightning_graphs.values.tree import flatten, substitute
 from lightning_graphs.watch.head import Head
+from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.side_effects import SideEffects
+from lightning_graphs.watch.tracers import Tracer
 
 
 class Part(NamedTuple):
@@ -149,6 +153,42 @@ class Present:
     owing: Owing = field(default_factory=list)
 
 
+class StepOutputs(OutputPlan):
+    """What a step has returned, with the present values of numbers in it.
+
+    These are counters, values of its batch such as names of samples, and what calls give that are
+    kept back.
+    """
+
+    def __init__(self, value: Any) -> None:
+        leaves: list[tuple[str, Any]] = []
+        flatten(value, "output", leaves)
+        numbers = {name: leaf for name, leaf in leaves if isinstance(leaf, Tracer)}
+        # Those that are not there where graphs are compared
+        self.late = tuple(name for name, leaf in numbers.items() if isinstance(leaf, LateValue))
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        super().__init__(substitute(value, tensors, "output", dict.fromkeys(numbers)), static=False)
+        if numbers:
+            self._build = partial(_with_numbers, self._build, numbers)
+
+    def results(self, returned: Any) -> list[Result]:
+        """List what a step has returned, without what comes late here, to compare it."""
+        found = [r for r in results_in(returned, "output") if not r.name.startswith(self.late)]
+        return [replace(r, name="the loss") if r.name in _LOSSES else r for r in found]
+
+
+_LOSSES = ("output", "output['loss']", 'output["loss"]')
+
+
+def _with_numbers(
+    build: Callable[[Sequence[Tensor]], Any],
+    numbers: Mapping[str, Tracer],
+    tensors: Sequence[Tensor],
+) -> Any:
+    now = {name: tracer.now() for name, tracer in numbers.items()}
+    return substitute(build(tensors), tensors, "output", now)
+
+
 def batch_written(
     inputs: StaticInputs,
     written: Sequence[int],  # the tensors of a batch that its step changes in place
@@ -183,7 +223,7 @@ class StepPlan(Plan):
     key: Signature
     mechanisms: Sequence[Mechanism]
     effects: SideEffects  # what it finds in places, and does there and to containers of its batch
-    outputs: OutputPlan  # what its code returned
+    outputs: StepOutputs  # what its code returned
     logged: Callable[[], list[tuple[str, Tensor]]]  # the tensors that its logs are given
     # What ``.grad`` is after the backward pass, of the optimizer's parameters
     gradients: GradientBuffers

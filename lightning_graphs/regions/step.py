@@ -54,9 +54,16 @@ from lightning_graphs.regions.gradients import (
 )
 from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients
-from lightning_graphs.regions.plan import Mechanism, Present, StepPlan, Watcher, batch_written
+from lightning_graphs.regions.plan import (
+    Mechanism,
+    Present,
+    StepOutputs,
+    StepPlan,
+    Watcher,
+    batch_written,
+)
 from lightning_graphs.regions.reduction import BucketReduction, reduction_of
-from lightning_graphs.values.memory import OutputPlan, StaticInputs
+from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.environment import (
@@ -405,7 +412,7 @@ class StepCapture(Attempts):
         effects, environment = begun.effects, begun.environment
         for capturable in self._captured_optimizers:
             capturable.guard.remember()
-        stores = {n: effects.without_numbers(found) for n, found in segments.stores.items()}
+        stores = {n: effects.without_places(found) for n, found in segments.stores.items()}
         environment.outside.read_into(self._facts.reads)
         output.finish_capture()
         effects.finish_capture()
@@ -530,7 +537,7 @@ class StepCapture(Attempts):
 
     def forward(
         self, arguments: tuple[Any, ...], recorder: Recorder
-    ) -> tuple[OutputPlan, Tensor | None]:
+    ) -> tuple[StepOutputs, Tensor | None]:
         with contextlib.ExitStack() as self._inside:
             result = super().forward(arguments, recorder)
             self._registers_hooks = hooks_registered() != self._hooks

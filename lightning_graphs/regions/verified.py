@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -90,9 +90,11 @@ class Verification(StepBody):
             assert matched is not None, "the plan was found for this batch"
             batch = matched
             plan.cancel()
-        for stores in plan.stores.values():  # another step may have set them otherwise
-            set_again(stores)
+        stored = PythonSnapshot()
+        for owner, name, _ in chain.from_iterable(plan.stores.values()):
+            stored.add_place(name, owner, name)
         parts: list[Part] = [m.state for m in plan.mechanisms if m.state is not None]
+        parts.append(stored)
         ways = Comparison(
             self._state(plan.loose, plan.outside.parameters),
             partial(self._eager, plan, args, batch),
@@ -116,6 +118,8 @@ class Verification(StepBody):
         """Run the step eagerly; return what it computed besides its state."""
         if not (plan.adds or self.client.optimizes_itself):
             self._drop_gradients()
+        for stores in plan.stores.values():  # another step may have set them otherwise
+            set_again(stores)
         recorder = self.client.mute()
         memory = self._verifier.budget.memory_of(plan.graphs["forward"])
         # The graph's own buffers, and not given away: user code may keep them
@@ -151,7 +155,7 @@ class Verification(StepBody):
                 self._run_code = lambda code: code()
             stored = results()
         output.finish_capture()
-        return _returned(output.hand_out()) + stored + _logged(recorder.logged())
+        return plan.outputs.results(output.hand_out()) + stored + _logged(recorder.logged())
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         return self._run_code(partial(super()._call, arguments))
@@ -225,7 +229,7 @@ class Verification(StepBody):
             graph.replay()
         plan.attach()
         stored = plan.effects.results(batch, tensors)
-        return _returned(plan.outputs.hand_out()) + stored + _logged(plan.logged())
+        return plan.outputs.results(plan.outputs.hand_out()) + stored + _logged(plan.logged())
 
     def check_update(self, replay: Callable[[], None]) -> None:
         """Verify a captured optimizer step on the present gradients."""
@@ -234,17 +238,6 @@ class Verification(StepBody):
         written = self._verifier.written["update"]
         ways = Comparison(self._state({}), self.update, replay, parts, written)
         self._verifier.compare(ways, "the captured optimizer step was not verified")
-
-
-_LOSSES = ("output", "output['loss']", 'output["loss"]')
-
-
-def _returned(value: Any) -> list[Result]:
-    """List what a step has returned."""
-    return [
-        replace(output, name="the loss") if output.name in _LOSSES else output
-        for output in results_in(value, "output")
-    ]
 
 
 def _logged(tensors: Sequence[tuple[str, Tensor]]) -> list[Result]:

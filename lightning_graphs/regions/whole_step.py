@@ -32,6 +32,7 @@ from lightning_graphs.regions.conditions import (
     conditions_of,
     differences,
     signature_in_words,
+    stored_changes,
     without_values,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recovery, TrainingContext
@@ -562,7 +563,7 @@ class StepMessages:
             signature, why_not, differences, is_new=is_new, at_once=at_once, say=say
         )
         if moved and is_time:
-            read = MOVING_VALUE.refused("; ".join(moved) + named_at(moved[0], codes))
+            read = MOVING_VALUE.refused(listed(moved) + named_at(moved[0], codes))
         if read is None or not is_time:
             return False
         self._say_refused(read, has_graphs=False)
@@ -605,7 +606,7 @@ def _moved(before: Signature, after: Signature) -> list[str]:
     """Describe changed values of user code; empty if anything else changed as well."""
     old, new = conditions_of(before), conditions_of(after)
     same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
-    if replace(before, extra=(same,)) != after:
+    if replace(before, extra=(same,)) != replace(after, extra=(new,)):
         return []
-    lines = replace(same, attributes=old.attributes).diff(new)
+    lines = replace(same, attributes=old.attributes).diff(new) + stored_changes(before, after)
     return [line for line in lines if not line.startswith(OF_LIBRARIES)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
+import numpy
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from lightning_graphs.values.guards import attributes_of, is_constant, is_still,
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
 from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import iter_objects
@@ -580,8 +582,9 @@ class StepState:
 
 
 def _is_tree(value: Any) -> bool:
-    """Return whether a value consists of containers, tensors and plain values."""
-    return all(isinstance(leaf, (Tensor, Tracer)) or is_constant(leaf) for leaf in leaves_of(value))
+    """Return whether a value consists of containers, tensors, arrays and plain values."""
+    known = Tensor, Tracer, numpy.ndarray, numpy.generic
+    return all(isinstance(leaf, known) or is_constant(leaf) for leaf in leaves_of(value))
 
 
 def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> Entry | None:
@@ -592,7 +595,8 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
         kind = Order
     elif isinstance(table, dict) or table is owner:
         # To code that asks for its class, a tracer for a number is one.
-        if type(before) in (int, float) and isinstance(now, (int, float)) and type(now) is not bool:
+        is_number = isinstance(now, (int, float, LateValue)) and type(now) is not bool
+        if type(before) in (int, float) and is_number:
             kind = Number
         elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
             kind = Entry

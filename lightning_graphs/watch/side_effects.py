@@ -270,9 +270,9 @@ class SideEffects:
             for place, value in reversed(before):
                 place.put(value)
 
-    def without_numbers(self, stores: Stores) -> Stores:
-        """Drop numbers that this step stores and the next step reads."""
-        found = (p for p in (*self._counted, *self._filled) if isinstance(p, Entry))
+    def without_places(self, stores: Stores) -> Stores:
+        """Drop what this step stores in places: it is not the same in each step."""
+        found = (place for place, _ in self._given if isinstance(place, Entry))
         mine = {(id(place.owner), place.keys) for place in found}
         return tuple(s for s in stores if (id(s[0]), (s[1],)) not in mine)
 

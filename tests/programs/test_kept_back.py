@@ -111,6 +111,27 @@ def changed_afterwards(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+class Handing(Predicting):
+    """Keeps what a hook is given of the step's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handed: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.handed.append(outputs)
+
+    def look(self) -> Any:
+        return list(self.handed)
+
+
+def returned(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Numbers of the host beside the loss: counters, what is read of the device, and both."""
+    loss, logits = self.predicted(batch)
+    hits = (logits.argmax(-1) == batch["y"]).sum().item()
+    return {"loss": loss, "hits": hits, "share": hits / len(batch["y"]), "batch": batch_idx}
+
+
 ROWS = stepping(
     Predicting, checked, also="bf16; verified; cut; accumulated", max_epochs=3,
     data=lambda: batches(6),
@@ -118,6 +139,8 @@ ROWS = stepping(
     Predicting, computed_further, read_as_arrays, masked, text_scores,
     changed_afterwards, each={branched: "host", in_the_loss: "in_the_loss", by_its_type: "host"},
     max_epochs=3, data=lambda: batches(6),
+) | stepping(
+    Handing, returned, also="verified; cut", max_epochs=3, data=lambda: batches(6),
 )  # fmt: skip
 
 

@@ -741,6 +741,40 @@ class Bounded(Outputs):
         return loss * 2 if len(self.outputs) > 8 else loss
 
 
+class Totals(Storing):
+    """Adds up on the host what it reads of the device, as meters do, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.sums = 0.0, {"loss": 0.0, "steps": 0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * (1 + 0.01 * self.last)
+        self.last = loss.item()
+        self.sums["loss"] += self.last
+        self.sums["steps"] += 1
+        self.log("mean", self.sums["loss"] / self.sums["steps"])
+        return loss
+
+    def look(self) -> Any:
+        return self.last, dict(self.sums)
+
+
+class Spelling(Storing):
+    """Computes with a text that it prolongs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.text += "a"
+        return self.loss(batch) * (1 + 0.01 * len(self.text))
+
+    def look(self) -> Any:
+        return self.text
+
+
 class Objects(Storing):
     """Stores an object."""
 
@@ -779,10 +813,11 @@ ROWS = (
         found="line", data=lambda: batches(12), validation=0,
     )
     | table(each={Objects: "self.found"}, data=lambda: batches(12), validation=0)
-    | table(Averaged, Bounded, said=None, data=lambda: batches(12), validation=0)
+    | table(Totals, also="verified; cut", **USUAL)
+    | table(Averaged, Bounded, Spelling, said=None, data=lambda: batches(12), validation=0)
 )  # fmt: skip
 
 
 class TestStoring(Promises):
     rows = ROWS
-    unlike = ("Weighted", "Annealed", "WithNumbers")
+    unlike = ("Weighted", "Annealed", "WithNumbers", "Totals")

@@ -41,12 +41,6 @@ class ReturnsNothing(Net):
         return loss if batch_idx != 5 else None  # returned
 
 
-class ReturnsCounter(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        return {"loss": loss, "at": self.global_step}  # returned
-
-
 class ReturnsList(Net):
     """Its loss is in a list now and then."""
 
@@ -99,14 +93,6 @@ def test_the_doctor_says_the_same_of_what_is_returned(
     assert row.line == line(module.training_step, "returned")
     assert what in row.observed
     assert remedy in row.remedy
-
-
-def test_no_line_of_the_fit_is_named_for_a_counter_that_is_returned(
-    backend: str, tmp_path: Path
-) -> None:
-    (said,) = told(backend, tmp_path, ReturnsCounter).statistics.fallbacks
-    assert "fits.py" not in said
-    assert f"{__file__}:{line(ReturnsCounter.training_step, 'returned')}" in said
 
 
 class Reading(torch.autograd.Function):
