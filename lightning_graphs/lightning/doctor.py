@@ -82,6 +82,7 @@ from lightning_graphs.watch.noted import (
     Call,
     Noted,
     NotedNumbers,
+    NotedValue,
     Observer,
     are_live,
     changes,
@@ -224,7 +225,7 @@ class Doctor:
         self._judge_state(attributes, around)
         self._judge_returned(returned)
         self._compare()
-        return tree_map_only(Noted, lambda number: number.value, returned)
+        return tree_map_only(NotedValue, lambda noted: noted.value, returned)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Observe a backward pass, but not the hooks around it."""
@@ -426,7 +427,6 @@ class Doctor:
         return [t for t, copy in zip(tensors, copies, strict=True) if copy is not None]
 
     def _judge_returned(self, returned: Any) -> None:
-        self._reads.kept(returned, self._step)
         self._observer.tell_used(leaves_of(returned, Tensor), "it is returned")
         if self._module.automatic_optimization:
             with self._refusals_noted("training_step", self._returned):
@@ -452,7 +452,6 @@ class Doctor:
         trained, whole = trained_parameters(self._trainer.optimizers), not self._only_submodules
         found = []
         for change in attributes.changes():
-            self._reads.kept(change.now, site_naming(change.name, outside.codes))
             stored = whole and place_of(change, attributes, trained)  # by replays, too
             if not (stored or change.name.startswith(ours)):
                 bound_anew = isinstance(change.now, Tensor) and not whole

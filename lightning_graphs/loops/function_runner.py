@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import Obstacle, speaking
 from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.behind import Behind
-from lightning_graphs.regions.body import Given
-from lightning_graphs.regions.conditions import ClientGuards, Phase, ReplayGuards
+from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
-from lightning_graphs.regions.evaluation import EvaluationOutputs, EvaluationSteps
+from lightning_graphs.regions.evaluation import EvaluationSteps
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.step import StepCapture
-from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
-from lightning_graphs.values.memory import OutputPlan
-from lightning_graphs.values.snapshot import Result
 
 
 class Unrepeated:
@@ -53,38 +45,10 @@ class Unrepeated:
         raise error
 
 
-class _Outputs:
-    """Hands Python values of the call on, as well as tensors, in what the function returns."""
-
-    def outputs_of(self, returned: Any) -> OutputPlan:
-        return EvaluationOutputs(returned)
-
-
-class FunctionCapture(_Outputs, StepCapture):
-    """Captures calls of a function that trains."""
-
-    def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
-        plan = super()._captured(given, phase, watch)
-        assert self._unread is not None, "made as the capture began"
-        self._unread.present = partial(getattr, plan.present, "batch")
-        return plan
-
-
-class FunctionVerification(_Outputs, Verification):
-    """Compares captured calls of a function that trains with eager ones."""
-
-    def _replayed(
-        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
-    ) -> list[Result]:
-        plan.present.batch = args[0]
-        return super()._replayed(plan, args, batch)
-
-
 class FunctionSteps(StepRegion):
     """Runs the calls of a function that trains."""
 
     step = "call"
-    captures, verifies = FunctionCapture, FunctionVerification
 
     def __init__(self, context: TrainingContext, verifier: Verifier, name: str) -> None:
         self._name = name

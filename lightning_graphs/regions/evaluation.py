@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.whole_step import StepRegion
-from lightning_graphs.values.snapshot import RegionState, Result
+from lightning_graphs.values.snapshot import RegionState
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
@@ -89,8 +88,6 @@ class EvaluationCapture(EvaluationBody, StepCapture):
             raise GRADIENTS_CHANGED.refused(
                 f"{LIBRARIES.step} runs a backward pass that reaches them"
             )
-        assert self._unread is not None, "made as the capture began"
-        self._unread.present = partial(getattr, plan.present, "batch")
         return plan
 
     def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
@@ -113,12 +110,6 @@ class EvaluationVerification(EvaluationBody, Verification):
 
     def _drop_gradients(self) -> None:
         """Leave them: those of training may be adding up."""
-
-    def _replayed(
-        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
-    ) -> list[Result]:
-        plan.present.batch = args[0]
-        return super()._replayed(plan, args, batch)
 
 
 class EvaluationSteps(StepRegion):

@@ -448,7 +448,9 @@ class StepCapture(Attempts):
     def _begin(self, given: Given, phase: Phase, recorder: Recorder) -> _Begun:
         """Prepare a capture of this call."""
         (batch, *rest), tensors = given.arguments, given.tensors
-        self._unread = unread = UnreadValues(given.signature, given.step)
+        present = Present(batch=batch)
+        passed = partial(getattr, present, "batch")
+        self._unread = unread = UnreadValues(given.signature, given.step, passed)
         inputs = StaticInputs(tensors, given.given)
         versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
         self._followed.begin(tensors, inputs)
@@ -467,7 +469,7 @@ class StepCapture(Attempts):
         recorder.live = self._followed.numbers.logged
         return _Begun(
             given.signature, tensors, arguments, inputs, versions, [], asked, effects, environment,
-            targets, Present(),
+            targets, present,
         )  # fmt: skip
 
     def _watched(

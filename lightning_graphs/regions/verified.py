@@ -198,6 +198,7 @@ class Verification(StepBody):
             else:
                 undone = around.enter_context(self._undone(args))
                 given, batch = self._leaving(plan, undone.arguments)
+            plan.present.batch = given
             return self._launched(plan, given, batch)
 
     def _leaving(

@@ -348,12 +348,16 @@ def _moved_containers(name: str, before: Node | None, after: Node | None) -> Ite
 class UnreadValues:
     """The values of a batch that its signature leaves out, while its step is captured."""
 
-    def __init__(self, signature: Signature, step: CallSite) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        step: CallSite,
+        present: Callable[[], Any],  # gives the batch of the present replay, or of the capture
+    ) -> None:
         self._read: dict[str, BatchValueRead] = {}
         self._step = step  # the code that is captured
         self._sites = CallSiteFinder()
-        # Gives the batch of the present replay, if these values may be passed on
-        self.present: Callable[[], Any] | None = None
+        self._present = present
         self._proxies = {
             name: _UnreadValue(name, partial(self._now, name), self._refuse, leaf.kind)
             for name, leaf in zip(signature.names, signature.leaves, strict=True)
@@ -369,10 +373,8 @@ class UnreadValues:
 
     def _now(self, name: str) -> Any:
         """Return the value of a name in the batch of the present replay."""
-        if self.present is None:
-            self._refuse(name)
         found: list[tuple[str, Any]] = []
-        flatten(self.present(), "batch", found, self._proxies)
+        flatten(self._present(), "batch", found, self._proxies)
         return dict(found)[name]
 
     def left_out(self, batch: Any, tensors: Iterable[Tensor], name: str = "batch") -> Any:

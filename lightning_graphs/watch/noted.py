@@ -547,11 +547,6 @@ class BatchReads:
         if not silent and (site := self._sites.here()).line:
             self._first.setdefault(name, site)
 
-    def kept(self, value: Any, site: CallSite) -> None:
-        """Note what a step stores or returns: a replay would have to read that."""
-        for noted in leaves_of(value, BatchValue):
-            self._first.setdefault(noted.name, site)
-
     def unseen(self, step: int, site: CallSite) -> bool:
         """Whether code of C may have read numbers of the batch, others than in that step."""
         then, now = self._given[step], self._given[-1]

@@ -282,9 +282,7 @@ ROWS = {
         data=numbered(lambda b, i: {**b, "length": (4, 5, 6, 8)[i % 4]}, 40),
     ),
     **table(
-        Keeping, Returning, said=r'batch\["path"\] is stored or returned, in the code of',
-        found="rule", replayed=1, capture={"scope": "auto"}, also="unverified",
-        data=lambda: tasks(32), validation=0,
+        Keeping, Returning, also="unverified; verified", data=lambda: tasks(32), validation=0,
     ),
     "seen by hooks": row(Listing, data=tasks, validation=0),
 }  # fmt: skip
