@@ -254,7 +254,7 @@ class StepRunner(StepRegion):
         """Observe the body, a step of the warm-up, for what captures would have to learn."""
         watch = self._fit.watch
         with watch.logged.watching(self._module), self._fit.compiled.watching():
-            if not (is_last and self._ranks.are_one):
+            if not (is_last and self._ranks.are_one and self._policy.is_likely):
                 yield
                 return
             with self._facts.places.observing():

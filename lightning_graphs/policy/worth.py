@@ -391,6 +391,12 @@ class CapturePolicy:
         return max(_MARGIN * uses - gained, further, _ALONE * uses)
 
     @property
+    def is_likely(self) -> bool:
+        """Whether there may be a first capture, as far as the times so far tell."""
+        times = self._step_times
+        return times is None or not times.eager or self._steps_left() >= self._safe(times)
+
+    @property
     def break_even(self) -> float:
         """How many replays repay a capture."""
         if self._step_times is None or not self._step_times.eager:
@@ -425,15 +431,9 @@ class CapturePolicy:
 
     def goes_on(self) -> bool:
         """Whether another attempt is worth it, after all that earlier ones have cost."""
-        times = self._step_times
-        if times is None or not times.eager:
-            return True
-        now = perf_counter()
-        under_way, remaining = (now - self._began) * 1e3, self._steps_left()
-        self._in_vain += under_way
-        goes_on = self._expected >= self._wanted() and remaining >= self._safe(times)
-        self._in_vain -= under_way
-        return goes_on
+        self.tries_again()
+        is_known = self._step_times is not None and len(self._step_times.eager) > 0
+        return not is_known or (self._expected >= self._wanted() and self.is_likely)
 
     def follows_host(self) -> None:
         """Note that captures must look at every operator."""

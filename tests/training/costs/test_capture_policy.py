@@ -182,8 +182,11 @@ def test_a_fit_whose_captures_fail_is_hardly_longer(
 
 
 def test_a_short_fit_is_left_alone_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = Fit(monkeypatch, times=Times(eager=5.0, replay=1.0)).run(["x"] * 200)
+    fit = Fit(monkeypatch, times=Times(eager=5.0, replay=1.0))
+    assert fit.policy.is_likely  # nothing is known yet
+    fit.run(["x"] * 200)
     assert fit.seconds == pytest.approx(1.0)
+    assert not fit.policy.is_likely
     # 3 steps and 80 ms are 5 % of 380 steps, of which 3 have been.
     assert fit.cache.why_not == (
         "too few steps are left to try a capture, which may fail (about 377 would do)"
