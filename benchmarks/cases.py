@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from workloads import Gpt2, Llama, MixtureOfExperts, Transformer
 
+from lightning_graphs import PadTo, choose_lengths
+
 Batch = tuple[Tensor, ...]
 Settings = Mapping[str, Any]
 NEVER_CAPTURE = {"min_repeats": 10**6}
@@ -64,6 +66,14 @@ def some_lengths(count: int, tiny: bool) -> Case:
     random.Random(0).shuffle(lengths)
     early = {"max_graphs": count + 3, "min_repeats": 1}
     return llama(lengths, (early, {**early, "verify": False}), tiny)
+
+
+def padded_to_a_few_lengths(tiny: bool) -> Case:
+    """The batches of 60 lengths, as ``PadTo`` pads them."""
+    case = some_lengths(60, tiny)
+    lengths = choose_lengths([tokens.shape[1] for (tokens,) in case.batches], 2 if tiny else 8)
+    pad = PadTo(lengths, {0: 0})
+    return replace(case, batches=[pad.pad(batch) for batch in case.batches])
 
 
 def new_length_at_each_step(tiny: bool) -> Case:
@@ -132,6 +142,7 @@ def bert_with_a_padding_collator(tiny: bool) -> Case:
 
 ROWS: dict[str, Callable[[bool], Case]] = {  # the longest first, last what waits for the others
     "60 lengths": lambda tiny: some_lengths(60, tiny),
+    "60 lengths padded to 8": padded_to_a_few_lengths,
     "new length at each step": new_length_at_each_step,
     "BERT with a padding collator": bert_with_a_padding_collator,
     "13 lengths": lambda tiny: some_lengths(13, tiny),
