@@ -28,7 +28,12 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.generators import CapturedDropout, DropoutCapture
-from lightning_graphs.private.torch import PoolHandle, abandon_capture_pool, empty_host_cache
+from lightning_graphs.private.torch import (
+    PoolHandle,
+    abandon_capture_pool,
+    collectives_called,
+    empty_host_cache,
+)
 
 _REFUSALS = (
     "when stream is capturing",
@@ -167,6 +172,7 @@ class _JoinedStream(torch.cuda.StreamContext):
 
 class CudaGraph:
     dropout: CapturedDropout | None  # cuDNN's random state, where the graph draws from it
+    has_collectives = False
 
     def __init__(self, backend: CudaBackend, keep_graph: bool) -> None:
         self._backend = backend
@@ -178,6 +184,7 @@ class CudaGraph:
         self._recorders = contextlib.ExitStack()
         self._trace: CaptureTrace | None = None
         self._checks_liveness = False
+        self._called: int | None = 0  # collectives, ahead of the capture
         self._inspection: GraphInfo | None = None
         self._lives_in: PoolHandle | None = None
         self._renew()
@@ -207,6 +214,7 @@ class CudaGraph:
             self._renew()
             raise
         self._recorders.enter_context(self._draws.noting())
+        self._called = collectives_called()
         if self._trace is not None:
             self._recorders.enter_context(self._trace)
 
@@ -216,6 +224,7 @@ class CudaGraph:
         if trace is not None:
             self._inspection = trace.inspection()
         self._native.capture_end()
+        self.has_collectives = collectives_called() != self._called
         self._draws.end()
         self.dropout = self._draws.found
         self._end_capture()

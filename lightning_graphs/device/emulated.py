@@ -470,6 +470,11 @@ class EmulatedGraph:
     def register_generator_state(self, generator: torch.Generator) -> None:
         self._generators.append(generator)
 
+    @property
+    def has_collectives(self) -> bool:
+        assert self.recording is not None
+        return any(is_collective(operation.func) for operation in self.recording.operations)
+
     def node_counts(self) -> Mapping[str, int]:
         return self.inspection().counts
 

@@ -246,6 +246,12 @@ class CUDAGraph:
             )
         return self._captured.inspection()
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether the captured code has called collectives, which every rank must replay."""
+        self._require_capture("has_collectives")
+        return self._captured.has_collectives
+
     def node_counts(self) -> Mapping[str, int]:
         """Number of nodes by kind (``"kernel"``, ``"memcpy"``, ``"memset"``, ...).
 

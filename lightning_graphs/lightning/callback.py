@@ -30,6 +30,7 @@ from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.lightning.loop import replays_looped
 from lightning_graphs.lightning.ranks import (
     capture_stream,
+    is_ddp,
     is_model_parallel,
     why_not_captured,
 )
@@ -261,7 +262,8 @@ class GraphCapture(Callback):
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest ({why})")
 
     def _evaluates(self, trainer: Trainer) -> bool:
-        return self.options.evaluation and trainer.world_size == 1
+        is_served = trainer.world_size == 1 or is_ddp(trainer.strategy)
+        return self.options.evaluation and is_served
 
     def _begin_evaluation(self, trainer: Trainer, module: LightningModule, name: str) -> None:
         """Take over the strategy's method for an evaluation that is no part of a fit."""

@@ -41,6 +41,7 @@ from lightning_graphs.lightning.later import NotedCalls
 from lightning_graphs.lightning.logs import LOGGED_NUMBER, LoggedNumbers
 from lightning_graphs.lightning.manual import ScheduleWatch
 from lightning_graphs.lightning.private import takes_no_closure
+from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE
 from lightning_graphs.lightning.strategy import (
     StrategyCalls,
     calls_of,
@@ -533,6 +534,15 @@ class EvaluationDoctor(Doctor):
         """Give the strategy back and print what was found; may be called again."""
         super().finish()
         self._name_hooks()
+
+    def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
+        if obstacle is COLLECTIVE and self._calls_of_own(site):
+            obstacle = COLLECTIVE_ALONE
+        super()._note(operator, obstacle, site)
+
+    def _calls_of_own(self, site: CallSite) -> bool:
+        """Whether a step of one of several ranks calls a collective, and not DDP or ``log``."""
+        return self._trainer.world_size > 1 and bool(site.line)
 
     def _name_hooks(self) -> None:
         for finding in self.diagnosis.findings:

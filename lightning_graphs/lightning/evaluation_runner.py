@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_graphs.errors import CODE, GraphError
 from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.ranks import syncs
+from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Collectives, Ranks, syncs
 from lightning_graphs.lightning.runner import StepRunner
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.trainer import (
@@ -91,6 +91,11 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         self.scope, self.step = watch.name, _in_words(watch.name)
         super().__init__(fit)
         self._may_give_up = False
+        self._is_synced: Callable[[], bool] = bool  # the coming step gets the buffers of rank 0
+        # Called by steps of several ranks, of which each decides alone
+        self._collectives: Collectives | None = None
+        if fit.trainer.world_size > 1:
+            self._collectives, self._is_synced = Collectives(), partial(syncs, fit.trainer)
         statistics = fit.statistics
         self._verifier.step = lambda: statistics.eager + statistics.replayed
 
@@ -135,7 +140,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         Empty: :meth:`training_step` is to run it. It goes on from what was found here.
         """
         life, self._client.given = self._life, args
-        if self._warmup_left > 0:
+        if self._warmup_left > 0 or self._is_synced():
             return ()
         plan = life.find(args)
         if plan is None or not life.is_ready(plan):
@@ -147,17 +152,32 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
         found, self.found = self.found, ()
         is_outside = bool(kwargs) or self._policy.is_over
-        if is_outside or self._warmup_left > 0:
+        waits = self._warmup_left > 0 or self._is_synced()
+        if is_outside or waits or (self._collectives and not self._collectives.are_known):
             if not is_outside:
                 self._count_key(args)
             return None
         return self._life.plan_for(args, *found)
 
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._collectives is None or self._is_synced():  # DDP broadcasts its buffers
+            return super()._eager(args, kwargs)
+        with self._collectives.observing(self._module):
+            return super()._eager(args, kwargs)
+
     # ------------------------------------------------------------------ the region
 
     def capture(self, call: tuple[Any, ...], key: Any) -> StepPlan | None:
+        called = self._collectives
         with replaced(LIBRARIES, "step", self._client.name):
-            return super().capture(call, key)
+            if called is not None and called.are_called:
+                raise COLLECTIVE_ALONE.refused(f"{self._client.name} calls some")
+            plan = super().capture(call, key)
+        graphs = [] if plan is None else [*plan.graphs.values()]
+        if plan is not None and called is not None and any(g.has_collectives for g in graphs):
+            self.discard(plan)
+            raise COLLECTIVE_ALONE.refused(f"{self._client.name} calls some")
+        return plan
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         with replaced(LIBRARIES, "step", self._client.name):
@@ -203,7 +223,11 @@ class EvaluationHandler(StrategyHandler):
         )
         calls = replace(calls_of(trainer.strategy), training_step=getattr(trainer.strategy, name))
         raises = options.on_failure == "raise"
-        recovery = OomRecovery(trainer, calls, statistics, fit.budget, fit.ranks, raises=raises)
+        self._ranks_of_fit = ranks = fit.ranks
+        if not ranks.are_one:
+            ranks = Ranks(trainer, alone=True)
+            ranks.on_leave = self._leave
+        recovery = OomRecovery(trainer, calls, statistics, fit.budget, ranks, raises=raises)
         timed = fit.pool.backend.name == "cuda"
         left = partial(evaluations_left, trainer)
         watch = EvaluationWatch(trainer, fit.module, name)
@@ -211,7 +235,7 @@ class EvaluationHandler(StrategyHandler):
             lambda: statistics.eager + statistics.replayed,
             bool,  # nothing lasts before the end
             fit.pool.backend.synchronize,
-            fit.ranks,
+            ranks,
             updates=False,
         )
         self._pool = pool = fit.pool.beside(fit.pool.handle)
@@ -225,6 +249,7 @@ class EvaluationHandler(StrategyHandler):
             messages=messages,
             policy=CapturePolicy(options, statistics, left, timed=timed),
             recovery=recovery,
+            ranks=ranks,
             watch=watch,
             progress=None,
             no_whole_step="",
@@ -246,6 +271,12 @@ class EvaluationHandler(StrategyHandler):
         self._own, self._table = getattr(strategy, self.name), vars(strategy)
         self._methods = {self.name: self.training_step}
         self._open.enter_context(replaced(strategy, self.name, self.training_step))
+
+    def _leave(self, reason: str) -> None:
+        """Run the steps of this rank eagerly from now on, and those of training on all ranks."""
+        self.close()
+        self._fit.messages.note(reason)
+        self._ranks_of_fit.leave(reason)
 
     def begin(self, *, lent: bool) -> None:
         """Begin a validation of a fit, in memory that is lent by its training steps, or not.

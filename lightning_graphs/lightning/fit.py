@@ -114,7 +114,8 @@ def fit_context(
     stack.enter_context(flattened_once())
     pool = GraphPool(stream=own_stream, keep_graphs=True, backend=name)
     stack.callback(pool.close)
-    budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer)
+    is_fit = trainer.state.fn == TrainerFn.FITTING
+    budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer, alone=not is_fit)
     pool.is_roomy = lambda: budget.is_roomy
     stack.callback(ranks.close)
     budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.errors import (
     FIX,
     CaptureError,
@@ -26,6 +27,7 @@ from lightning_graphs.errors import (
     is_out_of_memory,
     no_room,
 )
+from lightning_graphs.lightning.logs import log_exchanged
 from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.engine import (
@@ -36,6 +38,7 @@ from lightning_graphs.private.engine import (
     take_no_more_times,
 )
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import collectives_called
 from lightning_graphs.regions.lifecycle import CAPTURE, EAGER
 from lightning_graphs.watch.user_code import is_lightnings
 
@@ -134,6 +137,46 @@ def unseen_by_ddp(trainer: Trainer) -> AbstractContextManager[None]:
     return nullcontext() if ddp is None else replaced(ddp, name, getattr(ddp, name))
 
 
+# ------------------ Steps that each rank decides about alone
+
+COLLECTIVE_ALONE = Obstacle(
+    "A captured step of an evaluation cannot call collectives, because each rank replays it by "
+    "itself.",
+    "log with sync_dist=True, or gather at the end of the epoch; or write evaluation=False",
+    kind="collective",
+    code='self.log("loss", loss, sync_dist=True)  # in place of all_reduce(loss)',
+)
+
+
+class Collectives:
+    """Notes whether eager steps of an evaluation call collectives.
+
+    Ranks may have different numbers of batches, so they cannot agree on each of them. Lightning
+    reduces what is logged by itself, also after a replay.
+    """
+
+    def __init__(self) -> None:
+        self.are_called = False
+        self.are_known = False  # a step was observed
+        self._by_logs = 0
+
+    @contextlib.contextmanager
+    def observing(self, module: LightningModule) -> Iterator[None]:
+        """Observe a step of the module in the body."""
+        self._by_logs, before = 0, collectives_called()
+        with log_exchanged(module, self._log):
+            yield
+        now = collectives_called()
+        is_known = before is not None and now is not None
+        self.are_called |= not is_known or (now or 0) - (before or 0) > self._by_logs
+        self.are_known = True
+
+    def _log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        before = collectives_called()
+        log(*args, **kwargs)
+        self._by_logs += (collectives_called() or 0) - (before or 0)
+
+
 # ------------------ Decisions of all ranks
 
 NOT_REDUCED = (
@@ -157,21 +200,25 @@ class Ranks:
     """Decisions that the ranks of one fit make together; with one rank they cost nothing.
 
     Every rank calls the same methods in the same order.
+
+    Args:
+        alone: Each rank decides alone, about steps in which none waits for another.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.are_one = trainer.world_size == 1  # there is one rank, or each decides alone
+    def __init__(self, trainer: Trainer, *, alone: bool = False) -> None:
+        # There is one rank, or each decides alone
+        self.are_one = alone or trainer.world_size == 1
         # Called with the reason when a rank calls :meth:`leave`
         self.on_leave: Callable[[str], None] = lambda _: None
         self._trainer = trainer
         self.numbers = itertools.count(CAPTURE + 1)  # of plans that all ranks capture together
         # DDP's wrapper, which reduces gradients; None without DDP
-        self.ddp = wrapper_of(trainer)
+        self.ddp = None if alone else wrapper_of(trainer)
         # Submodules cannot be captured
         self.whole_steps_only = sharded = is_model_parallel(trainer)
         # The modules whose parameters FSDP2 gathers; None without FSDP2
         self.units = (sharded and FsdpModules(trainer.lightning_module)) or None
-        self.ready = False  # steps may be captured; see :meth:`are_ready`
+        self.ready = alone  # steps may be captured; see :meth:`are_ready`
         self._reason = self.lost = ""  # why graphs are wrong from now on; empty if they are right
         self._sigterm = Sigterm()
         self._open = contextlib.ExitStack()

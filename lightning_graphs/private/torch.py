@@ -519,6 +519,20 @@ def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def collectives_called() -> int | None:
+    """Count the collectives that this process has called so far, of all its process groups.
+
+    Groups number them, and no public API tells. Fallback: None, it is not known.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    try:
+        groups: list[Any] = [*torch.distributed.distributed_c10d._world.pg_map]
+        return int(sum(group._get_sequence_number_for_group() for group in groups))
+    except (AttributeError, RuntimeError):  # a backend that does not number them
+        return None
+
+
 tensor_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
 """How many owners in C++ a tensor has, such as DLPack and nodes of autograd: nothing public tells.
 

@@ -12,10 +12,20 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torchmetrics.classification import MulticlassAccuracy
 
 from tests.programs.test_mirrors import Queue, of_moco
 from tests.ranks import in_folder, run_on_ranks, state_of
-from tests.training.fits import FullTrace, GradientTrace, Net, batches, compare, prepare, sgd
+from tests.training.fits import (
+    FullTrace,
+    GradientTrace,
+    Net,
+    batches,
+    compare,
+    loader_of,
+    prepare,
+    sgd,
+)
 
 DDP = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "max_epochs": 2}
 
@@ -159,3 +169,86 @@ def trained_on_two_nodes(rank: int, root: Path, launcher: str) -> Any:
     compare(*fits)
     environment = fits[1].trainer.strategy.cluster_environment
     return type(environment).__name__, fits[1].trainer.node_rank, fits[1].statistics.replayed
+
+
+# ---------------------------------------------------------------------- evaluations
+
+
+class Evaluated(Net):
+    """Logs over all ranks and of its own, with metrics; a rank has so many batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3)
+        self.kept: list[Any] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.net(batch["x"])
+        loss = nn.functional.cross_entropy(output, batch["y"])
+        self.log("over all", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("mine", loss, sync_dist=True, reduce_fx="sum")
+        self.accuracy(output, batch["y"])
+        self.log("accuracy", self.accuracy)
+        return output
+
+    test_step = validation_step
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.kept.append(outputs)
+
+    def val_dataloader(self) -> Any:
+        rank = torch.distributed.get_rank()
+        return loader_of(of_rank(rank, count=9))
+
+
+class Uneven(Evaluated):
+    """Has more batches on one rank, and waits for no other before the end."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("mine", self.loss(batch), sync_dist=True)
+
+    def val_dataloader(self) -> Any:
+        rank = torch.distributed.get_rank()
+        return loader_of(of_rank(rank, count=7 + 4 * rank))
+
+
+class Gathers(Evaluated):
+    """Calls a collective in its steps."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        torch.distributed.all_reduce(loss)
+        self.log("sum", loss)
+
+
+EVALUATED = {"even": Evaluated, "uneven": Uneven, "gathers": Gathers}
+
+
+def evaluated_twice(rank: int, backend: str, root: Path, case: str) -> Any:
+    """Validate within fits and by itself; what was replayed and said, and what the doctor finds."""
+    folder, found = in_folder(root, rank), []
+    for is_captured in (False, True):
+        capture = {"on_failure": "eager"}
+        options = {**DDP, "max_epochs": 3, "capture": capture, "validation": 0}
+        data = partial(of_rank, rank)
+        kind = EVALUATED[case]
+        fit = prepare(backend, folder, is_captured, data=data, module=kind, **options).run()
+        results = [fit.csv, repr(fit.module.kept), repr(fit.trainer.callback_metrics)]
+        if is_captured:
+            replayed, said = _replayed(fit)
+        for call in ("validate", "test")[: 1 + (case == "even")]:
+            loader = fit.module.val_dataloader()
+            results.append(repr(getattr(fit.trainer, call)(fit.module, loader, verbose=False)))
+            if is_captured and case == "even":
+                replayed += _replayed(fit, {"validate": "validation"}.get(call, call))[0]
+        found.append(results)
+    assert found[1] == found[0]
+    options |= {"max_epochs": 1, "capture": {"diagnose": True}}
+    observed = prepare(backend, folder, True, data=data, module=kind, **options).run()
+    diagnosis = observed.capture.report.evaluation["validation_step"].diagnosis
+    return replayed, said, [each.rule for each in diagnosis.obstacles]
+
+
+def _replayed(fit: Any, stage: str = "validation") -> tuple[int, list[str]]:
+    report = fit.capture.report.evaluation[f"{stage}_step"]
+    return report.replayed, list(report.fallbacks)

@@ -23,6 +23,8 @@ from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import (
     CASES,
     DDP,
+    EVALUATED,
+    evaluated_twice,
     of_rank,
     require_equal_fits,
     trained_on_two_nodes,
@@ -36,6 +38,18 @@ pytestmark = in_one_process
 @pytest.mark.parametrize("case", CASES)
 def test_a_fit_with_graphs_is_one_without(tmp_path: Path, case: str) -> None:
     require_equal_fits("emulated", tmp_path, case)
+
+
+@pytest.mark.parametrize("case", EVALUATED)
+def test_evaluations(tmp_path: Path, case: str) -> None:
+    for replayed, said, found in run_on_ranks(evaluated_twice, "emulated", tmp_path, case):
+        if case == "gathers":
+            assert replayed == 0
+            assert "cannot call collectives" in said[0]
+            assert "cannot call collectives" in found[0]
+        else:
+            assert replayed >= {"even": 24, "uneven": 10}[case]
+            assert said == found == []
 
 
 @pytest.mark.parametrize(
