@@ -7,7 +7,12 @@ same kernels to the last bit, and what the report says if the step ran eagerly.
 
 The exit status is 1 unless every row that repeats itself is equal, and none crashed.
 
-    python benchmarks/optimizers.py [--rows NAME,NAME] [--markdown PATH] [--json PATH]
+    python benchmarks/optimizers.py [--rows NAME,NAME] [--moving] [--json PATH] [--page PATH]
+
+``--moving`` gives all a learning rate that moves in every step. ``--page`` puts the table between
+the marks of a page; ``--read`` takes the rows of a JSON file in place of a measurement:
+
+    python benchmarks/optimizers.py --page docs/optimizers.md
 
 ``--tiny`` rehearses it on the CPU and the emulated backend.
 """
@@ -65,6 +70,8 @@ ROWS: dict[str, Make] = {
 class Module(LightningModule):
     """A small network; ``kernel`` sets what its optimizer has for graphs."""
 
+    moves = False  # its learning rate moves in every step
+
     def __init__(self, make: Make, kernel: Callable[[Any], None]) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -77,7 +84,10 @@ class Module(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.make(self.parameters())
         self.kernel(optimizer)
-        return optimizer
+        if not self.moves:
+            return optimizer
+        moving = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": moving, "interval": "step"}]
 
 
 def _own(_: Any) -> None:
@@ -161,13 +171,33 @@ def table(rows: Sequence[Found]) -> str:
     return "\n".join(lines)
 
 
+MARKS = "<!-- optimizers -->", "<!-- end of optimizers -->"
+
+
+def put_into(page: Path, text: str) -> None:
+    """Write a text between the marks of a page."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    _, mark, after = rest.partition(MARKS[1])
+    if not mark:
+        raise SystemExit(f"{page} has no marks {' and '.join(MARKS)}")
+    page.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}", encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", help="names, commas between (default: all)")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--markdown", type=Path, help="write a table to this file")
+    parser.add_argument("--page", type=Path, help="put the table between the marks of this page")
+    parser.add_argument("--read", type=Path, help="take rows of this file, of --json")
+    parser.add_argument("--moving", action="store_true", help="move learning rates in each step")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     options = parser.parse_args(arguments)
+    if options.read is not None:
+        known = json.loads(options.read.read_text())
+        put_into(options.page, f"{known['environment']}\n\n{table(known['rows'])}")
+        return 0
+    Module.moves = options.moving
     if not (options.tiny or torch.cuda.is_available()):
         print("This benchmark needs a GPU; --tiny rehearses it on the CPU.")
         return 0
@@ -191,6 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         written = {"environment": environment, "command": sys.argv, "rows": found}
         options.json.write_text(json.dumps(written, indent=1))
+    if options.page is not None:
+        put_into(options.page, f"{environment}\n\n{table(found)}")
     if options.markdown is not None:
         options.markdown.write_text(f"{environment}\n\n{table(found)}\n")
     return 1 if wrong or crashed else 0

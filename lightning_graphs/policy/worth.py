@@ -513,6 +513,7 @@ class HyperParameterChurn:
         self.obstacle = obstacle
         self._before: tuple[tuple[str, object], ...] = ()
         self._in_a_row = 0
+        self.moved: set[str] = set()  # the last time
         self.replays = 0  # since the last move
 
     def are_too_many(self, now: tuple[tuple[str, object], ...]) -> bool:
@@ -521,12 +522,14 @@ class HyperParameterChurn:
         if self.obstacle or before == now:
             return False
         moved = {name for (name, a), (_, b) in zip(before, now, strict=False) if a != b}
+        self.moved = moved
         if not moved:
             return False
         self._in_a_row = 1 if self.replays >= PAYBACK else self._in_a_row + 1
         self.replays = 0
         if self._in_a_row < _MOVES:
             return False
+        self._in_a_row = 0
         names = ", ".join(sorted(moved))
         self.obstacle = f"a scheduler or a hook moves {names} time and again, {_OFTEN}"
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import attrgetter, getitem, gt, is_, itemgetter
@@ -201,7 +201,7 @@ class CodeOfModules:
         return next(f"the {name} was exchanged" for name, a, b in found if a != b)
 
 
-_LIVE = frozenset({"params", "param_names", "lr", "initial_lr"})
+_NO_NUMBERS = frozenset({"params", "param_names", "initial_lr"})
 _State = list[tuple[Any, dict[str, Any], list[Any]]]
 
 
@@ -212,7 +212,11 @@ def _hashable(value: Any) -> Any:
 class OptimizerGuard:
     """Notices other groups, other state and hooks of an optimizer whose step is captured."""
 
-    def __init__(self, optimizer: Optimizer, *, freezes_rates: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        live: Collection[str] = ("lr",),  # numbers of no capture's key
+    ) -> None:
         self._optimizer = optimizer
         self.groups, self.state = optimizer.param_groups, optimizer.state
         self._epoch = -1
@@ -225,7 +229,8 @@ class OptimizerGuard:
         self._witnesses: _State = []
         self._hooks = step_hook_tables(optimizer)
         # Groups, and names of what a capture freezes in them
-        live = _LIVE - {"lr"} if freezes_rates else _LIVE
+        self._moving = frozenset(live) - {"lr"}
+        live = _NO_NUMBERS.union(live)
         frozen = [(g, k) for g in self.groups for k in g if k not in live and not is_tensor(g[k])]
         self._frozen = [group for group, _ in frozen], [name for _, name in frozen]
         given = chain.from_iterable(g[k] for g, k in frozen if type(g[k]) in (list, tuple))
@@ -281,13 +286,17 @@ class OptimizerGuard:
         for parameter, state, values in known:
             if self.state.get(parameter) is not state or len(state) < len(values):
                 return False
-            if not all(map(is_, values, state.values())):
+            if not all(map(is_, values, self._lasting(state) if self._moving else state.values())):
                 return False
         return True
 
+    def _lasting(self, state: dict[str, Any]) -> list[Any]:
+        """List what is in a parameter's state, but for numbers that replays move."""
+        return [value for key, value in state.items() if key not in self._moving]
+
     def remember(self) -> None:
         """Remember the tensors of a capture: others in their place are a replacement."""
-        self._known = [(p, state, list(state.values())) for p, state in self.state.items()]
+        self._known = [(p, state, self._lasting(state)) for p, state in self.state.items()]
         firsts = {next(filter(self.state.__contains__, params), None) for params in self._lists}
         self._witnesses = [known for known in self._known if known[0] in firsts]
 

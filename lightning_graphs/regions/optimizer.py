@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, getitem, itemgetter
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,13 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import SCHEDULED
-from lightning_graphs.errors import CaptureError, GraphError, is_out_of_memory
-from lightning_graphs.policy.worth import defragment
+from lightning_graphs.errors import (
+    CaptureError,
+    GraphError,
+    VerificationError,
+    is_out_of_memory,
+)
+from lightning_graphs.policy.worth import HyperParameterChurn, defragment
 from lightning_graphs.private.engine import local
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.torch import (
@@ -32,7 +38,11 @@ from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.tried import (
     UNSCALES_ITSELF,
     ClosureUse,
+    Counters,
     HostState,
+    MakeNumber,
+    is_scaled,
+    numbers_of,
     unless_overflowed,
     why_failed,
 )
@@ -86,7 +96,7 @@ def capture_obstacle(
     if _is_sharded(optimizer):
         return f"with DTensors only a fused step can be captured, and {name} here has none"
     if _is_tried(optimizer, kernel):
-        return None
+        return _on_host(optimizer, device_type)
     if device_type == "cpu":
         return f"a rehearsal can capture fused steps only, and {name} {why}"
     return _too_precise(parameters, device_type)
@@ -96,6 +106,16 @@ def _too_precise(parameters: Iterable[Tensor], device_type: str) -> str | None:
     """Why the numbers of a graph are too coarse for these parameters; None if they are not."""
     if device_type == "cuda" and any(p.dtype is torch.float64 for p in parameters):
         return "parameters are float64, and a captured learning rate has 32 bits"
+    return None
+
+
+def _on_host(optimizer: Optimizer, device_type: str) -> str | None:
+    """Why tensors of the host in groups are in the way: who fills one later leaves no trace."""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if isinstance(value, Tensor) and value.device.type != device_type:
+                name = type(optimizer).__name__
+                return f"{name} has `{key}` in a tensor of the host, whose value a graph would keep"
     return None
 
 
@@ -199,6 +219,8 @@ class NoStateError(CaptureError):
 class UpdateRefused(CaptureError):
     """The step of one optimizer cannot be captured; what precedes it may be."""
 
+    may_succeed = False  # the next capture follows the numbers in the way of this one
+
 
 class StateAwaited:
     """Remembers captures that found no optimizer state, which the next eager step makes."""
@@ -250,6 +272,32 @@ def state_undone(
         )
 
 
+_NONE: frozenset[str] = frozenset()
+_following: WeakKeyDictionary[Optimizer, frozenset[str]] = WeakKeyDictionary()
+"""Optimizers that are tried with live numbers: names of those that move time and again."""
+
+
+def follow_moving(capturables: Iterable[CapturableOptimizer], churn: HyperParameterChurn) -> None:
+    """Let numbers of optimizers be live that have moved too often.
+
+    A graph that freezes them runs the optimizer's kernels as they are. One that follows them has
+    numbers on the device, a kernel for each parameter, and needs no further capture.
+    """
+    learned = [one.follow(churn.moved) for one in capturables]
+    if any(learned):
+        churn.obstacle = ""
+
+
+def rounded_otherwise(error: VerificationError) -> UpdateRefused:
+    """Return why an optimizer whose numbers were followed steps eagerly after all."""
+    return UpdateRefused(
+        "A number that moves in every step must give the same bits on the device.",
+        f"with the numbers of the optimizer on the device {error.observed}",
+        "keep counters in tensors on the device of the parameters, and change learning rates once "
+        "an epoch; the step of this optimizer runs eagerly until then",
+    )
+
+
 class CapturableOptimizer:
     """Lets graphs step an optimizer, which looks unchanged to user code.
 
@@ -265,12 +313,23 @@ class CapturableOptimizer:
     """
 
     def __init__(
-        self, optimizer: Optimizer, device: torch.device, kernel: Kernel = "fused"
+        self,
+        optimizer: Optimizer,
+        device: torch.device,
+        kernel: Kernel = "fused",
+        *,
+        may_follow: bool = True,  # its numbers do not move between two graphs of one step
     ) -> None:
         self.optimizer = optimizer
         self._device = device
         self._fused = not _why_not_fused(optimizer, kernel)
         self._is_tried = _is_tried(optimizer, kernel)
+        self._may_follow = self._is_tried and may_follow
+        follows = _following.get(optimizer, _NONE) if self._may_follow else _NONE
+        self.follows: frozenset[str] = follows
+        """Names of its numbers on the host that are live in the graph."""
+        self.counters: Counters | None = None  # those that the last capture has followed
+        self._number: MakeNumber | None = None  # makes tracers in the present capture
         # It runs torch's fused kernel, and without graphs would run another one
         self.runs_other_kernel = self._fused and not all(
             group.get("fused") for group in optimizer.param_groups
@@ -286,7 +345,7 @@ class CapturableOptimizer:
         # It divides gradients by the loss scale itself, and skips a step whose own overflow
         self.unscales = self._fused or getattr(optimizer, UNSCALES_ITSELF, False)
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
-        self.guard = OptimizerGuard(optimizer, freezes_rates=self._is_tried)
+        self.guard = OptimizerGuard(optimizer, self.follows if self._is_tried else ("lr",))
         self._groups = self.guard.groups
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
         self._convert_state()
@@ -342,9 +401,12 @@ class CapturableOptimizer:
                 self.takes_closure_once, self._has_taken_closure = use.is_plain, True
             self.has_stepped = True
             return returned
-        before = HostState(self.optimizer, self._device)
+        if self.counters is not None and self.counters.are_moved:
+            raise self._refused("it counts on the host, and is called twice in one step")
+        before, scaled = HostState(self.optimizer, self._device), is_scaled(self.optimizer)
+        self.counters = counters = Counters(self.optimizer, self.follows, self._number)
         try:
-            with capturable_unasked(self.optimizer):
+            with capturable_unasked(self.optimizer), counters.followed():
                 returned = step(closure)
         except Exception as error:
             before.restore()
@@ -354,7 +416,11 @@ class CapturableOptimizer:
         if moved := before.moved():
             before.restore()
             names = ", ".join(f"`{name}`" for name in moved[:3])
-            raise self._refused(f"it computes {names} on the host, anew in every step")
+            refusal = self._refused(f"it computes {names} on the host, anew in every step")
+            may_follow = self._number is not None and not scaled
+            if may_follow and numbers_of(self.optimizer).issuperset(moved):
+                refusal.may_succeed = self.follow(moved)
+            raise refusal
         return returned
 
     def closure_refused(self) -> UpdateRefused | None:
@@ -427,13 +493,29 @@ class CapturableOptimizer:
             return self.refresh
         return where_moved((each(itemgetter("lr"), self._groups), self._filled), self.refresh)
 
-    def live_rates(self) -> list[Any]:
+    def follow(self, names: Collection[str]) -> bool:
+        """Let the next captures follow these numbers; tell if they have not done so yet."""
+        if not self._may_follow or self.follows.issuperset(names):
+            return False
+        _following[self.optimizer] = self.follows.union(names)
+        return True
+
+    def live_rates(self, number: MakeNumber | None = None) -> list[Any]:
         """Refresh the learning rates on the device, and return them: a scalar for each group.
 
-        Those of an optimizer that runs as it is are returned as they are.
+        Those of an optimizer that runs as it is are returned as they are; a capture that follows
+        them gives what makes the tracer of a number.
         """
-        if self._is_tried:
-            return [group["lr"] for group in self._groups]
+        self._number, self.counters = number, None
+        if "lr" in self.follows and number is not None:
+            return [
+                number(f"the learning rate of group {i}", partial(getitem, group, "lr"))
+                if isinstance(group.get("lr"), (int, float))
+                else group.get("lr")
+                for i, group in enumerate(self._groups)
+            ]
+        if self._is_tried:  # which may have none
+            return [group.get("lr") for group in self._groups]
         self.refresh()
         return self._rates
 
@@ -542,7 +624,7 @@ class OptimizerNumbers:
         self._rates: dict[Optimizer, NumberPlaces] = {}
         self._traced: dict[Optimizer, NumberPlaces] = {}
         for index, (optimizer, capturable) in enumerate(optimizers.items()):
-            rates = None if capturable is None else capturable.live_rates()
+            rates = None if capturable is None else capturable.live_rates(number)
             parts = schedulers, optimizer, rates
             self._rates[optimizer] = number_places(*parts)
             self._traced[optimizer] = number_places(*parts, number, index)

@@ -62,7 +62,7 @@ class Plan:
 
     def fits(self, call: Any) -> bool:
         """Whether it is right for a call; if so it is ready for a replay."""
-        return bool(self.key == call)
+        return bool(self.key == call) and (not self.checks or self.holds())
 
     def may_fit(self, call: Any) -> bool:
         """Whether a call has the shapes that it is for: a quick look, among many plans."""

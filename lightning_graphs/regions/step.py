@@ -524,7 +524,12 @@ class StepCapture(Attempts):
 
     def _refreshed(self) -> Mechanism | None:
         found = [capturable.refreshing for capturable in self._captured_optimizers]
-        return Mechanism(before=found, before_update=found) if found else None
+        counters = [one.counters for one in self._captured_optimizers if one.counters is not None]
+        after = [one.advance for one in counters if one.advance is not None]
+        checks = [check for one in counters for check in one.checks]
+        if not found:
+            return None
+        return Mechanism(checks=checks, before=found, before_update=found, after=after)
 
     def schedule(
         self, recorder: Recorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from operator import getitem, itemgetter
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
 from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
 from lightning_graphs.private.exchange import Absence, replaced
+from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.tracers import TracedNumber, calls_followed, present
 
 
 def why_failed(optimizer: Optimizer, error: BaseException) -> str:
@@ -45,6 +49,7 @@ divides gradients by the loss scale itself, and its hooks see scaled ones."""
 
 _GIVEN = "grad_scale", "found_inf"
 """Attributes by which a scaler tells an optimizer what it is to do itself."""
+_OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -63,6 +68,11 @@ def decided_on_device(optimizer: Optimizer) -> Iterator[None]:
         for name in _GIVEN:
             table.pop(name, None)
         table.update(before)
+
+
+def is_scaled(optimizer: Optimizer) -> bool:
+    """Return whether a scaler lets the optimizer decide whether it steps."""
+    return "found_inf" in vars(optimizer)
 
 
 def unless_overflowed(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,16 +218,130 @@ class ClosureUse:
         return function(*args, **kwargs)
 
 
-class HostState:
-    """What an optimizer has on the host: values in its state and attributes, and CPU tensors.
+MakeNumber = Callable[[str, Callable[[], Any]], Any]
+"""Makes the tracer for a number of a capture, given its name and what reads it."""
 
-    Tensors of a CPU count only where parameters are elsewhere.
+
+def _tables_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
+    held: Iterable[Any] = chain(optimizer.param_groups, optimizer.state.values())
+    return (table for table in held if isinstance(table, dict))
+
+
+def numbers_of(optimizer: Optimizer) -> set[str]:
+    """Return the names of numbers on the host, in its groups and its state."""
+    tables = _tables_of(optimizer)
+    return {k for table in tables for k, v in table.items() if type(v) in (int, float)}
+
+
+class Counters:
+    """Numbers of the host that a captured step of an optimizer reads and moves.
+
+    They are entries of its groups and of its state. Those of one name and value, as all parameters
+    have them, are one number as long as they are equal, which replays check. Each replay has them
+    as they are, and moves them as the step does.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, names: frozenset[str], number: MakeNumber | None
+    ) -> None:
+        # Name and value, which tells types apart -> tables
+        self._alike: dict[tuple[str, str], list[dict[Any, Any]]] = {}
+        for table in _tables_of(optimizer) if number is not None else ():
+            for key in (table.keys() & names) - {"lr"}:
+                if type(table[key]) in (int, float):
+                    self._alike.setdefault((key, repr(table[key])), []).append(table)
+        self._number = number
+        self._attributes = vars(optimizer)
+        self._plain = {
+            key: value
+            for key, value in vars(optimizer).items()
+            if is_plain(value) and not key.startswith("_")
+        }
+        # What a step makes of them, and where it puts that
+        self._moves: dict[str, tuple[Any, list[tuple[dict[Any, Any], str]]]] = {}
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Let the body, a step, have tracers; afterwards every number is as before."""
+        given: list[tuple[dict[Any, Any], str, Any, Any]] = []
+        for n, ((key, _), tables) in enumerate(self._alike.items()):
+            assert self._number is not None, "there are none without"
+            name = f"`{key}` of the optimizer" + (f" ({n})" if n else "")
+            tracer = self._number(name, partial(getitem, tables[0], key))
+            given += [(table, key, tracer, table[key]) for table in tables]
+            for table in tables:
+                table[key] = tracer
+        try:
+            with calls_followed() if given else contextlib.nullcontext():
+                yield
+        finally:
+            for table, key, tracer, value in given:
+                now, table[key] = table[key], value
+                if now is not tracer:
+                    name = now.name if isinstance(now, TracedNumber) else repr(now)
+                    self._moves.setdefault(name, (now, []))[1].append((table, key))
+
+    @property
+    def checks(self) -> list[tuple[Callable[[], Any], Any]]:
+        """What a replay compares: attributes, and that a number has one value in all its places."""
+        several = [(key, tables) for (key, _), tables in self._alike.items() if len(tables) > 1]
+        found: list[tuple[Callable[[], Any], Any]] = []
+        found += [(partial(_values_of, key, tables), 1) for key, tables in several]
+        if self._plain:
+            read = partial(map, self._attributes.get, self._plain)
+            found.append((lambda: list(read()), [*self._plain.values()]))
+        return found
+
+    @property
+    def are_moved(self) -> bool:
+        return bool(self._moves)
+
+    @property
+    def advance(self) -> Callable[[], None] | None:
+        """What moves them after each replay; None if the step moves none."""
+        moves = [*self._moves.values()]
+        if not moves:
+            return None
+
+        def advance() -> None:
+            for value, places in [(present(value), places) for value, places in moves]:
+                for table, key in places:
+                    table[key] = value
+
+        return advance
+
+
+def _values_of(key: str, tables: Sequence[dict[Any, Any]]) -> int:
+    return len(set(map(itemgetter(key), tables)))
+
+
+def _reached(optimizer: Optimizer, seen: dict[int, Optimizer]) -> Iterator[Optimizer]:
+    """Yield an optimizer, and those that it wraps."""
+    seen[id(optimizer)] = optimizer
+    yield optimizer
+    for value in vars(optimizer).values():
+        for held in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(held, Optimizer) and id(held) not in seen:
+                yield from _reached(held, seen)
+
+
+class HostState:
+    """What an optimizer has on the host: values in its state, groups and attributes, CPU tensors.
+
+    Those of optimizers that it wraps count, too. Tensors of a CPU count only where parameters are
+    elsewhere.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._tables: list[dict[Any, Any]] = [*optimizer.state.values(), vars(optimizer)]
-        self._values = PythonSnapshot(iter_inside(("state", table) for table in self._tables[:-1]))
-        self._values.add("", vars(optimizer))
+        reached = [*_reached(optimizer, {})]
+        own: list[dict[Any, Any]] = list(map(vars, reached))
+        held = chain.from_iterable([*o.state.values(), *o.param_groups] for o in reached)
+        tables = [table for table in held if isinstance(table, dict)]
+        self._tables = [*tables, *own]
+        inside = ((k, v) for table in own for k, v in table.items() if k not in _OF_TENSORS)
+        self._values = PythonSnapshot(iter_inside([*(("state", t) for t in tables), *inside]))
+        for table in own:
+            self._values.add("", table)
         here = (v for v in self._tensors() if v.device.type == "cpu" != device.type)
         self._known = [(tensor, tensor.clone()) for tensor in here]
 

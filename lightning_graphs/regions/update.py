@@ -25,6 +25,7 @@ from lightning_graphs.regions.optimizer import (
     StateAwaited,
     UpdateRefused,
     capture_obstacle,
+    follow_moving,
     state_undone,
 )
 from lightning_graphs.regions.plan import Part, Plan
@@ -32,6 +33,8 @@ from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.watch.environment import code_captured, rates_exchanged
+from lightning_graphs.watch.numbers import StepNumbers
+from lightning_graphs.watch.reads import AttributeGuards
 
 
 class CapturedUpdate(Region[Hashable, Plan]):
@@ -116,6 +119,8 @@ class CapturedUpdate(Region[Hashable, Plan]):
             reason = "a parameter has moved"
         numbers = capturable.guard.numbers()
         if reason or self._churn.are_too_many(numbers):
+            if self._churn.obstacle:
+                follow_moving([capturable], self._churn)
             self._rebind(reason)
             return None
         with_gradient = tuple([p.grad is not None for p in self._parameters])
@@ -140,22 +145,36 @@ class CapturedUpdate(Region[Hashable, Plan]):
         refuse_sparse_gradients([p.grad for p in with_gradient])
         others = [p for p in self._parameters if p.grad is None]
         gradients = GradientBuffers(with_gradient, self._gradients.of(with_gradient), others)
+        numbers = StepNumbers(AttributeGuards(), self._context.module.device)
         undone = state_undone([self.optimizer], self._parameters, self._context.watch.scaler)
         with undone, torch.no_grad():
-            rates = capturable.live_rates()
+            rates = capturable.live_rates(numbers.number)
             with rates_exchanged(self._context.watch.schedulers, self.optimizer, rates):
                 gradients.bind()
                 with self._pool.capture() as captured:
                     self._body.update()
+        if numbers.has_guards:
+            raise UpdateRefused(
+                "A captured optimizer step must not go another way by a number that moves.",
+                f"{type(self.optimizer).__name__} compares one",
+                "keep it in a tensor on the device of the parameters, and use torch.where; the "
+                "step of this optimizer runs eagerly until then",
+            )
         capturable.guard.remember()
+        counters = capturable.counters
         return Plan(
             key=key,
+            checks=tuple(counters.checks if counters else ()),
             parts={
                 # It unscales and clips them if no hook runs in between, and takes the step.
                 "step": Part.of(
                     captured,
-                    (capturable.refreshing, partial(self._gradients.bring_in, gradients)),
-                    (gradients.take_out,),
+                    (
+                        capturable.refreshing,
+                        *[number.refresh for number in numbers.on_device.values()],
+                        partial(self._gradients.bring_in, gradients),
+                    ),
+                    (gradients.take_out, *filter(None, [counters.advance] if counters else ())),
                 )
             },
         )
@@ -167,6 +186,9 @@ class CapturedUpdate(Region[Hashable, Plan]):
         return True
 
     def may_succeed(self, key: Hashable, error: GraphError) -> bool:
+        if isinstance(error, UpdateRefused) and error.may_succeed:
+            self._rebind()
+            return True
         return self._awaited.may_come(key, error, self.optimizer)
 
     def refuse(self, error: GraphError) -> None:

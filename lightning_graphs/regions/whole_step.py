@@ -38,7 +38,13 @@ from lightning_graphs.regions.conditions import (
 from lightning_graphs.regions.context import CaptureFacts, Recovery, TrainingContext
 from lightning_graphs.regions.lengths import padding_for
 from lightning_graphs.regions.lifecycle import Lifecycle, PlanCache, Region
-from lightning_graphs.regions.optimizer import CapturableOptimizer, StateAwaited, UpdateRefused
+from lightning_graphs.regions.optimizer import (
+    CapturableOptimizer,
+    StateAwaited,
+    UpdateRefused,
+    follow_moving,
+    rounded_otherwise,
+)
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified import Verification
@@ -303,7 +309,10 @@ class StepRegion(HeadedSteps):
         obstacle = self._obstacle = self._obstacle or next(filter(None, whys), None)
         self.capturables = dict.fromkeys(self._optimizers)
         for optimizer in self._optimizers if obstacle is None else ():
-            made = CapturableOptimizer(optimizer, self._module.device, kernel)
+            may_follow = not self._observers.before_step
+            made = CapturableOptimizer(
+                optimizer, self._module.device, kernel, may_follow=may_follow
+            )
             self.capturables[optimizer] = made.announced(self._messages.runs_fused)
         obstacle = obstacle or self._churn.obstacle
         if obstacle and not self._by_hand:
@@ -456,6 +465,12 @@ class StepRegion(HeadedSteps):
             return False
         except HeadMissed:
             return refuse_unlike(plan)
+        except VerificationError as error:
+            follows = any(one.follows for one in self._in_graphs)
+            if self._fit.options.on_failure == "raise" or not (follows and self._ranks.are_one):
+                raise
+            self._leave_update(rounded_otherwise(error))
+            return False
         return True
 
     def may_succeed(self, key: Signature, error: GraphError) -> bool:
@@ -467,7 +482,10 @@ class StepRegion(HeadedSteps):
             self._captures_unseen = False
             return True
         if isinstance(error, UpdateRefused):
-            self._leave_update(error)
+            if error.may_succeed:
+                self._rebind()
+            else:
+                self._leave_update(error)
             return True
         return self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error)
 
@@ -511,6 +529,7 @@ class StepRegion(HeadedSteps):
             self._rebind(reason)
         conditions = self._watch.conditions()
         if self._churn.are_too_many(conditions.hyper_parameters):
+            follow_moving(self._in_graphs, self._churn)
             self._rebind()
             conditions = self._watch.conditions()
         return conditions

@@ -474,12 +474,14 @@ class Gradients:
 
 
 class OptimizerState:
-    """Snapshot of optimizer state, and of the loss scale."""
+    """Snapshot of optimizer state with the numbers of its groups, and of the loss scale."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
         self._known = {p: dict(state) for p, state in optimizer.state.items()}
+        groups = optimizer.param_groups
+        self._numbers = [{k: v for k, v in g.items() if type(v) in (int, float)} for g in groups]
         self._scale: dict[str, Any] = {} if scaler is None else scaler.state_dict()
         values = (value for state in self._known.values() for value in state.values())
         self.tensors = [value for value in values if isinstance(value, Tensor)]
@@ -494,6 +496,8 @@ class OptimizerState:
         for parameter, known in self._known.items():
             table[parameter].clear()
             table[parameter].update(known)
+        for group, numbers in zip(self._optimizer.param_groups, self._numbers, strict=False):
+            group.update(numbers)
         if self._scaler is not None:
             # With a scale given, `update` forgets a step that was left halfway.
             self._scaler.update(self._scale["scale"])

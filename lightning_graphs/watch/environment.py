@@ -426,7 +426,8 @@ def number_places(
             last = [rate(name, i, table, "_last_lr", i) for i in known]
             places.append((table, "_last_lr", last))
     for i, group in enumerate(groups):
-        places.append((group, "lr", rate("the learning rate", i, group, "lr")))
+        if "lr" in group:
+            places.append((group, "lr", rate("the learning rate", i, group, "lr")))
         for key in further:
             name, value = _of_group(f"{key} of the optimizer", i, index), group.get(key)
             if type(value) in (int, float):

@@ -451,6 +451,9 @@ def _rest(function: Any, input: Any, other: Any) -> Form | None:
 def _added(function: Any, input: Any, other: Any, *, alpha: Any = 1) -> Form | None:
     if not _is_number(alpha):
         return _computed(function, input, other) if alpha == 1 else None
+    is_small = _is_tensor(other, _SMALL) and _is_tensor(input, _LARGE)
+    if is_small and input.shape == other.shape:
+        other = other.to(input.dtype)  # exact, and as the kernel itself reads it
     if not (_are_alike(input, other) and input.dtype in _LARGE):
         return None
     is_difference = function.__name__.startswith("sub")
@@ -459,6 +462,28 @@ def _added(function: Any, input: Any, other: Any, *, alpha: Any = 1) -> Form | N
     def combine(given: StepNumbers) -> Any:
         factor = given.tensor_of(alpha, input.dtype)
         return add(input, other, -factor if is_difference else factor)
+
+    return combine
+
+
+def _product_added(
+    function: Any, input: Any, tensor1: Any, tensor2: Any, value: Any = 1
+) -> Form | None:
+    """Form of ``addcmul``, ``addcdiv``: CUDA multiplies what is added, a CPU its first operand."""
+    if not (_is_number(value) and input.dtype in _LARGE):
+        return None
+    if not (_are_alike(input, tensor1) and _are_alike(input, tensor2)):
+        return None
+    divides = "addcdiv" in function.__name__
+    add: Any = Tensor.addcmul_ if _is_in_place(function) else Tensor.addcmul
+    join: Any = Tensor.add_ if _is_in_place(function) else Tensor.add
+
+    def combine(given: StepNumbers) -> Any:
+        factor = given.tensor_of(value, input.dtype)
+        if input.is_cuda:
+            return add(input, tensor1 / tensor2 if divides else tensor1 * tensor2, factor)
+        scaled = tensor1 * factor
+        return join(input, scaled / tensor2) if divides else add(input, scaled, tensor2)
 
     return combine
 
@@ -614,6 +639,9 @@ _FOREACH = {
     "_foreach_add_": Tensor.add_,
     "_foreach_sub_": Tensor.sub_,
     "_foreach_lerp_": Tensor.lerp_,
+    "_foreach_div_": Tensor.div_,
+    "_foreach_addcmul_": Tensor.addcmul_,
+    "_foreach_addcdiv_": Tensor.addcdiv_,
 }
 _FORMS: dict[str, Callable[..., Form | None]] = {
     **dict.fromkeys(("mul", "mul_", "multiply", "multiply_"), _multiplied),
@@ -626,6 +654,7 @@ _FORMS: dict[str, Callable[..., Form | None]] = {
     **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "not_equal"), _compared),
     **dict.fromkeys(("clamp", "clamp_", "clip", "clip_"), _clamped),
     **dict.fromkeys(("lerp", "lerp_"), _interpolated),
+    **dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), _product_added),
     **dict.fromkeys(("masked_fill", "masked_fill_"), _masked),
     "__rdiv__": _number_by_tensor,
     "clamp_min": lambda f, input, min: _clamped(f, input, min),

@@ -1,0 +1,259 @@
+"""Optimizers that people bring, by their public update rules: in the graph, or eager with why."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from tests.training.equal.test_optimizers import RATE, Own, in_scope, lion, muon
+from tests.training.fits import Net, compare, prepare
+
+
+def _averages(state: Any, g: Tensor, *names: str) -> list[Tensor]:
+    return [state.setdefault(name, torch.zeros_like(g)) for name in names]
+
+
+def lamb(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["step"] = state.get("step", 0) + 1
+    mean, square = _averages(state, g, "mean", "square")
+    mean.lerp_(g, 0.1)
+    square.mul_(0.99).addcmul_(g, g, value=0.01)
+    corrected = math.sqrt(1 - 0.99 ** state["step"]) / (1 - 0.9 ** state["step"])
+    update = mean / (square.sqrt() + 2**-8) * corrected + p * 2**-6
+    ratio = p.norm() / update.norm()
+    p.add_(update * torch.where(ratio > 0, ratio, 1.0), alpha=-group["lr"])
+
+
+def adan(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["step"] = state.get("step", 0) + 1
+    mean, change, square = _averages(state, g, "mean", "change", "square")
+    previous = state.setdefault("previous", g.clone())
+    difference = g - previous
+    mean.mul_(0.98).add_(g, alpha=0.02)
+    change.mul_(0.92).add_(difference, alpha=0.08)
+    ahead = g + 0.92 * difference
+    square.mul_(0.99).addcmul_(ahead, ahead, value=0.01)
+    corrections = [1 - beta ** state["step"] for beta in (0.98, 0.92, 0.99)]
+    denominator = (square.sqrt() / math.sqrt(corrections[2])).add_(2**-8)
+    p.addcdiv_(mean, denominator, value=-group["lr"] / corrections[0])
+    p.addcdiv_(change, denominator, value=-group["lr"] * 0.92 / corrections[1])
+    p.div_(1 + group["lr"] * 2**-6)
+    previous.copy_(g)
+
+
+def adabelief(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["step"] = state.get("step", 0) + 1
+    mean, spread = _averages(state, g, "mean", "spread")
+    mean.mul_(0.9).add_(g, alpha=0.1)
+    residual = g - mean
+    spread.mul_(0.99).addcmul_(residual, residual, value=0.01).add_(2**-20)
+    denominator = spread.sqrt().div_(math.sqrt(1 - 0.99 ** state["step"])).add_(2**-8)
+    p.mul_(1 - group["lr"] * 2**-6)
+    p.addcdiv_(mean, denominator, value=-group["lr"] / (1 - 0.9 ** state["step"]))
+
+
+def sophia(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """Its curvature is estimated in every fifth step: two ways, a graph each."""
+    state["step"] = state.get("step", 0) + 1
+    mean, curvature = _averages(state, g, "mean", "curvature")
+    if state["step"] % 5 == 1:
+        curvature.mul_(0.99).addcmul_(g, g, value=0.01)
+    mean.mul_(0.9).add_(g, alpha=0.1)
+    p.mul_(1 - group["lr"] * 2**-6)
+    ratio = (mean.abs() / (curvature * 4 + 2**-20)).clamp(None, 1)
+    p.addcmul_(mean.sign(), ratio, value=-group["lr"])
+
+
+def schedule_free(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As it trains: the parameters are an average, weighted by squared rates, and the iterates."""
+    z = state.setdefault("z", p.clone())
+    state["sum"] = state.get("sum", 0.0) + group["lr"] ** 2
+    share = group["lr"] ** 2 / state["sum"]
+    p.lerp_(z, share)
+    p.add_(g, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+    z.sub_(g, alpha=group["lr"])
+
+
+def adamax(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["step"] = state.get("step", 0) + 1
+    mean, largest = _averages(state, g, "mean", "largest")
+    mean.lerp_(g, 0.1)
+    torch.maximum(largest.mul_(0.99), g.abs().add_(2**-8), out=largest)
+    p.addcdiv_(mean, largest, value=-group["lr"] / (1 - 0.9 ** state["step"]))
+
+
+def prodigy(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """The distance is a number of the host, read from the device."""
+    start = state.setdefault("start", p.clone())
+    group["d"] = max(group["d"], float((g * (start - p)).sum()))
+    p.sub_(g, alpha=group["d"] * group["lr"])
+
+
+def shampoo(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As SOAP: in the eigenvectors of a second moment, which LAPACK gives to the host."""
+    rows = g.reshape(len(g), -1)
+    moment = state.setdefault("moment", torch.eye(len(g), device=g.device))
+    moment.lerp_(rows @ rows.T, 0.05)
+    _, vectors = torch.linalg.eigh(moment)
+    p.sub_((vectors @ (vectors.T @ rows).sign()).reshape(p.shape), alpha=group["lr"])
+
+
+class Lookahead(optim.Optimizer):
+    """Wraps another optimizer, whose state it does not show."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([*params], {"lr": RATE})
+        self.inner = Own(self.param_groups[0]["params"], lamb)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        self.inner.step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                slow = self.state[p].setdefault("slow", p.clone())
+                p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+class Fixed(optim.Optimizer):
+    """Its groups have no learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([*params], {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad * RATE)
+        return loss
+
+
+class Row(NamedTuple):
+    """An optimizer; why its step is eager, or nothing; options of the module's network."""
+
+    make: Callable[[Any], Any]
+    said: str = ""
+    has_rate: bool = True
+    matrices: bool = False  # it takes parameters of two dimensions alone
+
+
+def own(update: Any, said: str = "", **numbers: Any) -> Row:
+    return Row(lambda p: Own(p, update, **numbers), said)
+
+
+ROWS: dict[str, Row] = {
+    "Lion": own(lion, decay=0.25),
+    "Muon by hand": own(muon),
+    "LAMB": own(lamb),
+    "Adan": own(adan),
+    "AdaBelief": own(adabelief),
+    "Sophia": own(sophia),
+    "ScheduleFree": own(schedule_free),
+    "Adamax by hand": own(adamax),
+    "Prodigy": own(prodigy, r"test_brought_optimizers.py:\d+ in prodigy|moves d time", d=2.0**-6),
+    "Shampoo": own(shampoo, "eigh|Shampoo|capture"),
+    "Lookahead": Row(Lookahead, "it computes `step` on the host", has_rate=False),
+    "Muon": Row(lambda p: optim.Muon(p, lr=RATE), matrices=True),
+    "Adafactor": Row(lambda p: optim.Adafactor(p, lr=RATE), "Adafactor: (it computes|A capture)"),
+    "Adagrad": Row(lambda p: optim.Adagrad(p, lr=RATE), "Adagrad: (it computes|A capture)"),
+    "SGD, foreach": Row(lambda p: optim.SGD(p, RATE, 0.75, foreach=True)),
+    "SGD, maximizing": Row(lambda p: optim.SGD(p, RATE, maximize=True, fused=False)),
+    "without a rate": Row(Fixed, has_rate=False),
+}
+
+
+def network(row: Row, moves: bool) -> Callable[[], Net]:
+    class Brought(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            if row.matrices:
+                layers = nn.Linear(8, 16, bias=False), nn.GELU(), nn.Linear(16, 3, bias=False)
+                self.net = nn.Sequential(*layers)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = row.make(self.parameters())
+            if not moves:
+                return optimizer
+            moving = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            return [optimizer], [{"scheduler": moving, "interval": "step"}]
+
+    return Brought
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_in_the_graph_or_eager_with_a_reason(
+    backend: str, tmp_path: Path, name: str, moves: bool, scope: str
+) -> None:
+    """Equal to the bit in either case."""
+    row = ROWS[name]
+    options: dict[str, Any] = {
+        "module": network(row, moves and row.has_rate), "max_epochs": 3, "validation": 0,
+        "capture": {**in_scope(scope)["capture"], "on_failure": "eager"},
+    }  # fmt: skip
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options).run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 10
+    said = "".join(captured.statistics.fallbacks)
+    if row.said or (name == "Sophia" and scope == "modules"):
+        assert said.startswith("the optimizer step runs eagerly: ")
+        assert re.search(row.said, said), said
+    else:
+        assert said == ""
+
+
+class Odd(Net):
+    """Complex, float64, frozen whole and unused parameters next to others, in groups."""
+
+    def __init__(self, update: Any) -> None:
+        super().__init__(lambda module: Own(module.groups(), update))
+        self.waves = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.exact = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.whole = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def groups(self) -> Any:
+        odd = [self.waves, self.exact, self.whole, self.unused]
+        return [{"params": [*self.net.parameters()]}, {"params": odd, "lr": RATE / 2}]
+
+    def loss(self, batch: Any) -> Tensor:
+        factor = self.waves.abs().mean() * self.exact.mean()
+        return super().loss(batch) * factor.float()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.late = nn.Parameter(torch.ones(3, device=self.device))
+            self.trainer.optimizers[0].add_param_group({"params": [self.late]})
+
+
+def descent(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["step"] = state.get("step", 0) + 1
+    p.sub_(g * (group["lr"] / 2))
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("update", [descent, schedule_free])
+def test_odd_parameters_of_an_optimizer_of_user_code(
+    backend: str, tmp_path: Path, update: Any, scope: str
+) -> None:
+    capture = {**in_scope(scope)["capture"], "on_failure": "eager"}
+    options: dict[str, Any] = {
+        "module": lambda: Odd(update), "max_epochs": 4, "validation": 0, "capture": capture,
+    }  # fmt: skip
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options).run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 10
