@@ -178,6 +178,19 @@ class ByHand(Overflowing):
         return [self._optimizers(self.net[0]), self._optimizers(self.net[4])]
 
 
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_a_rate_that_moves_under_scaling(backend: str, tmp_path: Path, scope: str) -> None:
+    class Scheduled(Overflowing):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            moving = optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            return [optimizer], [{"scheduler": moving, "interval": "step"}]
+
+    options: dict[str, Any] = {"kind": Scheduled, "data": overflowing, **in_scope(scope)}
+    _, captured = fit_scaled(backend, tmp_path, "Lion", max_epochs=3, **options)
+    assert captured.statistics.fallbacks == []
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW made fused", "Lion"])
 def test_loss_scaling_under_manual_optimization(backend: str, tmp_path: Path, name: str) -> None:
     _, captured = fit_scaled(backend, tmp_path, name, kind=ByHand, data=overflowing)
