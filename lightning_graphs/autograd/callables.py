@@ -59,6 +59,7 @@ from lightning_graphs.private.torch import (
     saved_tensors_hooks,
     version_of,
 )
+from lightning_graphs.values.bound import Bound, entries_bound, take_attributes
 from lightning_graphs.values.memory import (
     OutputPlan,
     ReplayOrder,
@@ -102,6 +103,8 @@ class CallableCapture:
     """
 
     outputs: OutputPlan  # what the call returns, once its forward pass is captured
+    binds = False  # the call may bind attributes of modules, and entries of dicts that it is given
+    bound: Sequence[Bound] = ()  # those that it has bound
 
     def __init__(
         self,
@@ -171,13 +174,20 @@ class CallableCapture:
         backend.synchronize()
         self._held = FreeVariables(self._function)  # code may make its modules when it first runs
 
-    def _call_leaving_arguments(self, *, static: bool) -> OutputPlan:
+    def _call_leaving_arguments(self, before: Bindings | None, *, static: bool) -> OutputPlan:
         tensors = self._tensors
         versions = list(map(version_of, tensors))
+        given = contents_of(self._args, self._kwargs)
         returned = self._call()
+        if self.binds:
+            own = [] if before is None else take_attributes(before.changes())
+            entries = entries_bound(given.changes(), (self._args, self._kwargs))
+            if entries:
+                given.restore()
+            self.bound = [*own, *entries]
         written = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
         self._refuse_written(written)
-        return OutputPlan(returned, static=static, state=self._held.state())
+        return OutputPlan(returned, static=static, state=self._held.state(), bound=self.bound)
 
     def _look_behind(self, outputs: OutputPlan, start: int) -> None:
         """Find the leaves on which outputs depend; so many autograd nodes were recorded before."""
@@ -213,7 +223,7 @@ class CallableCapture:
         tensors = self._tensors
         # Kernels outside of torch, and ``x.data``, write a tensor and leave its version as it is.
         before, start = fingerprints_of(tensors), nodes_recorded()
-        outputs = self._call_leaving_arguments(static=True)
+        outputs = self._call_leaving_arguments(None, static=True)
         written = map(operator.ne, before, fingerprints_of(tensors))
         self._refuse_written(written)
         self._look_behind(outputs, start)
@@ -292,7 +302,7 @@ class CallableCapture:
                 saved_for_graphs() if repeat else nullcontext(),
             ):
                 hooks = hooks_registered()
-                self.outputs = self._call_leaving_arguments(static=static)
+                self.outputs = self._call_leaving_arguments(before, static=static)
                 self._registers_hooks = hooks_registered() != hooks
             self._look_behind(self.outputs, start)
         except CaptureError:

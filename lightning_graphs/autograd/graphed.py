@@ -35,6 +35,7 @@ from lightning_graphs.private.torch import (
     version_of,
     will_execute,
 )
+from lightning_graphs.values.bound import are_apart
 from lightning_graphs.values.memory import (
     AddressGuard,
     OutputPlan,
@@ -129,6 +130,7 @@ class GraphedCallable:
         self._training = [m.training for m in self.modules]
         self._replay_forward, self._dropout = self.forward_graph.replay, self.forward_graph.dropout
         self._forward_stores, self._backward_stores = self.stores
+        self._fills = any(each.path for each in self.outputs.bound)
         backward = self.backward_pass
         self._writes_gradients = backward is not None and backward.direct is not None
         self._witness = self._anchor if self.witness is None else self.witness
@@ -192,6 +194,10 @@ class GraphedCallable:
         for guard in self.guards:
             guard.check(trainable=self._writes_gradients)
         self._refuse_arguments_elsewhere(tensors)
+        if self._fills:
+            if not are_apart((args, kwargs)):
+                return self.original(*args, **kwargs)
+            self.outputs.given = args, kwargs
         if self.outputs.is_kept:  # a replay would overwrite what a caller has kept
             return self.original(*args, **kwargs)
         self.inputs.copy_in(tensors, given=not self.aliased_inputs)

@@ -17,7 +17,10 @@ import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import (
@@ -90,7 +93,7 @@ from lightning_graphs.watch.noted import (
     parts_of,
 )
 from lightning_graphs.watch.places import place_of, trained_parameters
-from lightning_graphs.watch.reads import iterators_in
+from lightning_graphs.watch.reads import ReadsInCalls, iterators_in
 from lightning_graphs.watch.tracers import (
     SETTERS,
     DrawingFunction,
@@ -139,6 +142,7 @@ class Doctor:
         falls_back = bool(no_whole_step) and options.scope != "step"
         self._only_submodules = options.by_submodules or falls_back
         self._calls_any = False  # a submodule that could be a graph
+        self._bound = ReadsInCalls(module)
         self._compiled = CompiledCode()
         self._compiled.runs = any(map(is_compiled, module.modules()))  # as far as is known
         self._between: set[CallSite] = set()
@@ -278,7 +282,8 @@ class Doctor:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._logs.watching(self._module))
             stack.enter_context(self._later.watching())
-            stack.enter_context(around.reading(number=self._numbers.number))
+            reads = self._bound if self._only_submodules else None
+            stack.enter_context(around.reading(reads, self._numbers.number))
             stack.enter_context(around.old_gradients())
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
             if not self._compiled.runs:
@@ -291,6 +296,8 @@ class Doctor:
                 stack.enter_context(self._schedules.watching(self._watch.schedulers))
             if self._only_submodules:
                 stack.enter_context(register_module_forward_pre_hook(self._look_at_call))
+                hook = register_module_forward_hook(self._bound.leave, always_call=True)
+                stack.enter_context(hook)
             stack.enter_context(self._observing())
             stack.enter_context(self._later.of_torch())
             stack.enter_context(around.acting())
@@ -318,7 +325,8 @@ class Doctor:
         with self._observer.looking_away():
             return bool(asked.condition()) if only_raises else asked.tensors[0].item()
 
-    def _look_at_call(self, module: nn.Module, _: object) -> None:
+    def _look_at_call(self, module: nn.Module, given: object) -> None:
+        self._bound.enter(module, given)
         if not self._calls_any and module is not self._module:
             self._calls_any = next(module.parameters(), None) is not None
 
@@ -456,7 +464,8 @@ class Doctor:
             stored = whole and place_of(change, attributes, trained)  # by replays, too
             if not (stored or change.name.startswith(ours)):
                 bound_anew = isinstance(change.now, Tensor) and not whole
-                found.append((REBOUND if bound_anew else STORED, change.name))
+                if not (bound_anew and self._bound.is_served(change.owner, change.key)):
+                    found.append((REBOUND if bound_anew else STORED, change.name))
         found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
         iterators = iterators_in(around.held)
         found += [(DRAWN, n) for n in iterators if n.rpartition(".")[2] in outside.words]

@@ -19,6 +19,7 @@ from lightning_graphs.autograd.backward import AliasedGradients, GradientMemory
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
+from lightning_graphs.device.rules import REBOUND
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.torch import (
@@ -404,6 +405,8 @@ def _captured(
                     capture.begin()
                 for call, way in passes:
                     here[call].run(way, here if config.aliases else {})
+        for capture in captures:
+            capture.refuse_bound()
         graphed_calls = [c.graphed_call(guards.checks_of(c.observed, in_order)) for c in captures]
         for graphed in graphed_calls:
             graphed.callable.outputs.track_aliases()
@@ -432,6 +435,8 @@ def _of_module(name: str, error: ReplayError) -> None:
 
 class _Capture(CallableCapture):
     """The capture of one call, as it was observed."""
+
+    binds = True
 
     @calls_observed
     def __init__(
@@ -519,6 +524,16 @@ class _Capture(CallableCapture):
             returned = super()._call()
         self._assertions.finish()
         return returned
+
+    def refuse_bound(self) -> None:
+        """Refuse attributes that the call binds if a graph reads what was there before."""
+        for each in self.bound:
+            if each.owner is not None and self._guards.reads.may_have_read(each.owner, each.key):
+                with self._explained():
+                    raise REBOUND.refused(
+                        f"`{each.name}` is set to another tensor in every call, and captured code "
+                        "may have read it before"
+                    )
 
     def graphed_call(self, checks: tuple[Check, ...]) -> GraphedCall:
         """Make the plan of the call, after all captures; it is valid as long as the checks hold."""

@@ -352,10 +352,14 @@ class _CallRun:
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
         with torch.inference_mode(False), as_observed(call), without_hooks(list(self._parameters)):
             returned = forward(*args, **kwargs)
-            outputs = leaves_of(returned, Tensor)
+            places = self._graphed_call.callable.outputs.bound
+            bound = [(f"`{each.name}`", each.now((args, kwargs))) for each in places]
+            outputs = leaves_of((returned, bound), Tensor)
             with torch.autocast(self._device.type, enabled=False):
                 self._pull_back(outputs, tensors, direct=direct)
         found = results_in(returned, "output", f" of `{call.name}`")
+        for name, value in bound:
+            found += results_in(value, name, f" of `{call.name}`")
         for name, tensor in zip(self._names, tensors, strict=True):
             title = f"{name} of `{call.name}`"
             # Kernels outside of torch, and `x.data`, write an argument unseen.

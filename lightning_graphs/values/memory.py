@@ -8,7 +8,8 @@ from __future__ import annotations
 import enum
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from operator import add, attrgetter, is_, itemgetter
 from sys import getrefcount
@@ -31,6 +32,7 @@ from lightning_graphs.private.torch import (
     uses_at,
     version_of,
 )
+from lightning_graphs.values.bound import Bound, Given
 from lightning_graphs.values.tree import alias_groups, flatten, substitute
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -539,16 +541,17 @@ def tensors_returned(value: Any) -> list[Tensor]:
 
 def _remedy_for(leaf: object) -> str:
     """Name what to return in place of an object."""
-    kind = type(leaf)
-    if kind.__module__.startswith("transformers."):
+    if type(leaf).__module__.startswith("transformers."):
         return "set config.use_cache = False: training needs no cache of keys and values"
-    if isinstance(leaf, torch.distributions.Distribution):
-        return f"return its parameters, and make the {kind.__name__} of them where it is used"
     return "return the tensors in that object instead"
 
 
 class OutputPlan:
-    """Rebuilds what a captured call returned around the tensors of a replay; constants stay."""
+    """Rebuilds what a captured call returned around the tensors of a replay; constants stay.
+
+    Tensors in attributes and entries that the call has bound are outputs as well, behind those that
+    it returned: these are bound whenever a result is built.
+    """
 
     def __init__(
         self,
@@ -558,8 +561,17 @@ class OutputPlan:
         # Tensors of the callable's own. An output that lies in the memory of one is handed out
         # itself: code that writes it means to write there.
         state: Sequence[Tensor] = (),
+        bound: Sequence[Bound] = (),
     ) -> None:
         tensors = tensors_returned(value)
+        self._returned = len(tensors)
+        self.given: Given = (), {}  # the arguments of the call whose result is built next
+        places = {id(tensor): i for i, tensor in enumerate(tensors)}
+        new = [each.value for each in bound if isinstance(each.value, Tensor)]
+        for tensor in new:  # one that is returned, too, stays one
+            if places.setdefault(id(tensor), len(tensors)) == len(tensors):
+                tensors += tensors_returned(tensor)
+        self.bound = [replace(b, value=None) if id(b.value) in places else b for b in bound]
         self.differentiable_indices = [i for i, t in enumerate(tensors) if t.requires_grad]
         self._plain = [i for i, t in enumerate(tensors) if not t.requires_grad]
         # With the autograd graph behind them
@@ -581,6 +593,20 @@ class OutputPlan:
             self._build = lambda _: None
         elif type(value) is tuple and all(isinstance(item, Tensor) for item in value):
             self._build = tuple
+        if bound:
+            self._is_one = False
+            self._build = partial(self._bind, self._build, [places.get(id(b.value)) for b in bound])
+
+    def _bind(
+        self,
+        build: Callable[[Sequence[Tensor]], Any],
+        places: Sequence[int | None],
+        found: Sequence[Tensor],
+    ) -> Any:
+        given, self.given = self.given, ((), {})
+        for each, place in zip(self.bound, places, strict=True):
+            each.put(given, each.value if place is None else found[place])
+        return build(found[: self._returned])
 
     def finish_capture(self) -> None:
         """Let go of the captured autograd graph."""

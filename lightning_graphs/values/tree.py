@@ -408,11 +408,15 @@ def _labels(value: Any, opened: Opened) -> list[str]:
 def _is_structure(value: Any) -> bool:
     """Return whether an object stands for the tensors that it holds."""
     kind = type(value)
+    if isinstance(value, _OF_TORCH):
+        return True
     if not is_object(value) or slots_of(kind):
         return False
     return callable(getattr(kind, "to", None)) or _holds_tensors(value, _LEVELS)
 
 
+_OF_TORCH = (torch.distributions.Distribution, torch.distributions.Transform)
+"""Classes of torch's own whose objects hold tensors in attributes."""
 _LEVELS, _ENTRIES = 3, 64
 """How deep tensors are looked for in an object that does not move itself to a device, and among how
 many entries of each level."""

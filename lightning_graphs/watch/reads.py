@@ -98,8 +98,8 @@ class AttributeGuards(ValueGuards):
 
     A capture bakes them in. Their values are part of what a captured step depends on, so that a
     hook which anneals a weight or changes a dropout rate gets a graph for the new value. So is the
-    absence of an attribute that was looked for in vain. A plain value that the code has set itself
-    before it reads it is no such value: every replay sets it again (:meth:`stored`).
+    absence of an attribute that was looked for in vain. A plain value, or a tensor, that the code
+    has set itself before it reads it is no such value: every replay sets it again.
     """
 
     def __init__(self, is_apart: Callable[[nn.Module], bool] | None = None) -> None:
@@ -210,7 +210,7 @@ class AttributeGuards(ValueGuards):
             place = id(owner), key
             if key in OF_ALL_MODULES or place in noted:
                 return value
-            own = place in self._stored and is_plain(value)
+            own = place in self._stored and (is_plain(value) or isinstance(value, Tensor))
             # A copy that the body makes has the watched class, too, and no path.
             if not own and place[0] in paths and self._is_mine():
                 self._note(owner, kind, key, value, paths[place[0]])
@@ -260,6 +260,39 @@ def is_watchable(value: Any) -> bool:
     return (
         is_object(value) and bool(type(value).__dictoffset__) and not isinstance(value, nn.Module)
     )
+
+
+class ReadsInCalls(AttributeGuards):
+    """Notes tensors that calls of submodules read in attributes, and have not set themselves.
+
+    Args:
+        root: The module whose submodules are called.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self._root, self._depth = root, 0
+
+    def enter(self, module: nn.Module, _: object) -> None:
+        """Note that a call begins; a forward pre-hook."""
+        if self._depth == 0:
+            self._stored.clear()
+        self._depth += module is not self._root
+
+    def leave(self, module: nn.Module, *_: object) -> None:
+        """Note that a call ends; a forward hook."""
+        self._depth -= module is not self._root
+
+    def is_served(self, owner: object, key: Any) -> bool:
+        """Return whether replays bind an attribute that calls have bound to another tensor."""
+        return owner is not self._root and not self.may_have_read(owner, key)
+
+    def _is_mine(self) -> bool:
+        return self._depth > 0 and super()._is_mine()
+
+    def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:
+        if isinstance(value, Tensor):
+            self.add(f"{path}.{key}", vars(owner).get, key, owner)
 
 
 def _is_metric(module: nn.Module) -> bool:
