@@ -178,6 +178,13 @@ REBOUND = Obstacle(
     "self.last.copy_(x)  # in forward, for self.last = x",
 )
 
+READ_BEFORE = Obstacle(
+    "A captured call must bind an attribute to its new tensor before captured code reads it.",
+    "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+    kind="python-state",
+    code=REBOUND.code,
+)
+
 # ------------------ Python code
 
 STORED = Obstacle(

@@ -30,8 +30,9 @@ from lightning_graphs.device.rules import (
     DYNAMIC_SHAPE,
     HOST_COPY,
     HOST_DATA,
+    HOST_READ,
     OLD_GRADIENTS,
-    REBOUND,
+    READ_BEFORE,
     STORED,
     STORED_OUTSIDE,
     Obstacle,
@@ -78,6 +79,7 @@ from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.assertions import Question, truths_exchanged
 from lightning_graphs.watch.batch import BatchValues
+from lightning_graphs.watch.choices import NotedChoices
 from lightning_graphs.watch.environment import Environment, clocks_exchanged
 from lightning_graphs.watch.mirrors import reads_noted
 from lightning_graphs.watch.noted import (
@@ -109,6 +111,7 @@ from lightning_graphs.watch.user_code import (
     iter_objects,
 )
 
+_SCALAR = "aten._local_scalar_dense.default"  # by which a branch reads the device
 _BETWEEN: Effect = "stays eager between them"
 
 
@@ -154,6 +157,8 @@ class Doctor:
         self._sites = sites = CallSiteFinder()
         self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
         self._watch = watch
+        told = functools.partial(self._note, _SCALAR, HOST_READ)
+        self._choices = NotedChoices(device, self._observer.looking_away, told)
         self._step = definition_of(self._watch.function)
         self._returned = returned_by(self._watch.function)
         self._numbers = NotedNumbers(self._used, follow=not self._only_submodules)
@@ -314,16 +319,11 @@ class Doctor:
         return self._observer.looking_away()
 
     def _asked(self, asked: Question) -> Any:
-        """Answer code that asks for a truth, or compares a number, only to raise."""
+        """Answer code that asks for a truth, or compares a number, only to raise or to choose."""
         if self._observer.silent:
             return None
-        device, only_raises = self._module.device, True
-        if asked.way(device) is None:
-            only_raises = not asked.is_compared(device)
-            if only_raises:
-                return None
         with self._observer.looking_away():
-            return bool(asked.condition()) if only_raises else asked.tensors[0].item()
+            return asked.answer(self._module.device, self._choices.note)
 
     def _look_at_call(self, module: nn.Module, given: object) -> None:
         self._bound.enter(module, given)
@@ -437,11 +437,14 @@ class Doctor:
 
     def _judge_returned(self, returned: Any) -> None:
         self._observer.tell_used(leaves_of(returned, Tensor), "it is returned")
+        loss = None
         if self._module.automatic_optimization:
             with self._refusals_noted("training_step", self._returned):
-                self._watch.loss_of(returned)
+                loss = self._watch.loss_of(returned)
                 if not (self._only_submodules or leaves_of(returned, Noted)):
                     tensors_returned(returned)
+
+        self._choices.judge(None if self._only_submodules else loss)
 
     @contextlib.contextmanager
     def _refusals_noted(self, what: str, site: CallSite) -> Iterator[None]:
@@ -465,7 +468,7 @@ class Doctor:
             if not (stored or change.name.startswith(ours)):
                 bound_anew = isinstance(change.now, Tensor) and not whole
                 if not (bound_anew and self._bound.is_served(change.owner, change.key)):
-                    found.append((REBOUND if bound_anew else STORED, change.name))
+                    found.append((READ_BEFORE if bound_anew else STORED, change.name))
         found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
         iterators = iterators_in(around.held)
         found += [(DRAWN, n) for n in iterators if n.rpartition(".")[2] in outside.words]

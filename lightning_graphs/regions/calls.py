@@ -19,7 +19,7 @@ from lightning_graphs.autograd.backward import AliasedGradients, GradientMemory
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.device.rules import REBOUND
+from lightning_graphs.device.rules import READ_BEFORE
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.torch import (
@@ -530,9 +530,9 @@ class _Capture(CallableCapture):
         for each in self.bound:
             if each.owner is not None and self._guards.reads.may_have_read(each.owner, each.key):
                 with self._explained():
-                    raise REBOUND.refused(
-                        f"`{each.name}` is set to another tensor in every call, and captured code "
-                        "may have read it before"
+                    raise READ_BEFORE.refused(
+                        f"`{each.name}` is set to another tensor in every call, and may have been "
+                        "read before"
                     )
 
     def graphed_call(self, checks: tuple[Check, ...]) -> GraphedCall:

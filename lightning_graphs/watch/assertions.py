@@ -29,7 +29,7 @@ from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.exchange import Member, exchanged
-from lightning_graphs.private.torch import in_transform, is_strided
+from lightning_graphs.private.torch import in_transform, is_strided, version_of
 from lightning_graphs.watch.branches import (
     NotKept,
     Way,
@@ -38,6 +38,7 @@ from lightning_graphs.watch.branches import (
     late_of,
     way_on,
 )
+from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, chosen, goes_through
 from lightning_graphs.watch.tracers import OURS, TracedNumber, Tracer
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
@@ -73,12 +74,33 @@ class Question(NamedTuple):
             return None
         return way
 
+    def choice(self, device: torch.device) -> Choice | None:
+        """Return the choice of values that the code makes by its answer; None if it does more."""
+        if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
+            return None
+        return choice_of(self.frame, called=self.called) if not self.is_number else None
+
     def is_compared(self, device: torch.device) -> bool:
         """Whether code compares the number of a tensor, and that only to raise."""
         (tensor, *_), is_here = self.tensors, not in_transform()
         is_one = is_here and _is_plain(tensor, device) and tensor.numel() == 1
         is_real = is_one and not tensor.is_complex()
         return self.is_item and is_real and compares_to_raise(self.frame)
+
+    def answer(self, device: torch.device, note: Callable[[Choice], object]) -> Any:
+        """Answer as torch does, if a graph could go on; None if it could not.
+
+        Args:
+            device: Where the graph would compute.
+            note: Is called with a choice.
+        """
+        if self.way(device) is None:
+            if self.is_compared(device):
+                return self.tensors[0].item()
+            if (choice := self.choice(device)) is None:
+                return None
+            note(choice)
+        return bool(self.condition())
 
 
 def truths_exchanged(
@@ -262,6 +284,9 @@ class Assertions:
             self._seen = torch.zeros(_ROOM + 1, dtype=torch.int64, pin_memory=pinned)
         self._numbers_held = 0
         self._places: dict[tuple[CodeType, int], int] = {}  # of the line that asked last
+        # Values that the graph has chosen, with their versions then; those that cut gradients off
+        self._chosen: list[tuple[Tensor, int, Choice]] = []
+        self._cuts: list[Cut] = []
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
@@ -271,11 +296,59 @@ class Assertions:
         if self._is_over or any(map(self._is_host, asked.tensors)):
             return None
         if (way := asked.way(self._device)) is None:
-            compared = asked.is_compared(self._device)
-            return (
-                _NumberOfDevice(self, asked.tensors[0].detach().reshape(())) if compared else None
-            )
+            if asked.is_compared(self._device):
+                return _NumberOfDevice(self, asked.tensors[0].detach().reshape(()))
+            choice = asked.choice(self._device)
+            return None if choice is None else self._chooses(asked, choice)
         return self._asserted(asked, way)
+
+    def _chooses(self, asked: Question, choice: Choice) -> bool | None:
+        """Let the graph choose the values of variables; answer by which way code goes on."""
+        with torch.no_grad():
+            value = asked.condition().detach()
+            if value.numel() != 1:  # torch says so
+                return None
+            entering = value.reshape(()).bool()
+            entering = entering.logical_not() if choice.outcome else entering
+        body = choice.of_body()
+
+        def choose(table: dict[str, Any]) -> dict[str, Any]:
+            values = {n: chosen(entering, body[n], table.get(n)) for n in choice.names}
+            found = {name: value for name, value in values.items() if value is not None}
+            if len(found) < len(values) or len(self.found) == _ROOM:
+                raise self._refused(choice)
+            cuts = [Cut(choice, entering, node) for _, node in found.values() if node is not None]
+            self._cuts += cuts
+            self._chosen += [
+                (value, version_of(value), choice)
+                for value, _ in found.values()
+                if isinstance(value, Tensor)
+            ]
+            warning = choice.warning(lambda value: self._held(value, len(self.found) + 1))
+            if not cuts and warning is not None:
+                self.require(entering.logical_not(), choice.site, warning)
+            return {name: value for name, (value, _) in found.items()}
+
+        choice.behind(choose)
+        return choice.outcome
+
+    def _refused(self, choice: Choice) -> GraphError:
+        return HOST_READ.refused(
+            f"a condition that chooses more than a graph can is read at {choice.site.describe()}"
+        )
+
+    def look_behind(self, loss: Tensor | None) -> None:
+        """Assert that no value was chosen without which a loss would have no gradients.
+
+        Raises:
+            GraphError: The loss would have some, and others than a graph computes.
+        """
+        cuts, self._cuts = self._cuts, []
+        for cut in cuts:
+            if not goes_through(cut.node, loss):
+                raise self._refused(cut.choice)
+            warning = cut.choice.warning(lambda value: self._held(value, len(self.found) + 1))
+            self.require(cut.entering.logical_not(), cut.choice.site, NoGradient(warning))
 
     def holds(self, truth: Tensor, frame: FrameType) -> bool:
         """Answer whether a comparison is true that code makes only to raise."""
@@ -345,6 +418,11 @@ class Assertions:
     def finish(self) -> None:
         """Capture the copy of what was found to the host, at the end of the code."""
         self._is_over = True
+        self.look_behind(None)
+        for value, version, choice in self._chosen:  # eager code would write another tensor
+            if version_of(value) != version:
+                raise self._refused(choice)
+        self._chosen.clear()
         if not self.found:
             return
         count = len(self.found) + 1

@@ -132,6 +132,27 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
     return way if not catching else _way_of_handler(way, catching[0])
 
 
+def landings(frame: FrameType, *, called: bool = False) -> dict[bool, int] | None:
+    """Return the line where code goes on, by the truth of the value that it asks for now.
+
+    None if that is unclear.
+
+    Args:
+        frame: The code.
+        called: As in :func:`way_on`.
+    """
+    listing = _listing(frame.f_code)
+    at, inverted = listing.at(frame.f_lasti), False
+    is_call = listing.instructions[at].opname in _CALLS
+    if is_call and not (called or _called(listing, at) == "bool"):
+        return None
+    if is_call or listing.instructions[at].opname in ("UNARY_NOT", "TO_BOOL"):
+        at, inverted = _read_again(listing, at + is_call, inverted)
+    lands = {outcome: _landing(listing, at, outcome is not inverted) for outcome in (True, False)}
+    # An outcome that leads to no plain place has none
+    return {o: listing.lines[there] for o, there in lands.items() if there is not None}
+
+
 def _way_of_warnings(frame: FrameType, listing: _Listing, at: int, inverted: bool) -> Way | None:
     """Return how code goes on of which one way only warns, and then goes on as the other does."""
     lands = {outcome: _landing(listing, at, outcome is not inverted) for outcome in (True, False)}
@@ -150,7 +171,7 @@ def _way_of_handler(way: Way, catching: FrameType) -> Way | None:
 
     The error ends a function whose last statement raises it, and the ``try`` calls that alone.
     """
-    tree, raising = _tree(catching.f_code), _tree(way.frame.f_code)
+    tree, raising = tree_of(catching.f_code), tree_of(way.frame.f_code)
     if way.frame.f_back is not catching or tree is None or raising is None:
         return None
     function = next((n for n in ast.walk(raising) if isinstance(n, ast.FunctionDef)), None)
@@ -164,7 +185,7 @@ def _way_of_handler(way: Way, catching: FrameType) -> Way | None:
         if not alone or node.orelse or node.finalbody or handlers[0].name:
             return None
         told = handlers[0].body
-        if all(_is_telling(each) or isinstance(each, ast.Pass) for each in told):
+        if all(is_telling(each) or isinstance(each, ast.Pass) for each in told):
             return Way(way.outcome, catching, 0, tuple(told))
     return None
 
@@ -173,7 +194,7 @@ def _is_in(line: int, *statements: ast.stmt) -> bool:
     return any(each.lineno <= line <= (each.end_lineno or 0) for each in statements)
 
 
-def _is_telling(node: ast.stmt) -> bool:
+def is_telling(node: ast.stmt) -> bool:
     """Return whether a statement only tells a message."""
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         return False
@@ -185,12 +206,12 @@ def _is_telling(node: ast.stmt) -> bool:
 def _is_warning(node: ast.stmt) -> bool:
     """Return whether a statement warns: Python itself shows a warning of a line once."""
     names = {"warn", "rank_zero_warn"}
-    return _is_telling(node) and not names.isdisjoint(_names_in(node.value.func))  # type: ignore[attr-defined]
+    return is_telling(node) and not names.isdisjoint(_names_in(node.value.func))  # type: ignore[attr-defined]
 
 
 def _telling_statements(code: CodeType, lines: range) -> list[ast.stmt]:
     """List the statements of an ``if`` on these lines, if all of them warn; else none."""
-    tree = _tree(code)
+    tree = tree_of(code)
     for node in () if tree is None else ast.walk(tree):
         if isinstance(node, ast.If):
             for block in (node.body, node.orelse):
@@ -350,7 +371,7 @@ _CATCHING = ("suppress", "raises", "assertRaises")
 
 
 @functools.lru_cache(maxsize=256)
-def _tree(code: CodeType) -> ast.Module | None:
+def tree_of(code: CodeType) -> ast.Module | None:
     """Return the source of a function, with its line numbers; None if there is none."""
     unreadable = OSError, TypeError, SyntaxError, IndexError, tokenize.TokenError
     with contextlib.suppress(*unreadable):
@@ -391,7 +412,7 @@ def _around(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _may_catch(frame: FrameType) -> bool:
     """Return whether an error that is raised or passes here may be caught here."""
-    tree = _tree(frame.f_code)
+    tree = tree_of(frame.f_code)
     if tree is None:
         opcodes = {instruction.opname for instruction in _listing(frame.f_code).instructions}
         return bool(opcodes & {"SETUP_FINALLY", "PUSH_EXC_INFO"})
@@ -436,7 +457,7 @@ def _catches(context: Any) -> bool:
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType) or is_library(code.co_filename):
         return False
-    tree = _tree(code)
+    tree = tree_of(code)
     nodes = [] if tree is None else [*ast.walk(tree)]
     if code.co_name != "__exit__":
         return any(map(_takes_away, nodes))
@@ -499,8 +520,8 @@ class Raising:
         self.reads_late = any(
             isinstance(node, ast.Attribute) and id(node) not in called for node in nodes
         )
-        self._told = [_compiled([each], frame) for each in statements if _is_telling(each)]
-        self._code = _compiled([each for each in statements if not _is_telling(each)], frame)
+        self._told = [compiled([each], frame) for each in statements if is_telling(each)]
+        self._code = compiled([each for each in statements if not is_telling(each)], frame)
         (raised, exc) = statements[-1], statements[-1].exc  # type: ignore[attr-defined]
         kind = exc.func if isinstance(exc, ast.Call) else exc
         self._kind = compile(ast.Expression(kind), self._file, "eval", dont_inherit=True)
@@ -533,7 +554,7 @@ class Raising:
         return AssertionError()
 
 
-def _compiled(statements: list[ast.stmt], frame: FrameType) -> CodeType:
+def compiled(statements: list[ast.stmt], frame: FrameType) -> CodeType:
     module = ast.fix_missing_locations(ast.Module(statements, []))
     return compile(module, frame.f_code.co_filename, "exec", dont_inherit=True)
 
@@ -558,7 +579,7 @@ class LateWarning:
 
     def __init__(self, way: Way, held: Callable[[Any], Any]) -> None:
         frame = way.frame
-        self._codes = [_compiled([each], frame) for each in way.warns]
+        self._codes = [compiled([each], frame) for each in way.warns]
         self._globals = frame.f_globals
         self._locals = _held_locals(self._codes, frame, held)
 
@@ -594,7 +615,7 @@ def can_be_raised_late(way: Way) -> bool:
 
 def _statements(way: Way) -> list[ast.stmt]:
     """Return the statements that raise, and those ahead of it that make its message."""
-    tree = _tree(way.frame.f_code)
+    tree = tree_of(way.frame.f_code)
     for node in () if tree is None else ast.walk(tree):
         for block in (getattr(node, name, None) for name in ("body", "orelse")):
             if not isinstance(block, list):

@@ -235,6 +235,10 @@ def fully_written(function: Any, caller: FrameType) -> Any:
 
     An empty tensor has no values of its own; of a permutation's inverse all are written.
     """
+    frame: FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_graphs."):
+        frame = frame.f_back
+    caller = frame or caller
     inverts = function is torch.empty_like and caller.f_code is invert_permutation.__code__
     return torch.zeros_like if inverts else function
 

@@ -165,12 +165,53 @@ def warns_of_an_error(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def goes_on_otherwise(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    """As pytorch-forecasting replaces losses."""
     loss: Tensor = self.loss(batch)
     if not torch.isfinite(loss):  # read
-        loss = loss.detach() * 0.0
-        warnings.warn("reset", stacklevel=1)
+        loss = self.net(batch["x"]).sum() * 0.0
     return loss
+
+
+def chooses_a_loss(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As pytorch-forecasting replaces losses."""
+    losses: Tensor = self.loss(batch) * 8
+    if not torch.isfinite(losses):
+        losses = torch.tensor(1e9, device=losses.device)
+        warnings.warn("Loss is not finite. Resetting it to 1e9", stacklevel=1)
+    losses = torch.zeros((), device=losses.device) + losses
+    self.log("loss", losses)
+    return losses
+
+
+def chooses_values(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Both ways are gone within a fit."""
+    loss: Tensor = self.loss(batch)
+    for limit in (2.5, 1.0):
+        largest = batch["x"].abs().amax()
+        if largest > limit:
+            factor = torch.full_like(largest, 0.5)
+            largest = largest.clamp(max=limit)
+        else:
+            factor = largest.clone()
+        loss = loss * factor + largest
+    return loss
+
+
+def chooses_a_part(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Behind the other way some parameters would have no gradient."""
+    loss: Tensor = self.loss(batch)
+    if torch.isnan(loss):  # read
+        loss = torch.zeros_like(loss)
+    return loss + self.net[0](batch["x"]).sum() * 0.1
+
+
+def writes_what_was_chosen(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Behind the other way it would write another tensor."""
+    outputs = self.net(batch["x"]).detach()
+    held = outputs
+    if outputs.amax() > 1e9:  # read
+        outputs = torch.zeros_like(outputs)
+    outputs.mul_(0.5)
+    return self.loss(batch) * held.abs().mean()
 
 
 def more_than_a_raise(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -251,6 +292,8 @@ ROWS = {
         tells_first,
         warns,
         warns_of_an_error,
+        chooses_a_loss,
+        chooses_values,
         also="cut; accumulated; verified; bf16; modules, verified",
         graphs=range(1, 3),
     ),
@@ -260,6 +303,7 @@ ROWS = {
             (
                 *(caught, caught_by_a_context, caught_by_an_object),
                 *(ends_its_epoch, more_than_a_raise, goes_on_otherwise),
+                *(chooses_a_part, writes_what_was_chosen),
             ),
             "cannot",
         ),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Independent, MixtureSameFamily, Normal, kl_divergence
 
-from lightning_graphs.device.rules import REBOUND
+from lightning_graphs.device.rules import READ_BEFORE
 from tests.training.fits import Net, compare, examined, fit_twice, line, named, rows, warned
 
 
@@ -65,7 +65,7 @@ def test_attributes_are_bound_again(backend: str, tmp_path: Path, how: str) -> N
     found = examined(
         backend, tmp_path, module=lambda: Binding(how), capture=named("first", "block")
     )
-    assert not rows(found, REBOUND.kind)
+    assert not rows(found, READ_BEFORE.kind)
 
 
 class Averaged(nn.Module):
@@ -91,9 +91,11 @@ class Moving(Net):
 
 
 def test_what_is_read_before_stays_eager(backend: str, tmp_path: Path) -> None:
-    said = "`average` is set to another tensor in every call, and captured code may have read it"
+    said = "`average` is set to another tensor in every call, and may have been read before"
     warned(backend, tmp_path, said, module=Moving, capture=named("block", "net"))
-    (row,) = rows(examined(backend, tmp_path, module=Moving, capture=named("block")), REBOUND.kind)
+    (row,) = rows(
+        examined(backend, tmp_path, module=Moving, capture=named("block")), READ_BEFORE.kind
+    )
     assert (row.operator, row.line) == ("self.block.average", line(Averaged.forward, "anew"))
 
 

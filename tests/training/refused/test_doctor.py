@@ -742,7 +742,7 @@ class TestAgreement:
         (said,) = fit.statistics.fallbacks
         code = Layer.forward.__code__
         where = f"in the code of {code.co_filename}:{code.co_firstlineno} in forward"
-        how = "in every call, and captured code may have read it before"
+        how = "in every call, and may have been read before"
         assert f"`scale` is set to another tensor {how}, {where}" in said
 
     def test_a_submodule_of_torch_is_not_said_to_fail_at_the_fit(self, tmp_path: Path) -> None:
