@@ -75,7 +75,7 @@ from lightning_graphs.watch.host_trace import (
     ArenaFull,
 )
 from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
-from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.reads import AttributeGuards, UnusedTensors
 from lightning_graphs.watch.side_effects import SideEffects
 
 # ------------------ Graphs of one step
@@ -512,6 +512,7 @@ class StepCapture(Attempts):
             Watcher(partial(objects_undone, begun.arguments[0], listed)),
             Watcher(inside=self._unseen),
             Watcher(inside=nullcontext if self._reduction is None else self._reduction.unprepared),
+            Watcher(inside=partial(UnusedTensors(environment.held).told, self._facts.reads)),
             *self._followed.watchers(),
             Watcher(
                 finish=lambda: refuse_new_seeds(segments.dropout),

@@ -394,6 +394,17 @@ def _is_value(value: Any) -> bool:
     return known or isinstance(value, (dict, set, frozenset, torch.Tensor, *_SEQUENCES))
 
 
+def _shape(tensor: Any) -> Any:
+    """Return what code can see of a tensor that it does not use; other values as they are."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    return _Keys((type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad))
+
+
+def _shape_in(get: Callable[[Any], Any], key: Any) -> Any:
+    return _shape(get(key))
+
+
 class ValueGuards:
     """Guards for values that captures have baked in: by name, comparable and hashable.
 
@@ -410,10 +421,29 @@ class ValueGuards:
         self._described: tuple[tuple[str, Any], ...] | None = None
         self._words: frozenset[str] = frozenset()
         self._left_out: Container[str] = ()
+        # Entries of objects whose tensors no captured code has used; those that some has
+        self._unused: set[tuple[int, Any]] = set()
+        self._used: set[tuple[int, Any]] = set()
+        self._owners: list[Any] = []
 
     def leave_out(self, names: Container[str]) -> None:
         """Drop the guards of these names."""
         self._left_out = names
+        self._described = None
+
+    def leave_values_out(
+        self,
+        unused: Iterable[tuple[int, Any]],
+        used: Iterable[tuple[int, Any]],
+        owners: Iterable[Any],  # kept alive
+    ) -> None:
+        """Compare tensors in entries of objects by their shapes, unless code has used some.
+
+        An entry is the ``id`` of an object, and a key.
+        """
+        self._used.update(used)
+        self._unused = self._unused.union(unused) - self._used
+        self._owners += owners
         self._described = None
 
     def has(self, owner: object, key: Any) -> bool:
@@ -436,6 +466,7 @@ class ValueGuards:
         """Return these guards without those of owners that are given by ``id``."""
         rest = ValueGuards()
         rest._words, rest._left_out = self._words, self._left_out
+        rest._unused = self._unused
         rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
         return rest
 
@@ -500,6 +531,11 @@ class ValueGuards:
         get = table.get if isinstance(table, dict) else table.__getitem__
         for label, key, held in entries(value) or []:
             if name + label in self._left_out:
+                continue
+            if (id(value), key) in self._unused and isinstance(held, torch.Tensor):
+                known = _shape(held)
+                self._checks.append((partial(_shape_in, get), key, known))
+                self._values.append((name + label, known))
                 continue
             is_slot = table is not value and key not in table
             self._checks.append((partial(in_slot, value) if is_slot else get, key, held))

@@ -226,8 +226,16 @@ SHAPES = (
 """Operators that tell it the shape of their result."""
 
 PACKING, PADDING = "_pack_padded_sequence", "_pad_packed_sequence"
+_OURS = "lightning_graphs."
 READS_LENGTHS = frozenset({PACKING, PADDING, *RECURRENT})
 """Functions that read tensors of the host out of the dispatcher's sight."""
+
+
+def calling(frame: FrameType) -> FrameType:
+    """Return the frame that called torch, past those of modes that watch such calls."""
+    while frame.f_globals.get("__name__", "").startswith(_OURS) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def fully_written(function: Any, caller: FrameType) -> Any:
@@ -235,11 +243,8 @@ def fully_written(function: Any, caller: FrameType) -> Any:
 
     An empty tensor has no values of its own; of a permutation's inverse all are written.
     """
-    frame: FrameType | None = caller
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("lightning_graphs."):
-        frame = frame.f_back
-    caller = frame or caller
-    inverts = function is torch.empty_like and caller.f_code is invert_permutation.__code__
+    inverts = function is torch.empty_like
+    inverts = inverts and calling(caller).f_code is invert_permutation.__code__
     return torch.zeros_like if inverts else function
 
 

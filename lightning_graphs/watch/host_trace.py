@@ -51,6 +51,7 @@ from lightning_graphs.watch.host import (
     SMALL,
     HostProgram,
     HostTape,
+    calling,
     fully_written,
     is_exact,
     name_of,
@@ -510,7 +511,7 @@ class HostTracer(OperatorMode):
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make a tensor of Python numbers: a constant, unless it is made to be logged."""
-        caller: str = sys._getframe(3).f_globals.get("__name__", "")
+        caller: str = calling(sys._getframe(2)).f_globals.get("__name__", "")
         if caller.partition(".")[0] in LIBRARIES.framework:
             self.tape.refuse("a number that may change in each step is logged")
         device = kwargs.get("device")

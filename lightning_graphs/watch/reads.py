@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
+from sys import getrefcount
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.autograd import Function
 
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import CLOCK, DRAWN
+from lightning_graphs.device.trace import FunctionMode, tensors_in
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
 from lightning_graphs.private.exchange import Absence, bind, bound, replaced
 from lightning_graphs.private.generators import OF_TORCH
@@ -34,6 +36,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.guards import (
     ValueGuards,
+    attributes_of,
     is_object,
     is_plain,
     is_still,
@@ -314,6 +317,47 @@ def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
     """Look up what a module or its class sets; raising for absent names would cost too much."""
     return own.get(key, of_class.get(key, Absence.ABSENT))
+
+
+class UnusedTensors:
+    """Notes which tensors in attributes of objects code uses.
+
+    A normalizer that data fits to each sample holds other tensors in every step, and stands in the
+    settings of a module. What no operator has seen of it is no input of a graph.
+
+    Args:
+        held: What code finds, by name.
+    """
+
+    def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
+        self._owners: list[Any] = []  # alive, so that an ``id`` stays its own
+        self._found: dict[tuple[int, str], Tensor] = {}
+        for _, value in held:
+            for key, tensor in attributes_of(value).items() if is_object(value) else ():
+                if isinstance(tensor, Tensor):
+                    self._owners.append(value)
+                    self._found[id(value), key] = tensor
+
+    @contextlib.contextmanager
+    def told(self, reads: ValueGuards) -> Iterator[None]:
+        """Let guards of the body, captured code, know which of them it has not used."""
+        if not self._found:
+            yield
+            return
+        known, used = {id(tensor) for tensor in self._found.values()}, set[int]()
+
+        def called(function: Any, args: Any, kwargs: Any) -> Any:
+            used.update(known.intersection(map(id, tensors_in((args, kwargs)))))
+            return function(*args, **kwargs)
+
+        before = {place: getrefcount(tensor) for place, tensor in self._found.items()}
+        with FunctionMode(called):
+            yield
+        for place, tensor in self._found.items():
+            if getrefcount(tensor) != before[place]:  # code keeps it
+                used.add(id(tensor))
+        unused = {place for place, tensor in self._found.items() if id(tensor) not in used}
+        reads.leave_values_out(unused, self._found.keys() - unused, self._owners)
 
 
 # ------------------ Globals, closures, classes

@@ -83,6 +83,52 @@ class GivenInBatches(Settings):
         return {**batch, "context": self.context()}
 
 
+class Normalizer:
+    """As pytorch-forecasting fits one to each sample, which its dataset and its model hold."""
+
+    def __init__(self) -> None:
+        self.center, self.method = torch.zeros(()), "standard"
+
+    def fit(self, values: Tensor) -> None:
+        self.center = values.mean()
+
+    def __call__(self, values: Tensor, scale: Tensor) -> Tensor:
+        return values * scale if self.method == "standard" else values
+
+
+class Normalized(Net):
+    """The step uses what its batch tells of the fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalizer = Normalizer()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.normalizer.fit(batch["x"].cpu())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.normalizer(batch["x"], batch["x"].abs().mean())
+        return self.loss({**batch, "x": x})
+
+
+class Centered(Normalized):
+    """... and what the fit has left."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        center = getattr(self.normalizer, "".join(("cen", "ter")))
+        return self.loss({**batch, "x": batch["x"] - center.to(self.device)})
+
+
+class Stored(Normalized):
+    """... or only keeps that."""
+
+    seen: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen = self.normalizer.center
+        return self.loss(batch)
+
+
 class Counter:
     """Counts what it is told."""
 
@@ -330,6 +376,11 @@ ROWS = {
     "SetAnew": row(SetAnew, graphs=1),
     "OtherTensor": row(
         OtherTensor, said=r"self.given\[0\]: another Tensor float32\[3\]", replayed=1, placed=False
+    ),
+    **table(Normalized, placed=False, validation=0),
+    **table(
+        Centered, Stored, replayed=1, found=None, placed=False, validation=0,
+        said=r"self.normalizer.center: another Tensor float32\[scalar\]",
     ),
     # Its tables are inputs of the step from the second graph on, however many epochs there are.
     "Sized": row(
