@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.lightning import fit as summary
@@ -18,7 +20,7 @@ from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.policy.worth import SAMPLES, StepTiming, Verdict, judge
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import Statistics
-from tests.training.fits import Fit, compare, prepare
+from tests.training.fits import Fit, Net, compare, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
@@ -96,6 +98,13 @@ def given(
     return fit
 
 
+class PlainAdam(Net):
+    """Its optimizer is asked for no kernel."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2))
+
+
 class TestInAFit:
     def test_slower_graphs_switch_themselves_off(
         self, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,6 +137,37 @@ class TestInAFit:
         fit.trace.events = [e for e in fit.trace.events if e[0] != "on_train_epoch_end"]
         eager.trace.events = [e for e in eager.trace.events if e[0] != "on_train_epoch_end"]
         compare(eager, fit, replayed=False)
+
+    @pytest.mark.parametrize("scope", ["modules", "step"])
+    def test_then_they_equal_a_fit_that_exchanges_its_kernel_at_the_same_steps(
+        self, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scope: str
+    ) -> None:
+        """The optimizer's own kernel comes back in the middle of the fit."""
+        kernels: list[bool] = []
+
+        class Noting(Callback):
+            """Notes the kernel of each step."""
+
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                kernels.append("step" in vars(trainer.optimizers[0]))
+
+        class Exchanging(Callback):
+            """Runs the same kernels without graphs."""
+
+            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+                kernel = kernels[trainer.global_step] or None
+                trainer.optimizers[0].param_groups[0]["fused"] = kernel
+
+        capture = {"scope": scope, "only_if_faster": True, "min_repeats": 2}
+        options: dict[str, Any] = {"max_epochs": 3, "capture": capture, "module": PlainAdam}
+        fit = prepare(backend, tmp_path, True, callbacks=lambda: [Noting()], **options)
+        with pytest.warns(UserWarning, match="switched off by only_if_faster"):
+            given(monkeypatch, fit, 1.0, 1.5).run()
+        changes = [n for n, pair in enumerate(pairwise(kernels), 1) if pair[0] != pair[1]]
+        assert (kernels[0], kernels[-1]) == (True, False)
+        assert 1 < changes[0] < len(kernels) == fit.trainer.global_step
+        eager = prepare(backend, tmp_path, False, callbacks=lambda: [Exchanging()], **options)
+        compare(eager.run(), fit, replayed=False)
 
     @pytest.mark.parametrize(("replay", "gate"), [(0.5, True), (0.97, True), (1.5, False)])
     def test_otherwise_they_stay(
