@@ -463,6 +463,7 @@ def scvi(model: str, device: str, steps: int) -> Any:
     kind.setup_anndata(adata, **setup)
     net, quiet = kind(adata), _quiet(steps, device)
     del quiet["max_steps"], quiet["enable_model_summary"]
+    quiet["early_stopping"] = False  # without a validation set
     net.train(max_epochs=max(1, steps // 4), batch_size=100, train_size=1.0, **quiet)
     return [torch.tensor(net.get_latent_representation())]
 
