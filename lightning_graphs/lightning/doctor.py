@@ -320,7 +320,7 @@ class Doctor:
 
     def _asked(self, asked: Question) -> Any:
         """Answer code that asks for a truth, or compares a number, only to raise or to choose."""
-        if self._observer.silent:
+        if self._observer.silent or current_autograd_node() is not None:
             return None
         with self._observer.looking_away():
             return asked.answer(self._module.device, self._choices.note)

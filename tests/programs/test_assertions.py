@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.nn import functional
 
-from tests.programs.table import Promises, row, stepping, table
+from tests.programs.table import Promises, stepping, table
 from tests.training.fits import Net
 
 
@@ -277,8 +277,40 @@ class CaughtOutside(Asserting):
             self.skipped += 1
 
 
+class LooksAtGradients(Asserting):
+    """In the backward pass, whose code a GPU runs in a thread of autograd's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(self.look)
+
+    def look(self, gradient: Tensor) -> None:
+        assert torch.isfinite(gradient).all()  # read
+
+
+class LooksAtParameters(Asserting):
+    """Behind its update."""
+
+    def configure_optimizers(self) -> Any:
+        class Looking(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                loss = super().step(closure)
+                for parameter in self.param_groups[0]["params"]:
+                    if not torch.isfinite(parameter).all():  # read
+                        raise ValueError("no number")
+                return loss
+
+        return Looking(self.parameters(), lr=2**-7)
+
+
 ROWS = {
-    **table(row(CaughtOutside, said="cannot")),
+    **table(CaughtOutside, LooksAtGradients, said="cannot"),
+    **table(
+        LooksAtParameters,
+        replayed=1,
+        found=None,
+        said="the optimizer step runs eagerly: .*if not torch.isfinite",
+    ),
     **stepping(
         Asserting,
         an_assertion,
