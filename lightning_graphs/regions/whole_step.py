@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import is_
+from time import perf_counter
 from types import CodeType
 from typing import Any
 
@@ -166,11 +167,13 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         if head is None:
             return self._eager(args, {})
         self._begin_eagerly()
+        started = perf_counter()
 
         def at_end(leaving: dict[str, Any]) -> None:
             plan = self._active = self._life.plan_for((leaving,))
             if plan is not None:
                 plan.present.batch = leaving
+                self._statistics.ran_ahead((perf_counter() - started) * 1e3)
                 raise HeadEnded
 
         self._is_in_head = True

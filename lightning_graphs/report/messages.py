@@ -74,6 +74,12 @@ class Statistics(Report):
     # nothing
     _eager_rows: list[tuple[int, int]] = field(default_factory=list)
     _captured_at: list[int] = field(default_factory=list)
+    _heads: int = 0  # replayed steps that began with Python
+
+    def ran_ahead(self, ms: float) -> None:
+        """Note that Python has run for so long ahead of the graph of a step."""
+        self._heads += 1
+        self.head_ms += (ms - self.head_ms) / self._heads
 
     def ran_eagerly(self, steps: int = 1) -> None:
         """Count an eager step, or several in a row."""

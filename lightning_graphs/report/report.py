@@ -129,6 +129,8 @@ class Report:
         modules: Names of the submodules that have graphs.
         eager: Micro-batches that ran eagerly.
         replayed: Micro-batches that were replayed, as a whole or with a call of a submodule.
+        head_ms: How long Python runs ahead of the graph in a replayed step, in the mean; 0 if steps
+            begin with their graph.
         fused: Optimizers that run their fused kernel, and by themselves would run another one.
         fallbacks: Why steps ran eagerly, a reason each.
         recaptures: What changed, for each capture after the first.
@@ -149,6 +151,7 @@ class Report:
     modules: Sequence[str] = ()
     eager: int = 0
     replayed: int = 0
+    head_ms: float = 0.0
     fused: Sequence[str] = ()
     fallbacks: Sequence[str] = ()
     recaptures: Sequence[str] = ()
@@ -314,6 +317,8 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
     said = []
     if report.graphs and not (report.times_mean_something or is_part):
         said.append(_TIMES_OF_A_REHEARSAL)
+    if report.head_ms and report.times_mean_something:
+        said.append(f"{report.head_ms:.3f} ms of Python run ahead of the graph in each step.")
     if report.verdict:
         said.append(report.verdict)
     if report.fused:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_graphs import GraphCapture, core
 from lightning_graphs.lightning.shown import SHARE, TIME
 from lightning_graphs.report import GraphRecord, render, summary_line
 from lightning_graphs.report.messages import CaptureCost, Statistics
+from tests.programs.test_heads import Windows
 from tests.training.fits import Fit, adamw, batches, compare, csv_of, fit_twice, prepare
 from tests.training.told.test_notices import Thawing
 
@@ -32,6 +34,15 @@ def fitted(backend: str, root: Path, **options: Any) -> Fit:
 
 
 class TestOfAFit:
+    def test_the_head_of_a_step_has_its_time(self, backend: str, tmp_path: Path) -> None:
+        fit = fitted(backend, tmp_path, module=Windows, data=batches, validation=0)
+        report = fit.capture.report
+        assert report.replayed > 0
+        assert report.head_ms > 0
+        said = f"{report.head_ms:.3f} ms of Python run ahead of the graph in each step."
+        assert said in str(replace(report, backend="cuda"))
+        assert fitted(backend, tmp_path).capture.report.head_ms == 0
+
     def test_counts_are_those_of_the_fit(self, backend: str, tmp_path: Path) -> None:
         fit = fitted(backend, tmp_path)
         report = fit.capture.report
