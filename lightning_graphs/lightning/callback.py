@@ -188,8 +188,8 @@ class GraphCapture(Callback):
         raise UnsupportedError(
             "GraphCapture must be a callback of a Trainer.",
             "got Fabric(callbacks=[GraphCapture()])",
-            "leave GraphCapture out, and capture with lightning_graphs.core in your own loop, as "
-            "examples/capture_training_step.py does",
+            "leave GraphCapture out, and write step = lightning_graphs.capture(train_step, model, "
+            "optimizer), with what fabric.setup has returned",
         )
 
     on_after_optimizer_step = on_after_setup  # with Fabric(...).setup_module

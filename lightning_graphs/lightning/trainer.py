@@ -107,6 +107,7 @@ class TrainerWatch:
     """The trainer as :class:`~lightning_graphs.regions.context.Client` of the engine."""
 
     watched = ()
+    stores_outside = False
 
     def __init__(
         self,

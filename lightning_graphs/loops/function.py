@@ -38,7 +38,6 @@ def capture(
     memory: float | Literal["auto"] = "auto",
     only_if_faster: bool = True,
     optimizer_kernel: Literal["fused", "own"] = "fused",
-    diagnose: bool = False,
 ) -> CapturedFunction[P, R]:
     """Capture a function of a training loop; call what is returned in its place.
 
@@ -89,8 +88,6 @@ def capture(
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels, whose results
             differ by rounding, unless they were made with ``fused=False`` or ``foreach=True``.
             ``"own"``: every optimizer keeps the kernel that torch chooses for it.
-        diagnose: Capture nothing. The first ``warmup_steps`` calls are observed, and a list names
-            everything that stands in the way, with the line and the remedy: ``report.diagnosis``.
 
     Raises:
         OptionError: an argument has an impossible value.
@@ -106,7 +103,6 @@ def capture(
         memory=memory,
         only_if_faster=only_if_faster,
         optimizer_kernel=optimizer_kernel,
-        diagnose=diagnose,
     )
     if isinstance(function, CapturedFunction):
         function = function.function
@@ -136,7 +132,10 @@ def _named(name: str, given: Any, kind: type[_Kind]) -> dict[str, _Kind]:
         found = {f"{name}{i}": value for i, value in enumerate(given)}
     else:
         found = {name: given}
-    for value in found.values():
+    for key, value in found.items():
+        inner = getattr(value, "optimizer", None)  # of a wrapper that a library has put around it
+        if kind is Optimizer and isinstance(inner, Optimizer):
+            found[key] = value = inner
         if not isinstance(value, kind):
             raise OptionError(
                 f"{name} must be a {kind.__module__.partition('.')[0]} {kind.__name__}, or a list "

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.loops.remedies import OPTIMIZER_NOT_GIVEN
 from lightning_graphs.regions.conditions import Instruction, Observers, in_turn
 from lightning_graphs.regions.evaluation import NO_OBSERVERS
 from lightning_graphs.values.guards import is_object
@@ -95,7 +97,7 @@ class Program(nn.Module):
         optimizers: Sequence[Optimizer],
     ) -> None:
         super().__init__()
-        self.owner = _owner_of(function)
+        self.owners = _owners_of(function)
         self.function = function
         self.models = nn.ModuleDict()
         for name, model in models.items():
@@ -132,17 +134,17 @@ class Program(nn.Module):
     @property
     def watched(self) -> list[tuple[str, Any]]:
         """Objects whose attributes the function reads as modules' are read."""
-        owners = self.owner if isinstance(self.owner, list) else [self.owner]
-        return [("self.owner", one) for one in owners if is_object(one)]
+        owners = [(f"self.owners[{i}]", one) for i, one in enumerate(self.owners)]
+        return [(name, one) for name, one in owners if is_object(one)]
 
 
-def _owner_of(function: Any) -> Any:
-    """Return the object whose method a function is, or what a partial brings along."""
+def _owners_of(function: Any) -> list[Any]:
+    """List the object whose method a function is, and what a partial brings along."""
     if isinstance(function, MethodType):
-        return function.__self__
+        return [function.__self__]
     if isinstance(function, partial):
-        return [_owner_of(function.func), *function.args, *function.keywords.values()]
-    return None if inspect.isroutine(function) else function
+        return [*_owners_of(function.func), *function.args, *function.keywords.values()]
+    return [] if inspect.isroutine(function) else [function]
 
 
 # ------------------ The client
@@ -185,6 +187,7 @@ class ProgramWatch:
     accumulates = True  # a call may add to gradients of earlier ones
     cycles = ""
     ddp: Any = None
+    stores_outside = True
 
     def __init__(
         self, program: Program, optimizers: Sequence[Optimizer], *, evaluates: bool
@@ -269,12 +272,18 @@ class ProgramWatch:
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
-        """Let autocast find no cast of eager code in the body, and leave none to eager code."""
+        """Refuse steps of other optimizers in the body, and let it share no cast of autocast's."""
         torch.clear_autocast_cache()
+        hook = register_optimizer_step_pre_hook(self._refuse_others)
         try:
             yield
         finally:
+            hook.remove()
             torch.clear_autocast_cache()
+
+    def _refuse_others(self, optimizer: Optimizer, *_: Any) -> None:
+        if not any(optimizer is known for known in self.optimizers):
+            raise OPTIMIZER_NOT_GIVEN.refused_here(f"a step of {type(optimizer).__name__} is taken")
 
     def loss_of(self, returned: Any) -> None:
         """Return None: the function has run its own backward pass, if there is one."""

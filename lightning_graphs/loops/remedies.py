@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from lightning_graphs.device.rules import (
     BATCH_CHANGED,
+    BATCH_VALUE,
     CLOCK,
     COMPILED,
     COUNTER,
@@ -110,6 +111,10 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
     SCHEDULED: {
         "remedy": "step the scheduler in the loop, behind the call",
         "code": f"{_BEHIND}scheduler.step()",
+    },
+    BATCH_VALUE: {
+        "remedy": "pass a tensor in place of a Python value that is another one in every call",
+        "code": "step(batch, torch.full((), weight, device=device))",
     },
     BATCH_CHANGED: {
         "remedy": "return the value, and put it into the batch behind the call",

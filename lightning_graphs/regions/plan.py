@@ -26,7 +26,7 @@ from lightning_graphs.values.tree import flatten, substitute
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.side_effects import SideEffects
-from lightning_graphs.watch.tracers import Tracer
+from lightning_graphs.watch.tracers import LateTracer, Tracer
 
 
 class Part(NamedTuple):
@@ -185,7 +185,10 @@ def _with_numbers(
     numbers: Mapping[str, Tracer],
     tensors: Sequence[Tensor],
 ) -> Any:
-    now = {name: tracer.now() for name, tracer in numbers.items()}
+    now = {
+        name: tracer.at_end() if isinstance(tracer, LateTracer) else tracer.now()
+        for name, tracer in numbers.items()
+    }
     return substitute(build(tensors), tensors, "output", now)
 
 

@@ -77,6 +77,7 @@ from lightning_graphs.watch.host_trace import (
 from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
 from lightning_graphs.watch.reads import AttributeGuards, UnusedTensors
 from lightning_graphs.watch.side_effects import SideEffects
+from lightning_graphs.watch.user_code import held_elsewhere
 
 # ------------------ Graphs of one step
 
@@ -465,6 +466,8 @@ class StepCapture(Attempts):
         arguments = (own, *self.context.watch.arguments(rest, number))
         environment = self.context.watch.environment()
         environment.outside.assume_running(given.frames)
+        if self.client.stores_outside:
+            self._facts.places.outside = environment.outside.contents
         targets = self._targets(phase, environment)
         recorder.live = self._followed.numbers.logged
         return _Begun(
@@ -481,6 +484,7 @@ class StepCapture(Attempts):
         assert self._unread is not None, "made as the capture begins"
         number, listed = self._followed.numbers.number, environment.outside.listed
         places, generators = self._facts.places, environment.generators
+        known = held_elsewhere(self.module)
         parts = self.optimizers, self.client.schedulers, number
         self._in_optimizers = rates = OptimizerNumbers(*parts)
         old: Callable[[], AbstractContextManager[None]]
@@ -509,7 +513,7 @@ class StepCapture(Attempts):
             Watcher(partial(environment.reading, self._facts.reads, number)),
             Watcher(rates.rates, rates.traced, mechanism=self._refreshed),
             Watcher(partial(environment.refusing, LIBRARIES.step)),
-            Watcher(partial(objects_undone, begun.arguments[0], listed)),
+            Watcher(partial(objects_undone, begun.arguments[0], listed, known)),
             Watcher(inside=self._unseen),
             Watcher(inside=nullcontext if self._reduction is None else self._reduction.unprepared),
             Watcher(inside=partial(UnusedTensors(environment.held).told, self._facts.reads)),

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -192,21 +200,30 @@ def of_host(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [t if t.device.type == device.type else of_class(OfHost, t) for t in tensors]
 
 
-def objects_of(batch: Any) -> PythonSnapshot:
-    """Take a snapshot of the objects in a batch, but for containers: a capture copies those."""
+def objects_of(batch: Any, known: Container[int] = ()) -> PythonSnapshot:
+    """Take a snapshot of the objects in a batch, but for containers: a capture copies those.
+
+    Those whose ``id`` is known are left out.
+    """
     leaves: list[tuple[str, Any]] = []
     flatten(batch, "batch", leaves)
-    return PythonSnapshot(iter_inside([pair for pair in leaves if not isinstance(pair[1], Tensor)]))
+    held = [(n, v) for n, v in leaves if not isinstance(v, Tensor) and id(v) not in known]
+    return PythonSnapshot(iter_inside(held))
 
 
 @contextlib.contextmanager
-def objects_undone(batch: Any, listed: Callable[[Sequence[str]], str]) -> Iterator[None]:
-    """Undo and refuse what a capture, the body, writes into objects of its own batch."""
+def objects_undone(
+    batch: Any, listed: Callable[[Sequence[str]], str], known: Container[int] = ()
+) -> Iterator[None]:
+    """Undo and refuse what a capture, the body, writes into objects of its own batch.
+
+    Those whose ``id`` is known are put back by other means.
+    """
 
     def refuse(names: Sequence[str]) -> None:
         raise BATCH_CHANGED.refused(f"{LIBRARIES.step} changes {listed(names)}")
 
-    with objects_of(batch).changes_undone(refuse):
+    with objects_of(batch, known).changes_undone(refuse):
         yield
 
 

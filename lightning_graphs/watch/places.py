@@ -9,6 +9,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CellType
 from typing import Any, ClassVar, NoReturn
 
 import numpy
@@ -29,7 +30,7 @@ from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
-from lightning_graphs.watch.user_code import iter_objects
+from lightning_graphs.watch.user_code import iter_objects, objects_in
 
 _FILLED = (list, deque, set)
 _ABSENT = Absence.ABSENT
@@ -72,6 +73,7 @@ class Entry(Place):
     owner: Any  # the module, or a table of its parameters or buffers
     keys: tuple[Any, ...]  # of the attribute, of the entry in what it holds, and so on
     is_used: bool = False  # steps compute with the list that they fill there
+    binding: str = ""  # of a place outside of modules: the variable that leads to it
 
     @property
     def holder(self) -> Any:
@@ -153,6 +155,8 @@ def value_at(holder: Any, key: Any) -> Any:
     """Return what a container or an object holds under a key."""
     if isinstance(holder, dict):
         return dict.get(holder, key, _ABSENT)
+    if isinstance(holder, CellType):
+        return in_slot(holder, key)
     if isinstance(holder, (list, deque)):
         return holder[key] if type(key) is int and key < len(holder) else _ABSENT
     table = attributes_of(holder)
@@ -166,7 +170,7 @@ def put_at(holder: Any, key: Any, value: Any) -> None:
     if isinstance(holder, (list, deque)):
         if type(key) is int and key < len(holder):
             holder[key] = value
-    elif isinstance(holder, dict):
+    elif isinstance(holder, (dict, CellType)):
         bind(holder, key, value)
     elif holder is not _ABSENT and not isinstance(holder, Tracer):
         bind(holder if key in slots_of(type(holder)) else attributes_of(holder), key, value)
@@ -384,6 +388,8 @@ class StepState:
         self._on_change = on_change
         self._places: dict[str, Place] = {}
         self._ahead: set[str] = set()  # names of those that code stores to ahead of a graph
+        # What captured code refers to outside of modules, if it may store there
+        self.outside: PythonSnapshot | None = None
         # In which other places the code that was watched last has left something; none if that
         # cannot be stored again
         self.found: list[Place] = []
@@ -524,6 +530,7 @@ class StepState:
         """Undo changes of the body in module attributes and random generators."""
         trained = trained_parameters(self._optimizers())
         contents = self._contents = self._take()
+        outside, self.outside = self.outside or self._known_outside(), None
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
         try:
@@ -536,11 +543,12 @@ class StepState:
             for place, was in moved:
                 place.put(was)
             moved = [pair for pair in moved if pair[0].name not in self._places]
-            pairs = [(c.name, place_of(c, contents, trained)) for c in contents.changes()]
+            pairs = _places_of((outside, contents), trained)
             pairs = [(n, p) for n, p in pairs if (p.name if p else n) not in self._places]
             found: list[Place | None] = [place for _, place in pairs]
             found += [None if id(place.tensor) in trained else place for place, _ in moved]
             contents.restore()
+            outside.restore()
             self.found = [p for p in found if p is not None] if None not in found else []
         if found:
             names = sorted([*(name for name, _ in pairs), *(place.name for place, _ in moved)])
@@ -557,6 +565,17 @@ class StepState:
         while self.learn([*self._further_names()]):
             pass
         return [*self], self._is_read, [*self._module.parameters(), *self._module.buffers()]
+
+    def _known_outside(self) -> PythonSnapshot:
+        """Take a snapshot of the places outside of modules to which code stores."""
+        found, seen = PythonSnapshot(), {}  # type: tuple[PythonSnapshot, dict[int, Any]]
+        for place in self:
+            if isinstance(place, Entry) and is_namespace(place.owner):
+                name, value = place.name, value_at(place.owner, place.keys[0])
+                found.add_place(place.binding or name, place.owner, place.keys[0])
+                for label, inside in objects_in(name, value, seen):
+                    found.add(label, inside)
+        return found
 
     def _further_names(self) -> Iterator[Entry]:
         """Find further names of values in these places that steps can change."""
@@ -603,17 +622,39 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
     if isinstance(table, (list, deque, set)):
         kind = Entry if all(map(_is_tree, now)) else None
     keys = () if key is Absence.ABSENT else (key,)
-    label = "".join(held.label(owner, key) for key in keys)
+    label = own = "".join(held.label(owner, key) for key in keys)
     while kind is not None:
+        of = "the order of " if kind is Order else ""
         if isinstance(owner, nn.Module) or held.is_table(owner):
-            of = "the order of " if kind is Order else ""
             return kind(f"{of}{held.name_of(owner)}{label}", owner, keys)
+        if keys and is_namespace(owner) and (id(owner), keys[0]) in held.bindings:
+            name = held.bindings[id(owner), keys[0]].name
+            return kind(f"{of}{name}{label.removeprefix(own)}", owner, keys, binding=name)
         holder = held.holder_of(owner)
         if holder is None:
             break
         owner, above = holder
-        keys, label = (above, *keys), held.label(owner, above) + label
+        own = held.label(owner, above)
+        keys, label = (above, *keys), own + label
     return None
+
+
+def _places_of(
+    snapshots: Sequence[PythonSnapshot], trained: Collection[int]
+) -> list[tuple[str, Entry | None]]:
+    """Return name and place of each change; what several snapshots hold has its first place."""
+    found: dict[tuple[int, Any], tuple[str, Entry | None]] = {}
+    for held in snapshots:
+        for change in held.changes():
+            where = id(change.owner), change.key
+            if where not in found or found[where][1] is None:
+                found[where] = change.name, place_of(change, held, trained)
+    return [*found.values()]
+
+
+def is_namespace(owner: Any) -> bool:
+    """Return whether variables of functions are bound there: globals, or a closure's cell."""
+    return isinstance(owner, CellType) or (isinstance(owner, dict) and "__builtins__" in owner)
 
 
 def trained_parameters(optimizers: Iterable[Optimizer]) -> set[int]:

@@ -43,7 +43,7 @@ from lightning_graphs.values.guards import (
     value_of_class,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.watch.tracers import is_exchanged
+from lightning_graphs.watch.tracers import Tracer, is_exchanged
 from lightning_graphs.watch.user_code import (
     BASES,
     OF_ALL_MODULES,
@@ -513,6 +513,8 @@ class GlobalReads:
         self, name: str, owner: dict[str, Any] | CellType, key: str, names: Iterable[str]
     ) -> None:
         value = bound(owner, key)
+        if isinstance(value, Tracer):  # stands for what is there: a known place
+            return
         if is_exchanged(value):
             self._look(name, getattr(value, "__wrapped__", None))
             return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -211,7 +214,151 @@ def of_method(lab: Lab) -> Any:
     return losses, learner.seen, learner.calls, learner.history
 
 
+HISTORY: list[Any] = []
+COUNT = 0
+
+
+def storing(lab: Lab) -> Any:
+    """What a call leaves in global and enclosing variables."""
+    global COUNT
+    COUNT, count, totals, mean = 0, 0, {"seen": 0}, torch.zeros((), device=lab.device)
+    HISTORY.clear()
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        global COUNT
+        nonlocal count, mean
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        COUNT += 1
+        count += 2
+        totals["seen"] += batch["x"].shape[0]
+        mean = 0.9 * mean + 0.1 * loss.detach()
+        HISTORY.append(loss.detach())
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    losses = [step(batch) for batch in lab.batches()]
+    return losses, COUNT, count, totals, mean, [*HISTORY]
+
+
+def interrupted(lab: Lab) -> Any:
+    """Other shapes, eager calls, a call that raises, and a checkpoint that is loaded."""
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def train_step(batch: Any, fails: bool = False) -> Tensor:
+        if fails:
+            raise ValueError("a broken batch")
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step, results, saved = lab.capture(train_step, model, optimizer), [], None
+    for i, batch in enumerate(lab.batches(36)):
+        if i == 12:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if i == 24:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        with step.eager() if i in (15, 16) else nullcontext():
+            results.append(step({key: value[: 16 - i % 2 * 8] for key, value in batch.items()}))
+        with pytest.raises(ValueError, match="a broken batch"):
+            step(batch, fails=True)
+    return results, saved
+
+
+def evaluated(lab: Lab) -> Any:
+    """Epochs with an evaluation, whose results hand names of the batch on."""
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        model.train()
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @torch.inference_mode()
+    def evaluate(batch: Any, name: str) -> Any:
+        model.eval()
+        return {"hits": (model(batch["x"]).argmax(-1) == batch["y"]).sum(), "name": name}
+
+    step, evaluation, found = lab.capture(train_step, model, optimizer), None, []
+    evaluation = lab.capture(evaluate, model)
+    for _ in range(4):
+        found += [step(batch) for batch in lab.batches(8)]
+        found += [evaluation(batch, f"sample {i}") for i, batch in enumerate(lab.batches(6))]
+    return found
+
+
+def handed_in(lab: Lab) -> Any:
+    """Model, optimizer and scheduler are arguments; the rate is returned."""
+    model = lab.net()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+
+    def train_step(model: Any, optimizer: Any, batch: Any, *, weight: float = 1.0) -> Any:
+        optimizer.zero_grad()
+        loss = weight * loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss.detach(), scheduler.get_last_lr()[0]
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(model, optimizer, batch, weight=0.5) for batch in lab.batches()]
+
+
+def stepped_by_loop(lab: Lab) -> Any:
+    """The function computes gradients; the loop zeroes them, and steps."""
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def compute_gradients(batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss.detach()
+
+    step, losses = lab.capture(compute_gradients, model, []), []
+    for i, batch in enumerate(lab.batches(24)):
+        losses.append(step(batch))
+        if i % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, optimizer.state_dict()
+
+
+def of_fabric(lab: Lab) -> Any:
+    """Fabric's backward pass, clipping and accumulation, under autocast."""
+    kind = "gpu" if lab.device.type == "cuda" else "cpu"
+    fabric = Fabric(accelerator=kind, devices=1, precision="bf16-mixed")
+    plain = lab.net()
+    model, optimizer = fabric.setup(plain, adamw(plain))
+
+    def train_step(batch: Any, last: bool) -> Tensor:
+        with fabric.no_backward_sync(model, enabled=not last):
+            loss = loss_of(model, batch)
+            fabric.backward(loss)
+        if last:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch, i % 2 == 1) for i, batch in enumerate(lab.batches(24))]
+
+
 LOOPS = [
+    *(storing, interrupted, evaluated, handed_in, stepped_by_loop, of_fabric),
     *(scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards, of_method),
 ]
 

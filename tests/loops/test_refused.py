@@ -1,0 +1,127 @@
+"""What no captured function may do is refused with the user's line, in the words of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_graphs import GraphError, capture
+from tests.loops.test_training import adamw, loss_of
+from tests.loops.twice import Lab, twice
+from tests.processes import ROOT
+
+OF_LIGHTNING = ("Trainer", "self.log", "training_step", "on_train", "GraphCapture")
+
+
+def reading(model: Any, optimizer: Any, batch: Any) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def printing(model: Any, optimizer: Any, batch: Any) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    print(end="")
+    return loss.detach()
+
+
+def stepping_another(model: Any, optimizer: Any, batch: Any) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    torch.optim.SGD([model[0].weight], lr=0.1).step()
+    return loss.detach()
+
+
+REFUSED = {
+    reading: r"item\(\).* in reading: return loss.item\(\)\n.*return the tensor",
+    printing: r"print is used at .* in printing: print\(end=\"\"\)\n.*behind the call",
+    stepping_another: r"a step of SGD is taken at .* in stepping_another.*\n.*capture\(\) every",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
+def test_a_refused_function_runs_eagerly(
+    step: Callable[..., Any], backend: str, device: torch.device
+) -> None:
+    def loop(lab: Lab) -> Any:
+        model = lab.net()
+        optimizer = adamw(model)
+        captured = lab.capture(step, model, optimizer, on_failure="eager")
+        return [captured(model, optimizer, batch) for batch in lab.batches(8)]
+
+    with pytest.warns(
+        UserWarning, match=rf"capture\({step.__name__}\): (?s:.*){REFUSED[step]}"
+    ) as w:
+        lab = twice(loop, backend, device)
+    assert lab.replayed == 0
+    said = "\n".join(str(warning.message) for warning in w)
+    assert not [word for word in OF_LIGHTNING if word in said]
+
+
+def test_an_evaluation_leaves_gradients_alone(backend: str, device: torch.device) -> None:
+    lab = Lab(backend, device, {})
+    model = lab.net()
+
+    def score(batch: Any) -> Any:
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss.detach()
+
+    step = lab.capture(score, model)
+    batches = list(lab.batches(8))
+    with pytest.raises(GraphError, match=r"optimizer=\[\]"):
+        list(map(step, batches))
+
+
+def test_a_captured_function_is_neither_pickled_nor_copied(device: torch.device) -> None:
+    model = torch.nn.Linear(2, 2)
+    step = capture(torch.relu, model)
+    for copying in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(GraphError, match="call capture"):
+            copying(step)
+
+
+def test_a_closed_function_hands_its_optimizer_back(backend: str, device: torch.device) -> None:
+    lab = Lab(backend, device, {})
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+    step = lab.capture(train_step, model, optimizer)
+    for batch in lab.batches(8):
+        step(batch)
+    assert lab.replayed
+    assert "step" in vars(optimizer)
+    step.close()
+    assert "step" not in vars(optimizer)
+    step(batch)
+    assert step.report.eager == 6
+
+
+@pytest.mark.parametrize(
+    "given", [(1, torch.nn.Linear(2, 2)), (print, "model"), (print, [torch.nn.Linear(2, 2)], [1])]
+)
+def test_wrong_arguments_are_told(given: tuple[Any, ...]) -> None:
+    with pytest.raises(GraphError, match=r"got .*\n.*write capture"):
+        capture(*given)
+
+
+def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert runpy.run_path(str(ROOT / "examples/plain_loop.py"))["main"](epochs=2) > 0.8
+    assert "replayed" in capsys.readouterr().out
