@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import Obstacle, speaking
+from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
+from lightning_graphs.errors import GraphError
+from lightning_graphs.loops.program import Several, name_of
 from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
@@ -18,8 +21,12 @@ from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.evaluation import EvaluationSteps
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.tree import Unread
+from lightning_graphs.watch.batch import BatchValueRead
 
 
 class Unrepeated:
@@ -45,10 +52,29 @@ class Unrepeated:
         raise error
 
 
+class FunctionCapture(StepCapture):
+    """Captures calls of a function that trains."""
+
+    client: Any
+
+    def numbers_of(self, batch: Any, signature: Signature) -> Mapping[str, Callable[[], Any]]:
+        """Return readers of numbers among several arguments that differ from call to call."""
+        if not isinstance(batch, Several):
+            return {}
+        pairs = zip(signature.names, signature.leaves, strict=True)
+        unread = {name for name, leaf in pairs if isinstance(leaf, Unread)}
+        return {
+            key: partial(self.client.number_now, key)
+            for key, value in batch.items()
+            if type(value) in (int, float) and name_of(key) in unread
+        }
+
+
 class FunctionSteps(StepRegion):
     """Runs the calls of a function that trains."""
 
     step = "call"
+    captures = FunctionCapture
 
     def __init__(self, context: TrainingContext, verifier: Verifier, name: str) -> None:
         self._name = name
@@ -66,6 +92,7 @@ class FunctionSteps(StepRegion):
     ) -> Any:
         """Run, capture or replay a call."""
         call, life = (given,), self._life
+        self._client.given = given
         self._client.calls += 1
         if self._warmup_left > 0 or self._policy.is_over:
             with around():
@@ -103,6 +130,16 @@ class FunctionSteps(StepRegion):
             yield
 
     # ------------------------------------------------------------------ what the engine asks for
+
+    def may_succeed(self, key: Signature, error: GraphError) -> bool:
+        """Whether a capture may succeed with a graph for each value of a number."""
+        names = self._client.used_in(error)
+        if error.rule == COUNTER.rule and names:
+            used = BatchValueRead(error.rule, error.observed, error.remedy)
+            used.names = names
+            self._values.read(used)
+            return True
+        return super().may_succeed(key, error)
 
     @property
     def _no_update(self) -> Obstacle:

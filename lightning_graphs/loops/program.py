@@ -17,11 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_graphs.device.rules import OnUse, refuse
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.loops.remedies import OPTIMIZER_NOT_GIVEN
 from lightning_graphs.regions.conditions import Instruction, Observers, in_turn
 from lightning_graphs.regions.evaluation import NO_OBSERVERS
 from lightning_graphs.values.guards import is_object
+from lightning_graphs.values.tree import item_label
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
 from lightning_graphs.watch.user_code import UserCode, function_of
@@ -52,11 +53,11 @@ class Arguments:
         named = dict(zip(self._names, args, strict=False))
         named.update(kwargs)
         further = args[len(self._names) :]
-        return _Several(named, further) if further else _Several(named)
+        return Several(named, further) if further else Several(named)
 
     def call(self, function: Callable[..., Any], given: Any) -> Any:
         """Call a function with the arguments that such a value, or a copy of one, stands for."""
-        if type(given) is not _Several:
+        if type(given) is not Several:
             return function(given)
         named = dict(given)
         further = named.pop(_FURTHER, ())
@@ -69,7 +70,12 @@ _FURTHER = "*"
 """The key of arguments for which the function has no name."""
 
 
-class _Several(dict[str, Any]):
+def name_of(key: str) -> str:
+    """Return the name of one of several arguments in signatures."""
+    return f"batch{item_label(key)}"
+
+
+class Several(dict[str, Any]):
     """Several arguments, by the names of the parameters."""
 
     def __init__(self, named: Mapping[str, Any], further: tuple[Any, ...] = ()) -> None:
@@ -200,6 +206,7 @@ class ProgramWatch:
         # Not a method of the program, of which nothing is read in a call
         self.run: Callable[..., Any] = lambda given: arguments.call(function, given)
         self.calls = 0
+        self.given: Any = None  # stands for the arguments of the present call
 
     @property
     def optimizes_itself(self) -> bool:
@@ -234,6 +241,15 @@ class ProgramWatch:
     def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> Sequence[Any]:
         """Return the arguments next to the one that stands for all of them: there is none."""
         return given
+
+    def number_now(self, key: str) -> Any:
+        """Return the number that an argument of the present call is."""
+        return self.given[key]
+
+    def used_in(self, error: GraphError) -> list[str]:
+        """Return the names of arguments whose use as a number was refused."""
+        keys = [key for key in self.given if isinstance(self.given, Several)]
+        return [name_of(key) for key in keys if error.observed.startswith(f"{key} is ")]
 
     def environment(
         self,

@@ -315,7 +315,9 @@ class StepCapture(Attempts):
         none does, all is as before, but for a gradient reducer that waits for the rest of a
         backward pass. None: it could be captured, but costs more than it saves.
         """
-        given = Given(arguments, tensors, signature, definition_of(self.client.function))
+        numbers = self.numbers_of(arguments[0], signature)
+        step = definition_of(self.client.function)
+        given = Given(arguments, tensors, signature, step, numbers=numbers)
         if self._units is not None and self.observers.before_backward:
             raise CaptureError(
                 "A captured step under FSDP2 cannot show parameters between forward and backward.",
@@ -323,6 +325,10 @@ class StepCapture(Attempts):
                 "read parameters in on_after_backward or later",
             )
         return self._attempts(partial(self._captured, given, conditions_of(signature).phase, watch))
+
+    def numbers_of(self, batch: Any, signature: Signature) -> Mapping[str, Callable[[], Any]]:
+        """Return readers of numbers at the top of a batch that stay live, by their keys."""
+        return {}
 
     @calls_observed
     def capture_behind(

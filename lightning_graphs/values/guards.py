@@ -528,7 +528,7 @@ class ValueGuards:
             return
         # Its entries are values of their own.
         self._values.append((name, Identity(type(value), count)))
-        get = table.get if isinstance(table, dict) else table.__getitem__
+        get = partial(dict.get, table) if isinstance(table, dict) else table.__getitem__
         for label, key, held in entries(value) or []:
             if name + label in self._left_out:
                 continue

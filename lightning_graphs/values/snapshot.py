@@ -187,7 +187,8 @@ class PythonSnapshot:
                 yield Change(name, owner, table, Absence.ABSENT, before, _copy(table))
             return
         for key in {**before, **table}:
-            was, now = before.get(key, Absence.ABSENT), table.get(key, Absence.ABSENT)
+            # Some dicts have a ``get`` of their own
+            was, now = before.get(key, Absence.ABSENT), dict.get(table, key, Absence.ABSENT)
             if now is not was and not is_still(now, was):
                 yield Change(f"{name}{self.label(owner, key)}", owner, table, key, was, now)
         if table is owner and not self.is_table(owner) and not _is_grown(table, before):

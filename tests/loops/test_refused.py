@@ -125,3 +125,12 @@ def test_wrong_arguments_are_told(given: tuple[Any, ...]) -> None:
 def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert runpy.run_path(str(ROOT / "examples/plain_loop.py"))["main"](epochs=2) > 0.8
     assert "replayed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("accelerate_loop", "accelerate"), ("hf_trainer", "transformers")]
+)
+def test_examples_for_libraries_replay(name: str, library: str) -> None:
+    pytest.importorskip(library)
+    report = runpy.run_path(str(ROOT / f"examples/{name}.py"))["main"](12)
+    assert report.replayed >= 3, report

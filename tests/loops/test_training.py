@@ -357,7 +357,26 @@ def of_fabric(lab: Lab) -> Any:
     return [step(batch, i % 2 == 1) for i, batch in enumerate(lab.batches(24))]
 
 
+def annealed(lab: Lab) -> Any:
+    """Numbers that move: one is computed with, one is compared, one counts turns of a loop."""
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def train_step(batch: Any, i: int, weight: float, turns: int) -> Any:
+        optimizer.zero_grad()
+        loss = weight * sum(loss_of(model, batch) for _ in range(turns))
+        if i % 8 == 0:
+            loss = loss * 2
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), i
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch, i, 1 / (1 + i), 1 + i // 24) for i, batch in enumerate(lab.batches(48))]
+
+
 LOOPS = [
+    annealed,
     *(storing, interrupted, evaluated, handed_in, stepped_by_loop, of_fabric),
     *(scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards, of_method),
 ]
