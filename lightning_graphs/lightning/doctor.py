@@ -63,7 +63,7 @@ from lightning_graphs.private.callsite import (
     returned_by,
     site_naming,
 )
-from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.exchange import TURN, replaced
 from lightning_graphs.private.generators import PythonGenerator
 from lightning_graphs.private.torch import (
     announced_as_cuda_capture,
@@ -229,7 +229,7 @@ class Doctor:
         self._before = attributes, around.outside.contents
         self._observer.begin(self._judge_batch(batch))
         compiled = CompiledCode()
-        with compiled.watching(), self._watching(around), self._reads.of_step(batch) as noted:
+        with TURN, compiled.watching(), self._watching(around), self._reads.of_step(batch) as noted:
             returned = self._run(self._calls.training_step, noted, *watched, **kwargs)
         self._compiled = compiled
         self._judge_state(attributes, around)

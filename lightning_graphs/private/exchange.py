@@ -1,15 +1,18 @@
 """Exchanges members of other objects, and puts them back.
 
 Functions, methods, attributes and classes that are exchanged while code is captured or a fit runs
-pass through here.
+pass through here. Several threads may fit: what they exchange in classes and modules is put back
+in any order, and their captures take turns (:data:`TURN`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 
@@ -54,6 +57,18 @@ def bind(owner: Any, key: Any, value: Any) -> None:
 Member = tuple[Any, str, Any]
 """An object, a class or a module of Python, a name in it, and a value for that."""
 
+TURN = threading.RLock()
+"""Held by a thread while it captures: what it exchanges in shared classes wraps what was there, and
+must not wrap, or be wrapped by, what another capture has exchanged."""
+
+_layers: dict[tuple[int, str], list[Any]] = {}
+"""Member of a class or module, by its table -> its own value, and those set since."""
+
+
+def _take_from_below(layers: list[Any], value: Any) -> None:
+    """Remove a value that is hidden by that of another thread, which goes on."""
+    del layers[next(i for i in range(len(layers) - 1, 0, -1) if layers[i] is value)]
+
 
 @contextlib.contextmanager
 def exchanged(members: Iterable[Member]) -> Iterator[None]:
@@ -62,19 +77,34 @@ def exchanged(members: Iterable[Member]) -> Iterator[None]:
     Of objects they are set in their ``__dict__``, past ``nn.Module.__setattr__``.
     """
     before: list[Member] = []
+    shared: list[tuple[Any, str, Any, list[Any]]] = []
     try:
         for owner, name, value in members:
-            if isinstance(owner, type):
-                before.append((owner, name, bound(owner, name)))
+            table: Any = vars(owner)
+            own = table.get(name, Absence.ABSENT)
+            is_class = isinstance(owner, type)
+            if is_class or isinstance(owner, ModuleType):  # which all threads share
+                layers = _layers.setdefault((id(owner), name), [own])
+                if len(layers) == 1:
+                    layers[0] = own
+                layers.append(value)
+                shared.append((owner if is_class else table, name, value, layers))
+            else:
+                before.append((table, name, own))
+            if is_class:
                 bind(owner, name, value)
             else:
-                table: Any = vars(owner)
-                before.append((table, name, table.get(name, Absence.ABSENT)))
                 table[name] = value
         yield
     finally:
         for place in reversed(before):
             bind(*place)
+        for table, name, value, layers in reversed(shared):
+            if layers[-1] is value:
+                layers.pop()
+                bind(table, name, layers[-1])
+            else:
+                _take_from_below(layers, value)
 
 
 def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, History
+from lightning_graphs.private.exchange import TURN
 from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import Ranks, Verifier
 
@@ -397,7 +398,8 @@ class Lifecycle(Generic[Call, P]):
         """Capture and verify a call whose key was due; return None if that fails."""
         region = self._region
         try:
-            plan = self._ranks.all_or_none(partial(region.capture, call, key), self._undo)
+            with TURN:
+                plan = self._ranks.all_or_none(partial(region.capture, call, key), self._undo)
         except GraphError as error:
             if not region.may_succeed(key, error):
                 self._refuse(key, error)
@@ -420,7 +422,7 @@ class Lifecycle(Generic[Call, P]):
         if self._verifier is None or not self._verifier.is_on:
             return plan
         try:
-            with self._policy.verifying():
+            with TURN, self._policy.verifying():
                 return plan if self._region.compare(plan, call) else None
         except GraphError as error:
             self._refuse(plan.key, error)

@@ -15,7 +15,7 @@ from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
 from lightning_graphs.policy.worth import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
-from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.exchange import TURN, replaced
 from lightning_graphs.regions.calls import (
     CallRefused,
     CaptureConfig,
@@ -218,7 +218,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         before, self.state.observer = self.state.observer, observed.observer
         try:
             compiled = self._context.compiled.watching()
-            with requests, compiled, observed.observer.looking_at_shapes():
+            with TURN, requests, compiled, observed.observer.looking_at_shapes():
                 yield
         finally:
             self.state.observer = before

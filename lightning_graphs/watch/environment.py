@@ -506,7 +506,11 @@ def old_gradients_watched(
     # forward pass, which takes nothing away unless gradients are accumulated.
     harmless = {"_apply"} if accumulates else {"_apply", "zero_grad"}
 
+    thread = threading.get_ident()
+
     def used(name: str) -> None:
+        if threading.get_ident() != thread:  # another fit
+            return
         frame = sys._getframe(2)
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         computes_nothing = module.startswith((_COMPILER, OURS)) or code.co_name in harmless

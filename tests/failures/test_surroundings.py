@@ -7,6 +7,8 @@
 | old graphs are collected during the capture       | step, modules | both     |
 | fit in a thread                                   | step, modules | both     |
 | two trainers in turn in one process               | step, modules | both     |
+| fits in two threads at once                       | step, modules | both     |
+| a fit inside of a hook of another fit             | step, modules | both     |
 | a cell is run again after an exception            | step, modules | both     |
 | ``sys.exit`` while another thread fits            | step          | both     |
 """
@@ -23,6 +25,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs import core
@@ -153,6 +157,65 @@ def test_an_exception_in_a_thread(backend: str, tmp_path: Path, scope: dict[str,
     for one in (eager, captured):  # in this thread
         one.run()
     compare(eager, captured)
+
+
+class Plain(Net):
+    """Draws nothing: threads share torch's generator. Its hooks read what captures watch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[3] = nn.Identity()
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        self.norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+
+def test_fits_in_two_threads_at_once(backend: str, tmp_path: Path, scope: dict[str, Any]) -> None:
+    """They begin each step together, those of their captures, too."""
+    together = threading.Barrier(2)
+
+    class Meeting(Plain):
+        def on_train_batch_start(self, *_: Any) -> None:
+            together.wait(60)
+
+    eager = prepare(backend, tmp_path, False, module=Plain).run()
+    members = vars(torch.nn.Parameter).get("grad"), LightningModule.log
+    both = [
+        prepare(backend, tmp_path / name, True, capture=scope, module=Meeting)
+        for name in ("one", "two")
+    ]
+    threads = [threading.Thread(target=one.run) for one in both]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in both:
+        assert one.statistics.fallbacks == []
+        assert one.statistics.replayed > 0
+        assert one.module.norms == eager.module.norms
+        for mine, other in zip(one.module.parameters(), eager.module.parameters(), strict=True):
+            assert torch.equal(mine, other)
+    assert members == (vars(torch.nn.Parameter).get("grad"), LightningModule.log)
+
+
+def test_a_fit_inside_of_a_hook(backend: str, tmp_path: Path, scope: dict[str, Any]) -> None:
+    results = []
+    for graphs in (False, True):
+        inner = prepare(backend, tmp_path / "inner", graphs, module=Plain, capture=scope)
+
+        class Outer(Plain):
+            def on_train_batch_start(self, *_: Any, inner: Any = inner) -> None:
+                if self.trainer.global_step == 8:
+                    inner.run()
+
+        outer = prepare(backend, tmp_path / "outer", graphs, module=Outer, capture=scope).run()
+        results.append((outer, inner))
+    for eager, captured in zip(*results, strict=True):
+        assert captured.statistics.replayed > 0
+        compare(eager, captured)
+        assert_nothing_lost(eager, captured)
 
 
 def test_two_trainers_in_turn(backend: str, tmp_path: Path, scope: dict[str, Any]) -> None:
