@@ -18,7 +18,7 @@ endif
 # The package is importable from the checkout, also where it is not installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test test-gpu lint bench clean
+.PHONY: demo test test-gpu lint wheel bench clean
 
 # OpenMP threads that wait without spinning: on a busy machine a spinning one holds up the others.
 demo: export OMP_WAIT_POLICY := passive
@@ -42,6 +42,10 @@ lint: $(call PART,lint)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy --strict lightning_graphs
+
+# Builds a wheel, installs it into an empty environment, and uses it there.
+wheel: $(INSTALLED)
+	$(PY) tests/wheel.py
 
 bench: $(INSTALLED)
 	$(PY) benchmarks/core.py

@@ -23,7 +23,7 @@ from lightning_graphs.private.engine import (
     stale_gradient_nodes_tolerated,
 )
 from lightning_graphs.private.generators import CapturedDropout
-from lightning_graphs.private.torch import PoolHandle
+from lightning_graphs.private.torch import PoolHandle, why_no_cuda_graphs
 
 BackendName = Literal["auto", "cuda", "emulated"]
 
@@ -59,6 +59,12 @@ def get_backend(name: BackendName = "auto") -> Backend:
             "The CUDA backend needs a GPU that torch can see.",
             f"torch {torch.__version__}, torch.cuda.is_available() is False",
             "use backend='emulated' to rehearse on the CPU, or install a CUDA build of torch",
+        )
+    if why := why_no_cuda_graphs():
+        raise UnsupportedError(
+            "The CUDA backend needs an NVIDIA GPU, and Linux.",
+            why,
+            "use backend='emulated' to rehearse on the CPU, or another machine",
         )
     return _backend("cuda")
 

@@ -28,6 +28,7 @@ from lightning_graphs.lightning.fit import (
 )
 from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.lightning.loop import replays_looped
+from lightning_graphs.lightning.private import untested
 from lightning_graphs.lightning.ranks import (
     capture_stream,
     is_ddp,
@@ -259,6 +260,8 @@ class GraphCapture(Callback):
         elif earliest > warmup:
             why += f", and {earliest - warmup} that show that shapes come back"
         steps = f"{earliest} step{'s' * (earliest != 1)}"
+        if newer := untested():
+            rank_zero_info(f"GraphCapture: {newer} was not tested yet; public ways are used")
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest ({why})")
 
     def _evaluates(self, trainer: Trainer) -> bool:

@@ -43,6 +43,7 @@ from lightning_graphs.policy.worth import (
     judge,
 )
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.report import render, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
@@ -55,7 +56,9 @@ def reason_to_stay_out(trainer: Trainer, options: Options) -> str:
     """Why this fit is not captured, in one sentence; empty if it may be."""
     device = trainer.strategy.root_device
     if device.type not in BACKEND_OF:
-        return f"it captures on CUDA devices, and the trainer runs on {device}"
+        return f"it captures on NVIDIA GPUs, and the trainer runs on {device}"
+    if device.type == "cuda" and (reason := why_no_cuda_graphs()):
+        return reason
     if reason := why_not_captured(trainer, options):
         return reason
     if torch.is_anomaly_enabled():

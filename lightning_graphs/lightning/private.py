@@ -41,10 +41,18 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.private.exchange import replaced, subclassed
+from lightning_graphs.private.torch import is_newer_than_tested
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.user_code import is_lightnings
 
 _IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
+
+
+def untested() -> str:
+    """Name what is newer than the tests have seen, with its version; empty if nothing is."""
+    newer = [f"Lightning {lightning.__version__}"] * (not _IS_KNOWN)
+    newer += [f"torch {torch.__version__}"] * is_newer_than_tested()
+    return " with ".join(newer)
 
 
 def training_results(trainer: Trainer) -> Any | None:

@@ -31,7 +31,7 @@ from lightning_graphs.policy.worth import (
     Stopwatch,
     judge,
 )
-from lightning_graphs.private.torch import makes_own_graphs
+from lightning_graphs.private.torch import makes_own_graphs, why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.verify import Alone, Tolerance, Verifier
@@ -111,7 +111,9 @@ class Calls:
             return False
         reason = obstacle_in(self.program) or ""
         if device.type not in _BACKENDS:
-            reason = f"it captures on CUDA devices, and the model is on {device}"
+            reason = f"it captures on NVIDIA GPUs, and the model is on {device}"
+        elif device.type == "cuda" and (unsupported := why_no_cuda_graphs()):
+            reason = unsupported
         elif torch.is_anomaly_enabled():
             reason = "detect_anomaly checks every operator on the host"
         elif makes_own_graphs(function):

@@ -550,3 +550,23 @@ address_of: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 def storage_uses(storage: UntypedStorage) -> int:
     """Count the tensors and Python objects that share this storage."""
     return uses_at(address_of(storage))
+
+
+# ------------------ Platforms and versions
+
+NEWEST = (2, 15)
+"""The newest minor version of torch that the tests have seen."""
+
+
+def why_no_cuda_graphs() -> str:
+    """Why no graph is captured on GPUs here, whatever torch sees; empty if that is supported."""
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm, and graphs are captured on NVIDIA GPUs only"
+    if sys.platform == "win32":
+        return "graphs were never tested on Windows, where none is captured; train in WSL 2"
+    return ""
+
+
+def is_newer_than_tested() -> bool:
+    """Tell whether this torch is newer than those that the tests have seen."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) > NEWEST

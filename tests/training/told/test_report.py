@@ -18,6 +18,7 @@ from torch import nn
 
 from lightning_graphs import GraphCapture, core
 from lightning_graphs.lightning.shown import SHARE, TIME
+from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.report import GraphRecord, render, summary_line
 from lightning_graphs.report.messages import CaptureCost, Statistics
 from tests.programs.test_heads import Windows
@@ -249,6 +250,27 @@ class TestSaid:
         assert said[0].startswith(
             f"GraphCapture: the first graph comes after {step} {steps} at the earliest ("
         )
+
+    def test_a_torch_that_was_not_tested_is_named(
+        self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr("lightning_graphs.private.torch.NEWEST", (2, 0))
+        with caplog.at_level(logging.INFO, logger=INFO.name):
+            prepare(backend, tmp_path, True, max_steps=1).run()
+        said = f"GraphCapture: torch {torch.__version__} was not tested yet; public ways are used"
+        assert [r.getMessage() for r in caplog.records].count(said) == 1
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "value", "said"),
+        [("torch.version", "hip", "6.4", "for ROCm"), ("sys", "platform", "win32", "on Windows")],
+    )
+    def test_a_platform_that_is_not_supported(
+        self, monkeypatch: pytest.MonkeyPatch, owner: str, name: str, value: str, said: str
+    ) -> None:
+        assert why_no_cuda_graphs() == ""
+        monkeypatch.setattr(f"{owner}.{name}", value)
+        assert said in why_no_cuda_graphs()
 
     def test_a_line_once_settled_and_a_table_at_the_end(
         self, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
