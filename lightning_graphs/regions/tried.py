@@ -25,7 +25,7 @@ from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one
 from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
 from lightning_graphs.private.exchange import Absence, replaced
 from lightning_graphs.values.guards import is_plain
-from lightning_graphs.values.memory import clone_all
+from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.tracers import TracedNumber, calls_followed, present
@@ -114,7 +114,6 @@ class _Sparing(Recorder):
         held += leaves_of([*optimizer.state.values()], Tensor)
         held = [t for t in held if t.device == overflowed.device and t.layout is torch.strided]
         self._held = [*{id(tensor): tensor for tensor in held}.values()]
-        self._copies: list[Tensor] = []
         self._covered: set[int] = set()  # storages that lie in one of these as a whole
         self._further: list[tuple[Tensor, Tensor]] = []  # written, and what they were before
 
@@ -122,8 +121,8 @@ class _Sparing(Recorder):
     def sparing(self) -> Iterator[None]:
         """Choose at the end of the body, a step, what becomes of all that it has written."""
         with torch.no_grad():
-            bits = list(map(_bits, self._held))
-            self._copies = [copy for group in _by_dtype(bits) for copy in clone_all(group)]
+            groups = _together(map(_bits, self._held))
+            copies = list(map(clone_all, groups))
         for tensor in self._held:
             storage = tensor.untyped_storage()
             if tensor.numel() * tensor.element_size() == storage.nbytes():
@@ -133,9 +132,8 @@ class _Sparing(Recorder):
         with torch.no_grad():
             for written, copy in reversed(self._further):
                 self._choose([_bits(written)], [copy])
-            copies = iter(self._copies)
-            for group in _by_dtype(list(map(_bits, self._held))):
-                self._choose(group, [next(copies) for _ in group])
+            for group, copied in zip(groups, copies, strict=True):
+                self._choose(group, copied)
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
         if not known.born and known.address not in self._covered:
@@ -169,11 +167,21 @@ def _bits(tensor: Tensor) -> Tensor:
     return plain.view(_INTEGERS[plain.element_size()])
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _together(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by dtype; one that may share memory with another is by itself, after these.
+
+    Of memory that a group has twice, what it was would be added twice.
+    """
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    return [*kinds.values()]
+    alone, end = [], 0
+    for tensor in sorted(tensors, key=Tensor.data_ptr):
+        begin = tensor.data_ptr()
+        if begin < end:
+            alone.append([tensor])
+        else:
+            kinds.setdefault(tensor.dtype, []).append(tensor)
+        end = max(end, begin + extent(tensor) * tensor.element_size())
+    return [*kinds.values(), *alone]
 
 
 # ------------------ What a step does on the host

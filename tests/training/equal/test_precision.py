@@ -159,6 +159,24 @@ def test_loss_scaling_skips_steps_with_inf(
     assert bool(captured.statistics.fallbacks) is is_eager
 
 
+def in_one_buffer(p: torch.Tensor, g: torch.Tensor, state: Any, group: Any) -> None:
+    """Momentum whose state is a flat tensor, and views of it."""
+    if not state:
+        state["flat"] = torch.zeros(2 * p.numel(), device=p.device)
+        state["first"], state["both"] = state["flat"][: p.numel()].view_as(p), state["flat"][1:]
+    state["first"].mul_(0.5).add_(g)
+    state["both"].add_(2**-6)
+    p.sub_(state["first"] * state["flat"].sum().sign(), alpha=group["lr"])
+
+
+def test_a_skipped_step_restores_shared_memory_once(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCALED, "in one buffer", lambda p: Own(p, in_one_buffer))
+    _, captured = fit_scaled(backend, tmp_path, "in one buffer", data=overflowing)
+    assert not captured.statistics.fallbacks
+
+
 class ByHand(Overflowing):
     """Two optimizers with one scaler; each is skipped where its own gradients overflow."""
 
