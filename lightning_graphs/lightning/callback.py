@@ -302,6 +302,8 @@ class GraphCapture(Callback):
         if self._evaluation is not None:
             self._evaluation.assertions.settle()
         if trainer.state.fn == TrainerFn.FITTING:
+            if self._evaluation is not None:
+                self._evaluation.end()
             if self._rate is not None:
                 self._rate.restart()
             return

@@ -289,6 +289,10 @@ class EvaluationHandler(StrategyHandler):
             self.evaluation.forget_plans()
             self._pool.handle = self._pool.backend.new_pool()
 
+    def end(self) -> None:
+        """End a validation of a fit, whose steps may overwrite what it has handed out."""
+        self._recovery.end_steps()
+
     # ------------------------------------------------------------------ steps without the method
 
     def replay_batch(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -90,7 +90,7 @@ class StrategyHandler:
 
     def lend_memory(self) -> bool:
         """Whether graphs of an evaluation may use the memory of those of steps."""
-        return self.runner.lend_memory()
+        return not self._recovery.has_given_away and self.runner.lend_memory()
 
     def close(self) -> None:
         """Release the graphs and put the methods back; may be called again."""

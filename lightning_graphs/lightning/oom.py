@@ -226,6 +226,16 @@ class OomRecovery:
         return plan.hand_out(copies=False)
 
     @property
+    def has_given_away(self) -> bool:
+        """Whether what the last step has handed out lies in memory of its graph."""
+        return bool(self._reason)
+
+    def end_steps(self) -> None:
+        """Release the graphs if they would overwrite what the last step has handed out."""
+        if self._reason:
+            self._give_up(self._reason)
+
+    @property
     def _held(self) -> str:
         return self.runner.held or ("" if self.beside is None else self.beside.held)
 

@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
 from lightning_graphs.device.emulated import EmulatedGraph
 from lightning_graphs.device.graph import is_current_stream_capturing
@@ -25,7 +26,9 @@ from lightning_graphs.lightning.strategy import NAMES
 from lightning_graphs.policy import worth as timing
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.exchange import bind, bound
+from lightning_graphs.values.memory import OutputPlan
 from tests.failures.support import forwards_are_their_own
+from tests.pools import SharedPools
 from tests.training.fits import Fit, Net, adamw, assert_nothing_left, batches, compare, prepare
 
 pytestmark = pytest.mark.filterwarnings("ignore:GraphCapture")
@@ -399,3 +402,55 @@ def test_the_end_of_timing_brings_no_graphs_back(
     statistics = captured.statistics
     assert (statistics.captures, statistics.replayed, statistics.eager) == (1, 3, 9)
     assert_nothing_left(captured)
+
+
+class Keeping(Net):
+    """Keeps what steps hand out, to look at it at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "out": self.net(batch["x"]).detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:  # type: ignore[override]
+        return {"out": self.net(batch["x"])}
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.kept.append(outputs["out"])
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.kept.append(outputs["out"])
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_no_graph_overwrites_what_is_handed_out_without_copies(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The other kind of step, which replays next, may have freed the memory that it lies in."""
+    SharedPools(monkeypatch)
+    own, failed = OutputPlan.copies, [0]
+
+    def copies(plan: OutputPlan, owing: Any) -> Any:
+        if not failed[0] and any(len(tensor) == 5 for tensor in plan.tensors if tensor.ndim):
+            failed[0] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return own(plan, owing)
+
+    def fit(captured: bool) -> Fit:
+        made = prepare(
+            backend, tmp_path, captured, module=Keeping, validation=0, val_check_interval=6,
+            capture={**STEP, "on_failure": "eager"},
+            data=lambda: batches(11) + batches(1, 5) if where == "training" else batches(12),
+        )  # fmt: skip
+        held_out = batches(4) if where == "training" else batches(3) + batches(1, 5)
+        made.module.val_dataloader = lambda: DataLoader(held_out, batch_size=None)
+        return made.run()
+
+    eager = fit(False)
+    monkeypatch.setattr(OutputPlan, "copies", copies)
+    captured = fit(True)
+    compare(eager, captured, replayed=False)
+    assert failed == [1]
+    assert repr(captured.module.kept) == repr(eager.module.kept)
