@@ -225,6 +225,7 @@ class Doctor:
         self._has_moved |= any(any(held.changes()) for held in self._before)
         around = self._watch.environment(on_use=self._met, seen=())
         around.outside.on_clock = functools.partial(self._used, CLOCK)
+        around.outside.on_iterator = functools.partial(self._used, DRAWN)
         attributes = PythonSnapshot(around.held)
         self._before = attributes, around.outside.contents
         self._observer.begin(self._judge_batch(batch))

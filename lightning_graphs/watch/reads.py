@@ -17,7 +17,7 @@ from functools import partial
 from operator import attrgetter
 from sys import getrefcount
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -249,7 +249,7 @@ class AttributeGuards(ValueGuards):
         seen = dict(self._modules)
         inside = () if isinstance(value, nn.Module) else objects_in(name, value, seen)
         for label in iterators_in(inside):  # before anything is taken from one
-            raise DRAWN.refused_here(f"{label}, an iterator, is read")
+            _refuse_iterator(label)
         if key not in table and not is_method:
             self.add(name, partial(getattr, owner), key, owner)
         elif key in table and value is None:  # which a table without it gives as well
@@ -312,6 +312,10 @@ def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
     """List names of values that are iterators, except open files."""
     kinds = ((name, isinstance(v, Iterator) and not isinstance(v, io.IOBase)) for name, v in held)
     return [name for name, is_iterator in kinds if is_iterator]
+
+
+def _refuse_iterator(name: str) -> NoReturn:
+    raise DRAWN.refused_here(f"{name}, an iterator, is read")
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:
@@ -398,6 +402,11 @@ class GlobalReads:
         self._own = own
         # Called with the name of a clock that code reads for which nothing stands
         self.on_clock: Callable[[str], object] = lambda name: CLOCK.refused_here(f"{name} is read")
+        # Called with the name of an iterator that code can take values from
+        self.on_iterator: Callable[[str], object] = _refuse_iterator
+        self._iterators: list[str] = []  # that were found, and not told of yet
+        self._free: set[str] = set()  # enclosing variables that the code names
+        self._is_followed = False
         self._kinds: dict[type, None] = {}
         self._functions: defaultdict[CodeType, dict[FunctionType, None]] = defaultdict(dict)
         self._caches: dict[Any, int] = {}
@@ -437,6 +446,8 @@ class GlobalReads:
         for kind in {base for child in hidden for base in type(child).__mro__}:
             for name in (LIBRARIES.step, "forward"):
                 self.assume(vars(kind).get(name))
+        self._is_followed = True
+        self._tell_of_iterators()
         if profiled:
             yield
             return
@@ -469,8 +480,20 @@ class GlobalReads:
         self.words.update(names)
         for name in names:  # attributes among them may have the name of a global variable
             self._add(name, table, name, names)
+        self._free.update(code.co_freevars)
         for function in list(self._functions[code]):
             self._look_into_cells(function)
+        self._tell_of_iterators()
+
+    def _tell_of_iterators(self) -> None:
+        """Tell of iterators that the code names, before it takes a value from one."""
+        if not self._is_followed:
+            return
+        for label in list(self._iterators):
+            word = label.partition("[")[0].rpartition(".")[2]
+            if word in self.words or word in self._free:
+                self._iterators.remove(label)
+                self.on_iterator(label)
 
     def _look_into_cells(self, function: FunctionType) -> None:
         code = function.__code__
@@ -543,6 +566,8 @@ class GlobalReads:
                 self._look_inside(inside)
 
     def _tell(self, name: str, value: Any) -> None:
+        if iterators_in([(name, value)]):
+            self._iterators.append(name)
         for tell in self._listeners:
             tell(name, value)
 
