@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
@@ -16,12 +17,12 @@ from lightning_graphs.loops.program import Several, name_of
 from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.conditions import ClientGuards, Phase
+from lightning_graphs.regions.conditions import CaptureKey, ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.evaluation import EvaluationSteps
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.step import StepCapture
+from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
 from lightning_graphs.values.signature import Signature
@@ -79,6 +80,8 @@ class FunctionSteps(StepRegion):
     def __init__(self, context: TrainingContext, verifier: Verifier, name: str) -> None:
         self._name = name
         self._client: Any = context.watch
+        owners: list[Any] = context.module.owners
+        self._bound = tuple(owners)  # read once: captures note what is read of the module
         super().__init__(context, Unrepeated(context.budget.require_room), verifier)
         self._may_give_up = False
 
@@ -130,6 +133,14 @@ class FunctionSteps(StepRegion):
             yield
 
     # ------------------------------------------------------------------ what the engine asks for
+
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: CaptureKey
+    ) -> tuple[Signature, list[Tensor]]:
+        several = args[0].values() if isinstance(args[0], Several) else ()
+        for value in (*self._bound, *several):
+            refuse_iterator(value)
+        return super()._signature_of(args, conditions)
 
     def may_succeed(self, key: Signature, error: GraphError) -> bool:
         """Whether a capture may succeed with a graph for each value of a number."""

@@ -18,11 +18,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.loops.remedies import OPTIMIZER_NOT_GIVEN
+from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN
+from lightning_graphs.private.callsite import add_line, returned_by
+from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.conditions import Instruction, Observers, in_turn
 from lightning_graphs.regions.evaluation import NO_OBSERVERS
 from lightning_graphs.values.guards import is_object
-from lightning_graphs.values.tree import item_label
+from lightning_graphs.values.tree import item_label, leaves_of
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
 from lightning_graphs.watch.user_code import UserCode, function_of
@@ -202,11 +204,25 @@ class ProgramWatch:
         self.own = program.own
         self.watched = program.watched
         self.optimizers = [*optimizers]
-        arguments, function = program.arguments, program.function
-        # Not a method of the program, of which nothing is read in a call
-        self.run: Callable[..., Any] = lambda given: arguments.call(function, given)
+        # Here, since nothing of the program may be read in a call
+        self._call = partial(program.arguments.call, program.function)
+        self.run: Callable[..., Any] = self._run
         self.calls = 0
         self.given: Any = None  # stands for the arguments of the present call
+
+    def _run(self, given: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            CaptureError: It returns what a backward pass behind the call could begin with.
+        """
+        with backward_passes_noted() as passes:
+            returned = self._call(given)
+        if not passes and any(t.requires_grad for t in leaves_of(returned, Tensor)):
+            error = HISTORY.refused("a tensor that requires gradients")
+            add_line(error, "returned at", returned_by(self.function))
+            raise error
+        return returned
 
     @property
     def optimizes_itself(self) -> bool:
@@ -248,7 +264,7 @@ class ProgramWatch:
 
     def used_in(self, error: GraphError) -> list[str]:
         """Return the names of arguments whose use as a number was refused."""
-        keys = [key for key in self.given if isinstance(self.given, Several)]
+        keys = [*self.given] if isinstance(self.given, Several) else []
         return [name_of(key) for key in keys if error.observed.startswith(f"{key} is ")]
 
     def environment(

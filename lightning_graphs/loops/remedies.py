@@ -41,6 +41,13 @@ OPTIMIZER_NOT_GIVEN = Obstacle(
     kind="optimizer",
     code="step = capture(train_step, [generator, critic], [of_generator, of_critic])",
 )
+HISTORY = Obstacle(
+    "No backward pass behind a captured call can begin with a tensor that the call returns.",
+    "run the backward pass in the function, of which capture() is then given the optimizer, or "
+    "optimizer=[]; else evaluate under torch.no_grad(), or return detached tensors",
+    kind="autograd",
+    code="@torch.no_grad()\ndef evaluate(batch): ...  # of which no gradients are wanted",
+)
 
 CONFIGURATION = Obstacle(
     "capture() can capture functions of one process on one device, without anomaly detection.",
@@ -89,7 +96,8 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
     DRAWN: {
         "remedy": "only add, multiply or compare what is drawn, or make a tensor of it, in the "
         "captured function, which replays follow; else draw on the device (torch.rand(..., "
-        "device=...)), or ahead of the call, and pass a tensor",
+        "device=...)), or ahead of the call, and pass a tensor; take batches from iterators in the "
+        "loop, and pass them",
         "code": "share = torch.rand((), device=x.device)  # in place of random.random()",
     },
     CLOCK: {

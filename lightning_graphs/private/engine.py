@@ -109,6 +109,25 @@ def backward_passes_observed(
         yield
 
 
+@contextlib.contextmanager
+def backward_passes_noted() -> Iterator[list[object]]:
+    """Yield a list that is empty until code in the body runs a backward pass.
+
+    ``torch.autograd.grad`` is one, too. Where torch has another engine the list is not empty.
+    """
+    passes: list[object] = []
+
+    def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        passes.append(engine)
+        return engine(*args, **kwargs)
+
+    exchanged = _exchanged_engine(run)
+    if isinstance(exchanged, contextlib.nullcontext):
+        passes.append(exchanged)
+    with exchanged:
+        yield passes
+
+
 def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
     """Yield these autograd nodes and all behind them, once; the list is consumed."""
     seen: set[Node] = set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import pickle
 import runpy
 from collections.abc import Callable
@@ -44,7 +46,24 @@ def stepping_another(model: Any, optimizer: Any, batch: Any) -> Any:
     return loss.detach()
 
 
+SCALES = itertools.cycle([1.0, 0.5])
+
+
+def taking(model: Any, optimizer: Any, batch: Any) -> Any:
+    optimizer.zero_grad()
+    loss = next(SCALES) * loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def leaving_backward(model: Any, optimizer: Any, batch: Any) -> Any:
+    return loss_of(model, batch)
+
+
 REFUSED = {
+    taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
+    leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",
     reading: r"item\(\).* in reading: return loss.item\(\)\n.*return the tensor",
     printing: r"print is used at .* in printing: print\(end=\"\"\)\n.*behind the call",
     stepping_another: r"a step of SGD is taken at .* in stepping_another.*\n.*capture\(\) every",
@@ -68,6 +87,28 @@ def test_a_refused_function_runs_eagerly(
     assert lab.replayed == 0
     said = "\n".join(str(warning.message) for warning in w)
     assert not [word for word in OF_LIGHTNING if word in said]
+
+
+@pytest.mark.parametrize("bind", [functools.partial, lambda function, taken: function])
+def test_an_iterator_is_not_an_argument(
+    bind: Callable[..., Any], backend: str, device: torch.device
+) -> None:
+    lab = Lab(backend, device, {})
+    model = lab.net()
+    optimizer = adamw(model)
+    batches = lab.batches(12)
+
+    def train_step(taken: Any, weight: float) -> Any:
+        optimizer.zero_grad()
+        (weight * loss_of(model, next(taken))).backward()
+        optimizer.step()
+
+    bound = bind(train_step, batches)
+    step = lab.capture(bound, model, optimizer, on_failure="eager")
+    given = [[batches] * 12] if bound is train_step else []
+    with pytest.warns(UserWarning, match="takes an iterator"):
+        list(map(step, *given, [1.0] * 12))
+    assert step.report.eager == 12
 
 
 def test_an_evaluation_leaves_gradients_alone(backend: str, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -375,8 +376,33 @@ def annealed(lab: Lab) -> Any:
     return [step(batch, i, 1 / (1 + i), 1 + i // 24) for i, batch in enumerate(lab.batches(48))]
 
 
+@dataclasses.dataclass
+class Sample:
+    """A batch that is no container."""
+
+    x: Tensor
+    y: Tensor
+    weight: float
+
+
+def of_dataclass(lab: Lab) -> Any:
+    """A batch of a class of its author's, with a number in it that changes."""
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def train_step(sample: Sample) -> Tensor:
+        optimizer.zero_grad()
+        loss = sample.weight * loss_of(model, vars(sample))
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step, batches = lab.capture(train_step, model, optimizer), enumerate(lab.batches(24))
+    return [step(Sample(**batch, weight=1.0 if i < 16 else 0.5)) for i, batch in batches]
+
+
 LOOPS = [
-    annealed,
+    *(annealed, of_dataclass),
     *(storing, interrupted, evaluated, handed_in, stepped_by_loop, of_fabric),
     *(scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards, of_method),
 ]
