@@ -490,6 +490,7 @@ class StepCapture(Attempts):
         assert self._unread is not None, "made as the capture begins"
         number, listed = self._followed.numbers.number, environment.outside.listed
         places, generators = self._facts.places, environment.generators
+        unused = UnusedTensors(environment.held, environment.outside.words)
         known = held_elsewhere(self.module)
         parts = self.optimizers, self.client.schedulers, number
         self._in_optimizers = rates = OptimizerNumbers(*parts)
@@ -522,7 +523,7 @@ class StepCapture(Attempts):
             Watcher(partial(objects_undone, begun.arguments[0], listed, known)),
             Watcher(inside=self._unseen),
             Watcher(inside=nullcontext if self._reduction is None else self._reduction.unprepared),
-            Watcher(inside=partial(UnusedTensors(environment.held).told, self._facts.reads)),
+            Watcher(inside=unused.watching, finish=partial(unused.tell, self._facts.reads)),
             *self._followed.watchers(),
             Watcher(
                 finish=lambda: refuse_new_seeds(segments.dropout),

@@ -327,15 +327,18 @@ class UnusedTensors:
     """Notes which tensors in attributes of objects code uses.
 
     A normalizer that data fits to each sample holds other tensors in every step, and stands in the
-    settings of a module. What no operator has seen of it is no input of a graph.
+    settings of a module. What no operator has seen of it, and no code names, is no input of a
+    graph. Names tell of code that runs out of sight: hooks, backward passes, optimizers.
 
     Args:
         held: What code finds, by name.
+        words: Every name in user code that the capture runs, complete at its end.
     """
 
-    def __init__(self, held: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, held: Iterable[tuple[str, Any]], words: Container[str]) -> None:
         self._owners: list[Any] = []  # alive, so that an ``id`` stays its own
         self._found: dict[tuple[int, str], Tensor] = {}
+        self._words, self._seen = words, set[int]()  # the ``id`` of each tensor that was seen
         for _, value in held:
             for key, tensor in attributes_of(value).items() if is_object(value) else ():
                 if isinstance(tensor, Tensor):
@@ -343,15 +346,15 @@ class UnusedTensors:
                     self._found[id(value), key] = tensor
 
     @contextlib.contextmanager
-    def told(self, reads: ValueGuards) -> Iterator[None]:
-        """Let guards of the body, captured code, know which of them it has not used."""
+    def watching(self) -> Iterator[None]:
+        """Note which of them operators of the body see, captured code, and which it keeps."""
         if not self._found:
             yield
             return
-        known, used = {id(tensor) for tensor in self._found.values()}, set[int]()
+        known = {id(tensor) for tensor in self._found.values()}
 
         def called(function: Any, args: Any, kwargs: Any) -> Any:
-            used.update(known.intersection(map(id, tensors_in((args, kwargs)))))
+            self._seen.update(known.intersection(map(id, tensors_in((args, kwargs)))))
             return function(*args, **kwargs)
 
         before = {place: getrefcount(tensor) for place, tensor in self._found.items()}
@@ -359,8 +362,16 @@ class UnusedTensors:
             yield
         for place, tensor in self._found.items():
             if getrefcount(tensor) != before[place]:  # code keeps it
-                used.add(id(tensor))
-        unused = {place for place, tensor in self._found.items() if id(tensor) not in used}
+                self._seen.add(id(tensor))
+
+    def tell(self, reads: ValueGuards) -> None:
+        """Let guards know, once the capture is over, of which objects it has used no tensor."""
+        used = {
+            owner
+            for (owner, key), tensor in self._found.items()
+            if id(tensor) in self._seen or key in self._words
+        }
+        unused = {place for place in self._found if place[0] not in used}
         reads.leave_values_out(unused, self._found.keys() - unused, self._owners)
 
 

@@ -119,6 +119,33 @@ class Centered(Normalized):
         return self.loss({**batch, "x": batch["x"] - center.to(self.device)})
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, normalizer: Normalizer) -> Tensor:
+        ctx.normalizer = normalizer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * (1 + ctx.normalizer.center.to(gradient.device)), None
+
+
+class InBackward(Normalized):
+    """... or its backward pass uses that, in a thread of autograd on a GPU."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Scaled.apply(self.loss(batch), self.normalizer)  # type: ignore[no-any-return]
+
+
+class InHook(Normalized):
+    """... or a hook on a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = self.normalizer
+        self.net[0].weight.register_hook(lambda g: g * (1 + own.center.to(g.device)))
+
+
 class Stored(Normalized):
     """... or only keeps that."""
 
@@ -379,7 +406,7 @@ ROWS = {
     ),
     **table(Normalized, placed=False, validation=0),
     **table(
-        Centered, Stored, replayed=1, found=None, placed=False, validation=0,
+        Centered, InBackward, InHook, Stored, replayed=1, found=None, placed=False, validation=0,
         said=r"self.normalizer.center: another Tensor float32\[scalar\]",
     ),
     # Its tables are inputs of the step from the second graph on, however many epochs there are.
