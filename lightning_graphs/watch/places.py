@@ -610,6 +610,8 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
     """Return the place of a change; None if a replay cannot store there."""
     _, owner, table, key, before, now = change
     kind: type[Entry] | None = None
+    if isinstance(owner, type):  # whose attributes are in no table
+        return None
     if isinstance(table, dict) and key is Absence.ABSENT:
         kind = Order
     elif isinstance(table, dict) or table is owner:

@@ -57,11 +57,27 @@ def taking(model: Any, optimizer: Any, batch: Any) -> Any:
     return loss.detach()
 
 
+class Counted:
+    """A class whose attribute functions count up."""
+
+    calls = 0
+
+
+def counting(model: Any, optimizer: Any, batch: Any) -> Any:
+    Counted.calls += 1
+    optimizer.zero_grad()
+    loss = loss_of(model, batch) / Counted.calls
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def leaving_backward(model: Any, optimizer: Any, batch: Any) -> Any:
     return loss_of(model, batch)
 
 
 REFUSED = {
+    counting: r"counting changes Counted.calls, named at .* in counting: Counted.calls \+= 1\n",
     taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
     leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",
     reading: r"item\(\).* in reading: return loss.item\(\)\n.*return the tensor",
@@ -75,6 +91,7 @@ def test_a_refused_function_runs_eagerly(
     step: Callable[..., Any], backend: str, device: torch.device
 ) -> None:
     def loop(lab: Lab) -> Any:
+        Counted.calls = 0
         model = lab.net()
         optimizer = adamw(model)
         captured = lab.capture(step, model, optimizer, on_failure="eager")
