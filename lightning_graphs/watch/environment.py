@@ -42,7 +42,7 @@ from lightning_graphs.errors import (
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import version_of
+from lightning_graphs.private.torch import current_autograd_node, version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.host import Draw
 from lightning_graphs.watch.numbers import StepNumbers
@@ -509,7 +509,7 @@ def old_gradients_watched(
     thread = threading.get_ident()
 
     def used(name: str) -> None:
-        if threading.get_ident() != thread:  # another fit
+        if threading.get_ident() != thread and current_autograd_node() is None:  # another fit
             return
         frame = sys._getframe(2)
         module, code = frame.f_globals.get("__name__", ""), frame.f_code

@@ -210,6 +210,17 @@ class ReadsTheLast(Saliency):
         return loss if gradient is None else loss * (1 + gradient.norm())
 
 
+class ReadsInAHook(Net):
+    """A hook of a backward pass inside of the step, in a thread of autograd on a GPU."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, seen = batch["x"].clone().requires_grad_(), []
+        weight, logits = self.net[0].weight, self.net(x)
+        logits.register_hook(lambda _: seen.append(weight.grad))  # read
+        (gradient,) = torch.autograd.grad(logits.square().sum(), x, create_graph=True)
+        return self.loss(batch) + gradient.square().mean() * (1 + (seen[0] is not None))
+
+
 WINDOWS = "accumulated; cut; cut, accumulated"
 ROWS = (
     table(
@@ -223,6 +234,7 @@ ROWS = (
         ReadsItsOwn, ReadsTheLast, said=r"\.grad of a tensor in an attribute is read at .*# read",
         also="unverified", validation=0,
     )
+    | table(ReadsInAHook, said=r"\.grad of a parameter is read at .*# read", validation=0)
 )  # fmt: skip
 
 
