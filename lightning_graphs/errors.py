@@ -131,6 +131,21 @@ class VerificationError(GraphError):
     """A replay and the eager step computed different values; the message names the first tensor."""
 
 
+def causes_of(error: BaseException, *, stated: bool = False) -> Iterator[BaseException]:
+    """Yield an error, and the earlier ones that led to it: each once, since they may go round.
+
+    Args:
+        error: The last one.
+        stated: Follow ``raise ... from ...`` alone, and not what was being handled.
+    """
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or (None if stated else each.__context__)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, without lists that follow it."""
     return str(error).partition("\n")[0]

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_graphs.errors import OF_PACKAGE, GraphError
+from lightning_graphs.errors import OF_PACKAGE, GraphError, causes_of
 
 
 def _folders_of(packages: Iterable[str]) -> tuple[str, ...]:
@@ -252,9 +252,8 @@ def is_raised_by_user(error: BaseException) -> bool:
 
     What an operator or torch's own code raises may be due to a mode around them.
     """
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    traceback = _end_of(error)
+    *_, first = causes_of(error)
+    traceback = _end_of(first)
     if traceback is None or is_library(traceback.tb_frame.f_code.co_filename):
         return False
     return traceback.tb_frame.f_code.co_code[traceback.tb_lasti] == _RAISE

@@ -455,12 +455,18 @@ def is_compiled_node(node: object) -> bool:
 
 def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:
     """Answer ``torch.cuda.is_current_stream_capturing()`` by the module that asks; None: truly."""
-    truth = torch.cuda.is_current_stream_capturing
+    outer = torch.cuda.is_current_stream_capturing
+    # An answer around this one is given to the module, too, and not to ours
+    truth: Callable[[str], bool] = getattr(outer, "to", lambda _: outer())
+
+    def to(caller: str) -> bool:
+        found = answer(caller)
+        return truth(caller) if found is None else found
 
     def answered() -> bool:
-        found = answer(sys._getframe(1).f_globals.get("__name__", ""))
-        return truth() if found is None else found
+        return to(sys._getframe(1).f_globals.get("__name__", ""))
 
+    answered.to = to  # type: ignore[attr-defined]
     return replaced(torch.cuda, "is_current_stream_capturing", answered)
 
 

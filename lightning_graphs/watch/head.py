@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.callsite import (
     CallSite,
     CallSiteFinder,
@@ -292,12 +292,10 @@ def first_use(
 def lines_of(error: BaseException) -> dict[CodeType, int]:
     """Return the line in each function of user code that led to an error."""
     found: dict[CodeType, int] = {}
-    each: BaseException | None = error
-    while each is not None:
+    for each in causes_of(error, stated=True):
         for frame, line in walk_tb(each.__traceback__):
             if not is_library(frame.f_code.co_filename):
                 found.setdefault(frame.f_code, line)
-        each = each.__cause__
     return found
 
 

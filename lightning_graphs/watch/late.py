@@ -29,7 +29,7 @@ from lightning_graphs.device.rules import (
     LINEAR_ALGEBRA,
     NOT_RECORDED,
 )
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.exchange import bound, exchanged
 from lightning_graphs.values.memory import clone_all
 from lightning_graphs.values.tree import leaves_of, substitute
@@ -289,17 +289,15 @@ class KeptCalls:
         texts = next((kept.error for kept in used.values()), None)
         if texts is None and (error.rule in LATE_RULES or error.__cause__ is not None):
             texts = error.rule, error.observed, error.remedy
-        at: BaseException | None = error
-        while at is not None and texts is not None:
+        for at in causes_of(error):
             frames = [*_entries(at)]
-            if any(self.own.runs_in(frame) for frame, *_ in frames):
+            if texts is not None and any(self.own.runs_in(frame) for frame, *_ in frames):
                 anyway = bool(used) or error.rule in LATE_RULES
                 if self.learn_call(frames, texts, anyway=anyway):
                     for kept in used.values():
                         kept.is_used = False
                     return True
                 break
-            at = at.__cause__ or at.__context__
         self.drop_used()
         return False
 

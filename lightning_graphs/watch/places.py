@@ -23,7 +23,13 @@ from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import is_strided
-from lightning_graphs.values.guards import attributes_of, is_constant, is_still, slots_of
+from lightning_graphs.values.guards import (
+    attributes_of,
+    is_constant,
+    is_small_array,
+    is_still,
+    slots_of,
+)
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
 from lightning_graphs.values.tree import leaves_of, substitute
@@ -614,6 +620,8 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
         return None
     if isinstance(table, dict) and key is Absence.ABSENT:
         kind = Order
+    elif is_small_array(table):
+        return None  # its numbers are changed where they are
     elif isinstance(table, dict) or table is owner:
         # To code that asks for its class, a tracer for a number is one.
         is_number = isinstance(now, (int, float, LateValue)) and type(now) is not bool

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_graphs import CaptureError
 from lightning_graphs.core import BackendName, CUDAGraph, graph
 from lightning_graphs.device.trace import OperatorMode
-from lightning_graphs.private.torch import run_kernel
+from lightning_graphs.private.torch import announced_as_cuda_capture, capture_unseen, run_kernel
 
 # One a line: the line of the lambda is the line that the message must name.
 ILLEGAL: dict[str, Callable[[Tensor], object]] = {
@@ -265,3 +265,17 @@ def test_a_checkpoint_without_random_numbers_is_captured(
         (gradient,) = torch.autograd.grad(cubes.sum(), weight)
     captured.replay()
     assert gradient.cpu().tolist() == [12.0] * 8
+
+
+@pytest.mark.parametrize(
+    ("module", "heard"), [("torch.optim.adamw", False), ("torch.nn", True), ("library", False)]
+)
+def test_who_asks_for_a_capture_of_cuda_hears_one_answer(
+    monkeypatch: pytest.MonkeyPatch, module: str, heard: bool
+) -> None:
+    """Of a rehearsal within which libraries are told of none: torch's optimizers refuse one."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    names: dict[str, Any] = {"__name__": module, "torch": torch}
+    exec("def ask(): return torch.cuda.is_current_stream_capturing()", names)
+    with announced_as_cuda_capture(), capture_unseen([]):
+        assert names["ask"]() is heard

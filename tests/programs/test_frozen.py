@@ -204,6 +204,15 @@ class InAnArray(Net):
         self.seen.append(self.kept["counts"][1])
 
 
+class ReadIntoAnArray(InAnArray):
+    """Adds what it reads of the device to a part of an array."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.kept["counts"][1] += loss.item()
+        return loss
+
+
 class PenalizedByIndex(Penalized):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * len(str(batch_idx))
@@ -401,8 +410,8 @@ class OfAnIterator(OfPython):
 ROWS = (
     table(
         each={
-            IndexedByRange: "batch_idx", IndexedInAHelper: "batch_idx", IndexReturned: "batch_idx",
-            ByProgress: "trainer.fit_loop", Mixup: "numpy",
+            IndexedByRange: "batch_idx", IndexedInAHelper: "batch_idx",
+            ByProgress: "trainer.fit_loop",
             OldGradients: ".grad of a parameter is read",
             OldGradientsDropped: ".grad of a parameter is set",
             OldGradientsClipped: "cannot use gradients before its backward.*: norm = nn.utils.clip",
@@ -411,7 +420,7 @@ ROWS = (
             PenalizedByIndex: "batch_idx",
         }
     )
-    | table(each={Dumping: "TypeError"}, placed=False)
+    | table(IndexReturned, Mixup, Dumping)
     | table(Moving, ScheduledDropout, max_epochs=3)
     | table(
         Restarting, said="in training_step: self.zero_grad", also="unverified",
@@ -430,7 +439,7 @@ ROWS = (
     )
     | table(
         each={
-            InAnArray: r"changes self.kept\['counts'\]",
+            InAnArray: r"changes self.kept\['counts'\]", ReadIntoAnArray: "host",
             OfAnIterator: "self.source, an iterator, is read at",
         },
         validation=0,
@@ -453,4 +462,4 @@ ROWS = (
 
 class TestFrozen(Promises):
     rows = ROWS
-    unlike = ("IndexedByRange", "Dumping", "Consuming")
+    unlike = ("IndexedByRange", "Dumping", "Consuming", "Mixup", "ReadIntoAnArray")
