@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch import Tensor
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder, package_of, returned_by
@@ -22,11 +21,9 @@ SAYS = pytest.mark.filterwarnings("ignore:GraphCapture")
 pytestmark = SAYS
 
 
-class ReturnsCategorical(Net):
+class ReturnsObject(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self.net(batch["x"]).float()
-        loss = nn.functional.cross_entropy(logits, batch["y"])
-        return {"loss": loss, "classes": Categorical(logits=logits.detach())}  # returned
+        return {"loss": self.loss(batch), "made": object()}  # returned
 
 
 class ReturnsNothing(Net):
@@ -46,7 +43,7 @@ class ReturnsList(Net):
 
 
 RETURNED: list[tuple[type[Net], str, str]] = [
-    (ReturnsCategorical, "is a Categorical, in which", "make the Categorical of them"),
+    (ReturnsObject, "is a object, in which", "return the tensors in that object instead"),
     (ReturnsNothing, "got NoneType", "return a loss for every batch"),
 ]
 
