@@ -29,7 +29,7 @@ class Masked(Net):
 
     def loss(self, batch: Any) -> Tensor:
         x = batch["x"]
-        if not (batch["y"] >= 0).all():
+        if len((batch["y"] < 0).nonzero()):
             x = x * 2.0
         return nn.functional.cross_entropy(self.net(x).float(), batch["y"])
 

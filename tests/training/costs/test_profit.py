@@ -157,6 +157,8 @@ class TestInAFit:
             def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
                 kernel = kernels[trainer.global_step] or None
                 trainer.optimizers[0].param_groups[0]["fused"] = kernel
+                for state in trainer.optimizers[0].state.values() if kernel is None else ():
+                    state["step"] = state["step"].cpu()  # where the other kernel reads it
 
         capture = {"scope": scope, "only_if_faster": True, "min_repeats": 2}
         options: dict[str, Any] = {"max_epochs": 3, "capture": capture, "module": PlainAdam}

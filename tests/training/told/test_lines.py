@@ -21,9 +21,12 @@ SAYS = pytest.mark.filterwarnings("ignore:GraphCapture")
 pytestmark = SAYS
 
 
+MADE = object()
+
+
 class ReturnsObject(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "made": object()}  # returned
+        return {"loss": self.loss(batch), "made": MADE}  # returned
 
 
 class ReturnsNothing(Net):
