@@ -84,6 +84,18 @@ class FunctionSteps(StepRegion):
         self._bound = tuple(owners)  # read once: captures note what is read of the module
         super().__init__(context, Unrepeated(context.budget.require_room), verifier)
         self._may_give_up = False
+        hooked = [one.register_state_dict_post_hook(self._saved) for one in self._optimizers]
+        self._saving = [handle.remove for handle in hooked]
+
+    def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a saved state of an optimizer as that of an eager loop."""
+        capturable = self.capturables.get(optimizer)
+        return state if capturable is None else capturable.neutral(state)
+
+    def close(self) -> None:
+        for remove in self._saving:
+            remove()
+        super().close()
 
     def run(
         self,

@@ -13,6 +13,7 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from tests.loops.twice import Lab, twice
 
@@ -406,6 +407,35 @@ LOOPS = [
     *(storing, interrupted, evaluated, handed_in, stepped_by_loop, of_fabric),
     *(scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards, of_method),
 ]
+
+
+def test_what_an_optimizer_saves_is_that_of_an_eager_loop(
+    backend: str, device: torch.device
+) -> None:
+    """Also where its counters are: a graph has them on the device."""
+
+    def places(loop: Lab) -> list[Any]:
+        model = loop.net()
+        foreach = loop.device.type == "cuda" or None  # a rehearsal has fused kernels alone
+        optimizer = torch.optim.Adam(model.parameters(), 0.01, foreach=foreach)
+
+        def train_step(batch: dict[str, Tensor]) -> None:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
+            optimizer.step()
+
+        step = loop.capture(train_step, model, optimizer)
+        for batch in loop.batches():
+            step(batch)
+        saved = tree_leaves(optimizer.state_dict())
+        return [one.device if isinstance(one, Tensor) else type(one) for one in saved]
+
+    captured = Lab(backend, device, {})
+    found, hooks = places(captured), vars(captured.given[-1])["_optimizer_state_dict_post_hooks"]
+    assert found == places(Lab(backend, device))
+    assert captured.replayed > 0
+    captured.steps[0].close()
+    assert not hooks
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
