@@ -136,7 +136,7 @@ class StepHead:
                 self._begin_at(ending)
                 return True
         if not is_read:
-            self.now = None
+            self.now = self._error = None  # whose traceback has tensors of the step
         return False
 
     def missed(self) -> GraphError | None:
