@@ -128,7 +128,7 @@ def fit(scope: str, cap: int, validations: int) -> dict[str, Any]:
         "held": module.held,
         "replayed": capture._statistics.replayed if scope else 0,
         "evaluated": evaluated.replayed if evaluated else 0,
-        "said": capture._statistics.fallbacks,
+        "said": [*capture._statistics.fallbacks, *(evaluated.fallbacks if evaluated else ())],
     }
 
 
