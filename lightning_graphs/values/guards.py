@@ -133,7 +133,9 @@ _MOST = 512
 """Entries that are looked at one by one, of a container and of all that is inside of a value."""
 
 _MOST_BYTES = 64 * 1024
-"""Size of arrays whose contents are looked at; comparing these takes microseconds."""
+"""Size of arrays whose contents are looked at in replays; comparing these takes microseconds."""
+_LARGEST_BYTES = 16 * 1024 * 1024
+"""Size of arrays whose contents are looked at while code is captured or compared; it takes ms."""
 
 
 def is_plain(value: Any) -> bool:
@@ -252,8 +254,8 @@ def is_still(now: Any, before: Any) -> bool:
         return False
 
 
-def is_small_array(value: Any) -> bool:
-    """Return whether a value is a small NumPy array of numbers or texts, compared by contents.
+def is_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array whose contents a snapshot copies.
 
     Larger ones are data, and arrays of objects hold addresses only. Subclasses may hold more.
     """
@@ -261,9 +263,14 @@ def is_small_array(value: Any) -> bool:
     return (
         numpy is not None
         and type(value) is numpy.ndarray
-        and value.nbytes <= _MOST_BYTES
+        and value.nbytes <= _LARGEST_BYTES
         and not value.dtype.hasobject
     )
+
+
+def is_small_array(value: Any) -> bool:
+    """Return whether a value is a NumPy array that is compared by its contents in replays, too."""
+    return is_array(value) and value.nbytes <= _MOST_BYTES
 
 
 def is_object(value: Any) -> bool:

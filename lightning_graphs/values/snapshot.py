@@ -24,8 +24,8 @@ from lightning_graphs.values.guards import (
     attributes_of,
     entries,
     has_attributes,
+    is_array,
     is_object,
-    is_small_array,
     is_still,
     label_of,
     slots_of,
@@ -130,7 +130,7 @@ class Binding(NamedTuple):
 class PythonSnapshot:
     """Snapshot of named containers and objects, and of module attributes.
 
-    Containers are lists, dicts, sets and NumPy arrays of up to 64 KiB; other values are left out.
+    Containers are lists, dicts, sets and NumPy arrays of up to 16 MiB; other values are left out.
     """
 
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
@@ -150,7 +150,7 @@ class PythonSnapshot:
             if is_object(value):
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
-        elif is_small_array(value):
+        elif is_array(value):
             self._containers.append((name, value, value, value.copy()))
 
     def add_place(self, name: str, owner: Any, key: str) -> Binding:
@@ -258,7 +258,7 @@ def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:
 def _copy(container: Any) -> Any:
     if isinstance(container, dict):
         return dict(container)
-    if is_small_array(container):
+    if is_array(container):
         return container.copy()
     return set(container) if isinstance(container, set) else list(container)
 
@@ -266,7 +266,7 @@ def _copy(container: Any) -> Any:
 def refill(container: Any, before: Any) -> None:
     """Replace the contents of a container."""
     # Past methods of its own: some containers forbid their own change.
-    if is_small_array(container):
+    if is_array(container):
         container[...] = before
         return
     kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
@@ -275,7 +275,7 @@ def refill(container: Any, before: Any) -> None:
 
 
 def _same(now: Any, before: Any) -> bool:
-    if is_small_array(now):
+    if is_array(now):
         return ArrayValue.of(now) == ArrayValue.of(before)
     if isinstance(now, set):
         return bool(now == before)

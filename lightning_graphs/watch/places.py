@@ -25,8 +25,8 @@ from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import is_strided
 from lightning_graphs.values.guards import (
     attributes_of,
+    is_array,
     is_constant,
-    is_small_array,
     is_still,
     slots_of,
 )
@@ -620,7 +620,7 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
         return None
     if isinstance(table, dict) and key is Absence.ABSENT:
         kind = Order
-    elif is_small_array(table):
+    elif is_array(table):
         return None  # its numbers are changed where they are
     elif isinstance(table, dict) or table is owner:
         # To code that asks for its class, a tracer for a number is one.

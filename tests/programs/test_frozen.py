@@ -204,6 +204,14 @@ class InAnArray(Net):
         self.seen.append(self.kept["counts"][1])
 
 
+class InALargeArray(InAnArray):
+    """As a table of results, or a buffer of what was seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"counts": numpy.zeros(100_000)}
+
+
 class ReadIntoAnArray(InAnArray):
     """Adds what it reads of the device to a part of an array."""
 
@@ -439,7 +447,8 @@ ROWS = (
     )
     | table(
         each={
-            InAnArray: r"changes self.kept\['counts'\]", ReadIntoAnArray: "host",
+            InAnArray: r"changes self.kept\['counts'\]",
+            InALargeArray: r"changes self.kept\['counts'\]", ReadIntoAnArray: "host",
             OfAnIterator: "self.source, an iterator, is read at",
         },
         validation=0,
