@@ -164,8 +164,10 @@ class StepOutputs(OutputPlan):
         leaves: list[tuple[str, Any]] = []
         flatten(value, "output", leaves)
         numbers = {name: leaf for name, leaf in leaves if isinstance(leaf, Tracer)}
-        # Those that are not there where graphs are compared
-        self.late = tuple(name for name, leaf in numbers.items() if isinstance(leaf, LateValue))
+        # Those that are not there where graphs are compared, with what is inside of them
+        late = [name for name, leaf in numbers.items() if isinstance(leaf, LateValue)]
+        self._late = {*late}
+        self._in_late = tuple(f"{name}{end}" for name in late for end in (" = ", "[", "."))
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         super().__init__(substitute(value, tensors, "output", dict.fromkeys(numbers)), static=False)
         if numbers:
@@ -173,8 +175,13 @@ class StepOutputs(OutputPlan):
 
     def results(self, returned: Any) -> list[Result]:
         """List what a step has returned, without what comes late here, to compare it."""
-        found = [r for r in results_in(returned, "output") if not r.name.startswith(self.late)]
+        found = results_in(returned, "output")
+        if self._late:
+            found = [r for r in found if not self._is_late(r.name)]
         return [replace(r, name="the loss") if r.name in _LOSSES else r for r in found]
+
+    def _is_late(self, name: str) -> bool:
+        return name in self._late or name.startswith(self._in_late)
 
 
 _LOSSES = ("output", "output['loss']", 'output["loss"]')

@@ -62,9 +62,11 @@ def take_attributes(changes: Iterable[_Change]) -> list[Bound]:
 def entries_bound(changes: Iterable[_Change], given: Given) -> list[Bound]:
     """List entries of dicts among the arguments that were bound or deleted.
 
-    None is listed if there are others than those to tensors and plain values.
+    The list is empty if any of them was bound to something else than a tensor or a plain value.
     """
-    found = []
+    found: list[Bound] = []
+    if not are_apart(given):
+        return found
     for name, owner, table, key, _, now in changes:
         path = _path(given, owner) if type(table) is dict and table is owner else None
         is_value = isinstance(now, Tensor) or now is Absence.ABSENT or is_plain(now)
@@ -75,10 +77,8 @@ def entries_bound(changes: Iterable[_Change], given: Given) -> list[Bound]:
 
 
 def _path(given: Any, table: object) -> tuple[Any, ...] | None:
-    """Return the keys that lead to a dict; None unless it is in one place, and none is in two."""
-    dicts = list(_dicts(given, ()))
-    is_alone = len({id(held) for _, held in dicts}) == len(dicts)
-    return next((path for path, held in dicts if held is table and is_alone), None)
+    """Return the keys that lead to a dict; None if it is not among the arguments."""
+    return next((path for path, held in _dicts(given, ()) if held is table), None)
 
 
 def _dicts(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
