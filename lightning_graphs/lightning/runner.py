@@ -21,9 +21,10 @@ from lightning_graphs.lightning.private import (
     skipping_backward,
     takes_no_closure,
 )
-from lightning_graphs.lightning.ranks import NOT_REDUCED, Ranks
+from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.trainer import LightningContext, client_guards
 from lightning_graphs.lightning.words import OPTIMIZER
+from lightning_graphs.regions.agreement import NOT_REDUCED
 from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.gradients import KEPT_LATE
 from lightning_graphs.regions.lifecycle import EAGER

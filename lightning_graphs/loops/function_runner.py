@@ -6,20 +6,23 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
 from lightning_graphs.errors import GraphError
+from lightning_graphs.loops.processes import OWN_COLLECTIVE, Collectives
 from lightning_graphs.loops.program import Several, name_of
 from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.agreement import Ranks
 from lightning_graphs.regions.conditions import CaptureKey, ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.evaluation import EvaluationSteps
+from lightning_graphs.regions.lifecycle import EAGER
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
@@ -76,10 +79,20 @@ class FunctionSteps(StepRegion):
 
     step = "call"
     captures = FunctionCapture
+    _ranks: Ranks
 
-    def __init__(self, context: TrainingContext, verifier: Verifier, name: str) -> None:
-        self._name = name
-        self._client: Any = context.watch
+    def __init__(
+        self,
+        context: TrainingContext,
+        verifier: Verifier,
+        name: str,
+        # Surrounds what is no replay
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        self._name, self._around = name, around
+        self._client = cast(Any, context.watch)
+        self._is_apart = self._client.processes.are_apart
+        self._collectives = Collectives()
         owners: list[Any] = context.module.owners
         self._bound = tuple(owners)  # read once: captures note what is read of the module
         super().__init__(context, Unrepeated(context.budget.require_room), verifier)
@@ -102,29 +115,53 @@ class FunctionSteps(StepRegion):
         given: Any,  # stands for the arguments
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        # Surrounds what is no replay
-        around: Callable[[], AbstractContextManager[object]],
     ) -> Any:
         """Run, capture or replay a call."""
         call, life = (given,), self._life
         self._client.given = given
         self._client.calls += 1
-        if self._warmup_left > 0 or self._policy.is_over:
-            with around():
-                with self._speaking():
-                    self._count_key(call)
-                return self._run_eagerly(args, kwargs)
+        if self._warmup_left > 0 or self._policy.is_over or not self._ranks.ready:
+            with self._around():
+                return self._wait(call, args, kwargs)
         plan = life.find(call)
-        if plan is None or not life.is_ready(plan):
-            with around():
+        if plan is None or not (self._ranks.are_one and life.is_ready(plan)):
+            with self._around():
                 with self._speaking():
-                    plan = life.plan_for(call, plan)
+                    plan = self._agreed(call, plan)
                 if plan is None:
                     return self._run_eagerly(args, kwargs)
                 plan.present.batch = given
                 return self._replay(plan)
         plan.present.batch = given
         return self._replay(plan)
+
+    def _wait(self, call: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call ahead of the first that may be captured."""
+        ranks = self._ranks
+        with self._speaking():
+            self._count_key(call)
+        if self._warmup_left <= 0:
+            ranks.are_ready()
+        self._leave_if_needed()
+        ranks.agree(EAGER, False)
+        return self._run_eagerly(args, kwargs)
+
+    def _leave_if_needed(self) -> None:
+        """Switch all ranks to eager calls if this one must."""
+        if not self._ranks.are_one and (reason := self._client.processes.why_to_leave()):
+            self._ranks.leave(f"calls run eagerly from now on: {reason}")
+
+    def _agreed(self, call: tuple[Any, ...], found: StepPlan | None) -> StepPlan | None:
+        """Return the plan that replays a call, captured if need be; None: it runs eagerly."""
+        self._leave_if_needed()
+        if self._ranks.lost:
+            self._rebind(self._ranks.lost)
+            found = None
+        return self._life.plan_for(call, found)
+
+    def _rebind(self, reason: str = "") -> None:
+        self._ranks.lost = ""
+        super()._rebind(reason)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._warmup_left > 0:
@@ -136,7 +173,9 @@ class FunctionSteps(StepRegion):
     @calls_observed
     def _eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._statistics.ran_eagerly()
-        return self._module.function(*args, **kwargs)
+        if not self._is_apart or self._client.processes.sync():
+            return self._module.function(*args, **kwargs)
+        return self._collectives.observed(partial(self._module.function, *args, **kwargs))
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
@@ -153,6 +192,16 @@ class FunctionSteps(StepRegion):
         for value in (*self._bound, *several):
             refuse_iterator(value)
         return super()._signature_of(args, conditions)
+
+    def key(self, call: tuple[Any, ...]) -> Signature | None:
+        if self._is_apart and self._client.processes.sync():
+            return None  # DDP sends buffers to all ranks, of which each decides by itself
+        return super().key(call)
+
+    def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
+        if self._collectives.are_called:
+            raise OWN_COLLECTIVE.refused("its eager calls exchange data with other processes")
+        return super().capture(call, key)
 
     def may_succeed(self, key: Signature, error: GraphError) -> bool:
         """Whether a capture may succeed with a graph for each value of a number."""
@@ -180,7 +229,8 @@ class FunctionSteps(StepRegion):
 
     def _client_guards(self) -> ClientGuards:
         client = self._client
-        return ClientGuards(self._phase, lambda: client.epoch, (bool, bool), ())
+        synced = client.processes.key if client.processes.wrappers else bool
+        return ClientGuards(self._phase, lambda: client.epoch, (bool, synced), ())
 
 
 class EvaluationCalls(EvaluationSteps, FunctionSteps):

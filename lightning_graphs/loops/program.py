@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.loops.processes import Processes
 from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN
 from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
@@ -188,19 +189,33 @@ class NoLogs:
         self._at_end.append(instruction)
 
 
+class LeftBehind(NoLogs):
+    """Leaves in wrappers of DDP what the function has left there: whether buffers are sent next."""
+
+    def __init__(self, wrappers: Sequence[Any]) -> None:
+        super().__init__()
+        self._wrappers = wrappers
+
+    def finish(self) -> None:
+        for ddp in self._wrappers:
+            syncs = ddp.require_forward_param_sync
+            self.at_end(partial(setattr, ddp, "require_forward_param_sync", syncs))
+
+
 class ProgramWatch:
     """A plain loop as :class:`~lightning_graphs.regions.context.Client` of the engine."""
 
     clipping: tuple[object, ...] = ()
     accumulates = True  # a call may add to gradients of earlier ones
     cycles = ""
-    ddp: Any = None
+    ddp: Any = None  # the function's own backward passes reduce gradients
     stores_outside = True
 
     def __init__(
         self, program: Program, optimizers: Sequence[Optimizer], *, evaluates: bool
     ) -> None:
         self._program, self._evaluates = program, evaluates
+        self.processes = Processes(program, evaluates=evaluates)
         self.own = program.own
         self.watched = program.watched
         self.optimizers = [*optimizers]
@@ -288,7 +303,7 @@ class ProgramWatch:
         return NO_OBSERVERS
 
     def recorder(self) -> NoLogs:
-        return NoLogs()
+        return LeftBehind(self.processes.wrappers) if self.processes.wrappers else NoLogs()
 
     def mute(self) -> NoLogs:
         return NoLogs()
@@ -308,7 +323,8 @@ class ProgramWatch:
         torch.clear_autocast_cache()
         hook = register_optimizer_step_pre_hook(self._refuse_others)
         try:
-            yield
+            with self.processes.unseen():
+                yield
         finally:
             hook.remove()
             torch.clear_autocast_cache()
@@ -335,7 +351,7 @@ class ProgramWatch:
     def announce_optimizer_step(self, optimizer: Optimizer) -> None: ...
 
     def waits_for_gradients(self) -> bool:
-        return False
+        return self.processes.wait_for_gradients()
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
         return [tensor if tensor.device.type == "cpu" else None for tensor in batch]

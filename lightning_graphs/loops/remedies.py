@@ -50,7 +50,8 @@ HISTORY = Obstacle(
 )
 
 CONFIGURATION = Obstacle(
-    "capture() can capture functions of one process on one device, without anomaly detection.",
+    "capture() can capture functions on one device, under DDP or FSDP2 (fully_shard) where several "
+    "processes train together, and without anomaly detection.",
     "change that setting, or leave the function as it is",
     kind="configuration",
     code="torch.autograd.set_detect_anomaly(False)",

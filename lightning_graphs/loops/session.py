@@ -31,10 +31,12 @@ from lightning_graphs.policy.worth import (
     Stopwatch,
     judge,
 )
+from lightning_graphs.private.engine import ahead_of_destruction
+from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import makes_own_graphs, why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.context import TrainingContext
-from lightning_graphs.regions.verify import Alone, Tolerance, Verifier
+from lightning_graphs.regions.verify import Tolerance, Verifier
 from lightning_graphs.report import summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.watch.assertions import OpenAssertions
@@ -43,19 +45,14 @@ from lightning_graphs.watch.user_code import obstacle_in
 _BACKENDS: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
 _MANY = 10_000
 """Calls that are expected of a loop, whose end is not known."""
+_LOOK = 64
+"""After so many calls all ranks look together at the assertions of their replays."""
 _LOG = logging.getLogger("lightning_graphs")
 
 
 def _warn(text: str, stacklevel: int) -> None:
     # The level is that of rank_zero_warn, which has two frames more
     warnings.warn(text, stacklevel=stacklevel - 2)
-
-
-def _processes() -> int:
-    """Return the number of processes that torch.distributed has here."""
-    distributed = torch.distributed
-    known = distributed.is_available() and distributed.is_initialized()
-    return distributed.get_world_size() if known else 1
 
 
 class Calls:
@@ -75,15 +72,18 @@ class Calls:
         self._options, self._statistics = options, statistics
         self.program = Program(function, models, stepped)
         self._device = device = self.program.device
+        self._watch = ProgramWatch(self.program, stepped, evaluates=optimizers is None)
+        self._processes = self._watch.processes
         who = f"capture({name})"
         parts = statistics, PATIENCE + (options.min_repeats or 0)
-        self._messages = Messages(*parts, steps="calls", who=who, say=_LOG.info, warn=_warn)
+        say, warn = (_LOG.info, _warn) if self._processes.is_first else (nothing, nothing)
+        self._messages = Messages(*parts, steps="calls", who=who, say=say, warn=warn)
         statistics.device = device.type
         self._steps: FunctionSteps | None = None
         self._timing: StepTiming | None = None
         self._assertions: OpenAssertions | None = None
         if self._may_begin(function):
-            self._begin(name, stepped, evaluates=optimizers is None)
+            self._begin(name, evaluates=optimizers is None)
 
     @property
     def is_active(self) -> bool:
@@ -118,8 +118,7 @@ class Calls:
             reason = "detect_anomaly checks every operator on the host"
         elif makes_own_graphs(function):
             reason = "torch.compile(mode='reduce-overhead') has made graphs of its own"
-        elif _processes() > 1:
-            reason = "the processes of torch.distributed run their calls together"
+        reason = reason or self._processes.why_not()
         if not reason:
             return True
         if options.on_failure == "raise":
@@ -127,7 +126,7 @@ class Calls:
         self._messages.note(f"calls run eagerly: {reason}", CONFIGURATION.refused(reason))
         return False
 
-    def _begin(self, name: str, optimizers: list[Optimizer], *, evaluates: bool) -> None:
+    def _begin(self, name: str, *, evaluates: bool) -> None:
         options, statistics, device = self._options, self._statistics, self._device
         backend = statistics.backend = _BACKENDS[device.type]
         self._stream = None
@@ -136,12 +135,25 @@ class Calls:
             statistics.device = torch.cuda.get_device_name(device)
         pool = GraphPool(stream=self._stream, keep_graphs=True, backend=backend)
         self._open.callback(pool.close)
-        watch = ProgramWatch(self.program, optimizers, evaluates=evaluates)
-        budget, ranks = MemoryBudget(device, options.memory), Alone()
+        watch, processes = self._watch, self._processes
+        if self._stream is not None:
+            with self._on_stream():
+                processes.renew()
+        budget, ranks = MemoryBudget(device, options.memory), processes.ranks()
+        self._ranks = ranks
+        ranks.on_leave = self._leave
+        self._open.callback(ranks.close)
+        if not ranks.are_one:
+            self._open.enter_context(ahead_of_destruction(self.close))
+        budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
         pool.is_roomy = lambda: budget.is_roomy
         timed = backend == "cuda"
         self._assertions = OpenAssertions(
-            lambda: watch.calls, bool, pool.backend.synchronize, ranks, updates=not evaluates
+            lambda: watch.calls,
+            bool if ranks.are_one else lambda: watch.calls % _LOOK == 0,
+            pool.backend.synchronize,
+            ranks,
+            updates=not evaluates,
         )
         context = TrainingContext(
             module=self.program,
@@ -160,7 +172,7 @@ class Calls:
         parts = budget, ranks, self._messages
         verifier = Verifier(options.verify, tolerance, *parts, lambda: watch.calls)
         kind = EvaluationCalls if evaluates else FunctionSteps
-        self._steps = kind(context, verifier, name)
+        self._steps = kind(context, verifier, name, self._around)
         self._stopwatch = Stopwatch(device)
         self._timing = StepTiming(statistics, self._stopwatch, manual=True)
 
@@ -172,9 +184,9 @@ class Calls:
         assert steps is not None, "the calls are active"
         given = self.program.arguments.given(args, kwargs)
         if timing is None:
-            return steps.run(given, args, kwargs, self._around)
+            return steps.run(given, args, kwargs)
         timing.begin((given,))
-        returned = steps.run(given, args, kwargs, self._around)
+        returned = steps.run(given, args, kwargs)
         timing.end()
         if timing.is_complete():
             self._timing = None
@@ -211,13 +223,17 @@ class Calls:
         who, verdict = self._messages.who, self._statistics.verdict
         self._messages.say(summary_line(self._statistics.report(), who))
         if not pays and self._options.only_if_faster:
-            self.close()
-            self._messages.note(f"calls run eagerly from now on: {verdict}")
+            self._ranks.leave(f"calls run eagerly from now on: {verdict}")
+
+    def _leave(self, reason: str) -> None:
+        self.close()
+        self._messages.note(reason)
 
     def settle(self) -> None:
-        """Raise what an assertion of earlier replays has failed by."""
-        if self._assertions is not None:
-            self._assertions.settle()
+        """Raise what an assertion of earlier replays has failed by, on this rank."""
+        error = None if self._assertions is None else self._assertions.find()
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Release the graphs, and hand the optimizers back; may be called again."""

@@ -7,14 +7,17 @@ import gc
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from sys import getrefcount
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.private.exchange import replaced
+from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.torch import has_gradient_hooks, hide_modes
 
 # ------------------ Autograd: its nodes, and the passes through them
@@ -401,3 +404,58 @@ def forget_backward(ddp: DistributedDataParallel) -> None:
     if reset is not None:
         ddp._has_rebuilt_buckets = False
         reset()
+
+
+_renewed: WeakSet[DistributedDataParallel] = WeakSet()
+
+
+def renew_reducer(wrapper: DistributedDataParallel) -> bool:
+    """Let DDP accumulate gradients on the present stream; whether it does.
+
+    Its reducer keeps the AccumulateGrad nodes of the stream on which it was made, mostly the
+    default one, whose nodes CUDA refuses to capture; from 2.13 on torch has an option (see
+    :func:`stale_gradient_nodes_tolerated`). So the reducer is made anew, as unpickling DDP does: no
+    public method moves it. All ranks are to do it together; it counts its iterations from then on.
+    """
+    if hasattr(torch.autograd.graph, "set_override_stale_capture_stream") or wrapper in _renewed:
+        return True
+    ddp: Any = wrapper
+    try:
+        parameters, sparse = ddp._build_params_for_reducer()
+        names = ddp._build_debug_param_to_name_mapping(parameters)
+        hooks, make = [*ddp._comm_hooks], ddp._ddp_init_helper
+    except AttributeError:
+        return False
+    if any(getrefcount(vars(ddp)[name]) > 2 for name in ("reducer", "logger")):
+        return False  # another owner would keep the hooks of the old one
+    del ddp.logger, ddp.reducer
+    make(parameters, sparse, names, ddp.static_graph)
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        ddp.logger._set_static_graph()
+    ddp._has_rebuilt_buckets = False
+    c10d: Any = dist
+    for hook, state in hooks:
+        if isinstance(hook, c10d.BuiltinCommHookType):
+            c10d._register_builtin_comm_hook(ddp.reducer, hook)
+        else:
+            c10d._register_comm_hook(ddp.reducer, state, hook)
+    _renewed.add(wrapper)
+    return True
+
+
+def ahead_of_destruction(call: Callable[[], object]) -> AbstractContextManager[None]:
+    """Call this before the program destroys all process groups, while the body runs.
+
+    NCCL waits for the end of graphs that hold its collectives, and for ever for those that live.
+    Nothing public tells of the end of a group.
+    """
+    own = dist.destroy_process_group
+
+    def destroy(group: Any = None) -> None:
+        if group is None or group is dist.group.WORLD:
+            call()
+        own(group)
+
+    name = "destroy_process_group"
+    return exchanged([(dist, name, destroy), (dist.distributed_c10d, name, destroy)])

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -168,7 +168,7 @@ class Ranks(Protocol):
 
     are_one: bool
     whole_steps_only: bool  # parameters are sharded, and filled again in each step
-    ddp: Any  # the wrapper whose reducer sums gradients over ranks; None if there is none
+    wrappers: tuple[Any, ...]  # those of DDP, whose reducers sum gradients over ranks
     numbers: itertools.count[int]  # of plans, above CAPTURE and equal on all ranks
 
     def agree(self, choice: int, wish: bool) -> tuple[int, bool]: ...
@@ -182,40 +182,6 @@ class Ranks(Protocol):
         *,
         exchanges: bool = False,  # it exchanges data with other ranks before it raises
     ) -> _Result: ...
-
-
-class Alone:
-    """Decisions of one process: there are no other ranks."""
-
-    are_one = True
-    whole_steps_only = False
-    ddp: Any = None
-    units: Any = None
-
-    def __init__(self) -> None:
-        self.numbers = itertools.count(_FIRST_NUMBER)
-
-    def agree(self, choice: int, wish: bool) -> tuple[int, bool]:
-        return choice, wish
-
-    def any(self, value: bool) -> bool:
-        return value
-
-    def all_or_none(
-        self,
-        run: Callable[[], _Result],
-        undo: Callable[[_Result], None] = lambda _: None,
-        *,
-        exchanges: bool = False,
-    ) -> _Result:
-        return run()
-
-    def raise_on_all(self, error: BaseException | None) -> None:
-        if error is not None:
-            raise error
-
-
-_FIRST_NUMBER = 2  # above what becomes of calls without a plan
 
 
 class WrittenMemory:
@@ -355,7 +321,7 @@ class Verifier:
                 written = ways.written
                 if self.ranks.whole_steps_only:  # FSDP2 frees and fills all parameters
                     written = None
-                elif written is not None and (written.is_found or self.ranks.ddp is not None):
+                elif written is not None and (written.is_found or self.ranks.wrappers):
                     shown = partial(self._run_unreduced, ways.eager)
                     run = partial(self.ranks.all_or_none, exchanges=True)
                     written.add_to(state, shown, ways.spare, run)
@@ -373,9 +339,9 @@ class Verifier:
 
     def _run_unreduced(self, way: Callable[[], object]) -> None:
         """Run it without a reduction over ranks, which would write all of DDP's buckets."""
-        ddp = self.ranks.ddp
-        reduced: AbstractContextManager[None] = nullcontext() if ddp is None else ddp.no_sync()
-        with reduced:
+        with ExitStack() as reduced:
+            for ddp in self.ranks.wrappers:
+                reduced.enter_context(ddp.no_sync())
             way()
 
     def _take(self, ways: Comparison) -> Snapshot:

@@ -142,7 +142,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         self._verification = self.verifies(self._verifier, *body)
         self._verification.fits = self._watch.are_as_in
         self._head.look_again()
-        is_alone = self._ranks.are_one and self._ranks.ddp is None and not self._by_hand
+        is_alone = self._ranks.are_one and not (self._ranks.wrappers or self._by_hand)
         # Nothing but one graph runs between the batch and the end of the step
         is_alone &= not self._observers and self._head.now is None
         self.is_undivided = is_alone and self._fit.watch.scaler is None
