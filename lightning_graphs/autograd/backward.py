@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.private.engine import is_composed, local
 from lightning_graphs.private.torch import (
     accumulation_hooks,
     gradient_hooks,
@@ -48,6 +49,11 @@ def empty_gradient(parameter: Tensor) -> Tensor:
     """Allocate a gradient in the layout that autograd gives it."""
     # It is that of the parameter where its elements fill their memory, and else row-major.
     layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
+    if local(parameter) is parameter and is_composed(parameter):
+        # A quantized weight: its gradient is plain
+        size, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return torch.empty_like(meta, device=parameter.device, memory_format=layout)
     return torch.empty_like(parameter, requires_grad=False, memory_format=layout)
 
 

@@ -37,7 +37,7 @@ from lightning_graphs.autograd.nodes import (
     has_python_nodes,
     leaves_behind,
     nodes_behind,
-    refuse_sparse_gradients,
+    require_plain_gradients,
     saved_for_graphs,
 )
 from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
@@ -252,7 +252,7 @@ class CallableCapture:
             return gradients_behind(outputs, targets, given, keep=keep, came=came, **how)
 
     def _check_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        refuse_sparse_gradients(gradients)
+        require_plain_gradients(gradients)
         unused = {id(t) for t, g in zip(self._targets(), gradients, strict=False) if g is None}
         if not unused or self._settings.allow_unused:
             return

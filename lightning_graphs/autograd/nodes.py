@@ -23,7 +23,13 @@ from torch.utils.hooks import RemovableHandle
 from lightning_graphs.autograd.backward import empty_gradient, write_all
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
-from lightning_graphs.private.engine import after_backward, backward_passes_observed, nodes_from
+from lightning_graphs.private.engine import (
+    after_backward,
+    backward_passes_observed,
+    is_composed,
+    local,
+    nodes_from,
+)
 from lightning_graphs.private.torch import (
     is_compiled_node,
     outputs_of,
@@ -332,10 +338,20 @@ def _refusal(observed: str, *, at: CallSite | None = None) -> CaptureError:
     )
 
 
-def refuse_sparse_gradients(gradients: Sequence[Tensor | None]) -> None:
+def require_plain_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that are not one piece of memory, or a shard of one."""
     if any(g is not None and g.layout is not torch.strided for g in gradients):
         raise CaptureError(
             "A graph cannot write sparse gradients, which have no fixed address.",
             "the backward pass computes one",
             "write nn.Embedding(..., sparse=False)",
         )
+    for gradient in gradients:
+        if gradient is not None and local(gradient) is gradient and is_composed(gradient):
+            kind = type(gradient).__name__
+            raise CaptureError(
+                "A graph can write gradients that are plain tensors, also those of a tensor "
+                "subclass.",
+                f"the backward pass computes a {kind}",
+                f"return plain tensors from the backward pass of operators on {kind}",
+            )

@@ -150,7 +150,7 @@ COMPILED = Obstacle(
 )
 UNSUPPORTED_LAYOUT = Obstacle(
     "The emulated backend can capture dense strided tensors only.",
-    "convert sparse, nested, quantized or subclassed tensors outside of the captured code",
+    "convert sparse, nested or quantized tensors outside of the captured code",
     kind="layout",
     code="x = x.to_dense()  # in the data loader",
     rehearsal=True,

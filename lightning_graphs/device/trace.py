@@ -603,7 +603,7 @@ class Recorder(OperatorMode):
         if func.namespace == "profiler":
             self._scopes.note_range(func, call.args)
             return call.run()
-        if not (self._strict and self.raises) and any(dispatches(type(t)) for t in call.inputs):
+        if any(dispatches(type(t)) for t in call.inputs):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         if self._strict:
             self._check(call)

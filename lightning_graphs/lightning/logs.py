@@ -37,6 +37,7 @@ from lightning_graphs.lightning.private import (
 )
 from lightning_graphs.lightning.strategy import ProgressValues
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.engine import plain
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import current_autograd_node, version_of
 from lightning_graphs.regions.conditions import Instruction, in_turn
@@ -257,7 +258,7 @@ class LogRecorder:
         self._mirrored: frozenset[str] = frozenset()
         self._versions: list[tuple[str, Tensor, int]] = []
         state = (*module.parameters(), *module.buffers())
-        self._state = frozenset(storage_address(t) for t in state) - {0}
+        self._state = frozenset(storage_address(t) for t in plain(state)) - {0}
         self._is_finished = False  # the forward pass is over, and with it what may be kept back
         self._dtype = torch.get_default_dtype()
         # Maps a logged value to a function that returns the present one; to None for a constant

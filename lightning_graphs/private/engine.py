@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.torch import has_gradient_hooks, hide_modes
@@ -270,6 +271,49 @@ def local(tensor: Tensor) -> Tensor:
     """
     found: Tensor = getattr(tensor, "_local_tensor", tensor)
     return found
+
+
+def is_composed(tensor: Tensor) -> bool:
+    """Return whether other tensors hold the values of one, as those of a quantized weight do."""
+    found: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+    return found
+
+
+def hides_memory(tensor: Tensor) -> bool:
+    """Return whether a subclass without ``__tensor_flatten__`` keeps its values in other tensors.
+
+    Nothing public tells. Its own storage has no address, which torch says in an error.
+    """
+    kind = type(tensor)
+    own = getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+    if kind in _PLAIN or not own or is_composed(tensor):
+        return False
+    try:
+        return not tensor.untyped_storage().data_ptr() and tensor.numel() > 0
+    except (NotImplementedError, RuntimeError):
+        return True
+
+
+def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """List the plain tensors that hold a tensor's values, each with a suffix for its name.
+
+    As a rule that is the tensor itself, without a suffix. A subclass with ``__tensor_flatten__``
+    has its memory in other tensors. Of one that :func:`hides_memory` there are none.
+    """
+    own = local(tensor)
+    if not is_composed(own):
+        return [] if hides_memory(own) else [("", own)]
+    names: Sequence[str] = own.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [
+        (f".{name}{suffix}", part)
+        for name in names
+        for suffix, part in parts_of(getattr(own, name))
+    ]
+
+
+def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """List the plain tensors that hold the values of these; see :func:`parts_of`."""
+    return [part for tensor in tensors for _, part in parts_of(tensor)]
 
 
 def unwraps_itself(types: Sequence[type]) -> bool:

@@ -134,6 +134,10 @@ def is_strided(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+subclasses_unasked = torch._C.DisableTorchFunctionSubclass
+"""Context in which no tensor subclass hears of functions of torch; torch's own examples use it."""
+
+
 def of_class(kind: type[Tensor], tensor: Tensor) -> Tensor:
     """Return a tensor of a class in the memory of another one, as ``nn.Parameter`` makes itself.
 

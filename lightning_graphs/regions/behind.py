@@ -24,6 +24,7 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
+from lightning_graphs.private.engine import plain
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.body import Begin, Given
 from lightning_graphs.regions.conditions import Phase, conditions_of
@@ -190,7 +191,7 @@ class StepHead:
     def refuse_bound(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Refuse tensors that leave the head and are bound to what is before or behind it."""
         module = self.context.module
-        state = set(map(storage_address, (*module.parameters(), *module.buffers()))) - {0}
+        state = set(map(storage_address, plain((*module.parameters(), *module.buffers())))) - {0}
         if not torch.is_grad_enabled():
             raise self._bound("gradients are not recorded at the end of it")
         for name, tensor in zip(names, tensors, strict=True):

@@ -20,7 +20,7 @@ from lightning_graphs.autograd.backward import (
     GradientMemory,
     empty_gradient,
 )
-from lightning_graphs.autograd.nodes import refuse_sparse_gradients, removed
+from lightning_graphs.autograd.nodes import removed, require_plain_gradients
 from lightning_graphs.private.engine import local
 from lightning_graphs.private.torch import (
     address_of,
@@ -524,7 +524,7 @@ class GradientTargets:
 
     def keep(self) -> None:
         """Write or add fresh gradients to their buffers; a part of the captured step."""
-        refuse_sparse_gradients([parameter.grad for parameter in self.parameters])
+        require_plain_gradients([parameter.grad for parameter in self.parameters])
         written: tuple[list[Tensor], list[Tensor]] = ([], [])
         added: tuple[list[Tensor], list[Tensor]] = ([], [])
         for parameter, buffer in self._buffers.items():

@@ -25,7 +25,7 @@ from lightning_graphs.errors import (
     is_out_of_memory,
 )
 from lightning_graphs.policy.worth import HyperParameterChurn, defragment
-from lightning_graphs.private.engine import local
+from lightning_graphs.private.engine import hides_memory, local, plain
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.torch import (
     capturable_unasked,
@@ -55,6 +55,7 @@ from lightning_graphs.watch.environment import (
     numbers_exchanged,
 )
 from lightning_graphs.watch.tracers import LateTracer, Tracer
+from lightning_graphs.watch.user_code import hidden_in
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that takes its learning rate from the device, on
@@ -91,6 +92,8 @@ def capture_obstacle(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if len(devices := sorted({str(p.device) for p in parameters})) > 1:
         return f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
+    for tensor in filter(hides_memory, leaves_of([*optimizer.state.values()], Tensor)):
+        return f"a tensor of its state {hidden_in(tensor)}"
     if not (why := _why_not_fused(optimizer, kernel)):
         return _too_precise(parameters, device_type)
     if _is_sharded(optimizer):
@@ -156,7 +159,7 @@ def _why_not_fused(optimizer: Optimizer, kernel: Kernel) -> str:
         return "keeps its own kernel by optimizer_kernel='own'"
     if any(p.is_complex() for group in groups for p in group["params"]):
         return "has complex parameters, which torch's fused kernels do not take"
-    if not all(_is_plain(p) for group in groups for p in group["params"]):
+    if not all(_is_plain(p) for group in groups for p in group["params"] if p.requires_grad):
         return "has parameters of a tensor subclass, which torch's fused kernels do not take"
     if not all(group.get("fused") or all(map(is_dense, group["params"])) for group in groups):
         return "has parameters with gaps in their memory, which torch's fused kernels do not take"
@@ -404,6 +407,8 @@ class CapturableOptimizer:
         if self.counters is not None and self.counters.are_moved:
             raise self._refused("it counts on the host, and is called twice in one step")
         before, scaled = HostState(self.optimizer, self._device), is_scaled(self.optimizer)
+        for tensor in before.hidden:
+            raise self._refused(f"a tensor of its state {hidden_in(tensor)}")
         self.counters = counters = Counters(self.optimizer, self.follows, self._number)
         try:
             with capturable_unasked(self.optimizer), counters.followed():
@@ -465,7 +470,7 @@ class CapturableOptimizer:
         """Defragment the optimizer's state; to be called before the first capture."""
         if self._device.type == "cuda":
             values = chain.from_iterable(state.values() for state in self.guard.state.values())
-            defragment(local(value) for value in values if isinstance(value, Tensor))
+            defragment(plain(value for value in values if isinstance(value, Tensor)))
 
     def refresh(self) -> None:
         """Fill the learning rates on the device if they have changed since."""
@@ -530,6 +535,8 @@ class CapturableOptimizer:
         has_momentum = isinstance(self.optimizer, torch.optim.SGD)
         trained = [p for group in groups for p in group["params"] if p.grad is not None]
         gradients = list(map(_gradient, trained))
+        if not _PLAIN.issuperset(map(type, trained)):  # some were frozen before, perhaps
+            self._unlike.update(p for p in trained if not _is_plain(p))
         if not (self._unlike or has_momentum) and _are_alike(trained, gradients):
             return [True] * len(groups)
         found = []
@@ -672,4 +679,5 @@ def takes_value(*given: Any) -> bool:
 
 _FLAGS = ("capturable", "fused", "foreach")
 _gradient: Callable[[Tensor], Any] = attrgetter("grad")
+_PLAIN = frozenset((Tensor, nn.Parameter))
 _kind = attrgetter("dtype", "device", "layout")

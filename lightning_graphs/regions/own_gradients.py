@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.autograd.nodes import refuse_sparse_gradients
+from lightning_graphs.autograd.nodes import require_plain_gradients
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.engine import local
@@ -86,7 +86,7 @@ class OwnGradients:
 
     def keep(self) -> None:
         """Copy new gradients to their buffers; the last part of the captured step."""
-        refuse_sparse_gradients([parameter.grad for parameter in self.parameters])
+        require_plain_gradients([parameter.grad for parameter in self.parameters])
         self._refuse_frozen()
         present = [(p, p.grad) for p in self.parameters if p.grad is not None]
         new = [(p, gradient) for p, gradient in present if gradient is not self._buffers.get(p)]

@@ -22,7 +22,7 @@ from lightning_graphs.autograd.backward import (
     is_dense,
     write_all,
 )
-from lightning_graphs.autograd.nodes import fused_grad_casts, refuse_sparse_gradients, removed
+from lightning_graphs.autograd.nodes import fused_grad_casts, removed, require_plain_gradients
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.engine import buckets_of
 from lightning_graphs.private.exchange import replaced
@@ -78,7 +78,7 @@ class BucketReduction:
         return (None,)
 
     def _accumulated(self, parameter: Tensor) -> None:
-        refuse_sparse_gradients([parameter.grad])
+        require_plain_gradients([parameter.grad])
         if parameter.grad is not None:  # it was not taken ahead of a cast
             self._take(parameter, parameter.grad)  # type: ignore[arg-type]
 

@@ -23,6 +23,7 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
 from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
+from lightning_graphs.private.engine import hides_memory, plain
 from lightning_graphs.private.exchange import Absence, replaced
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
@@ -112,7 +113,9 @@ class _Sparing(Recorder):
         groups = optimizer.param_groups
         held = [p for group in groups for p in group["params"] if p.grad is not None]
         held += leaves_of([*optimizer.state.values()], Tensor)
-        held = [t for t in held if t.device == overflowed.device and t.layout is torch.strided]
+        held = [
+            t for t in plain(held) if t.device == overflowed.device and t.layout is torch.strided
+        ]
         self._held = [*{id(tensor): tensor for tensor in held}.values()]
         self._covered: set[int] = set()  # storages that lie in one of these as a whole
         self._further: list[tuple[Tensor, Tensor]] = []  # written, and what they were before
@@ -350,7 +353,10 @@ class HostState:
         self._values = PythonSnapshot(iter_inside([*(("state", t) for t in tables), *inside]))
         for table in own:
             self._values.add("", table)
-        here = (v for v in self._tensors() if v.device.type == "cpu" != device.type)
+        tensors = [*self._tensors()]
+        # Those whose values nothing finds, which no comparison could put back
+        self.hidden = [tensor for tensor in tensors if hides_memory(tensor)]
+        here = (v for v in tensors if v.device.type == "cpu" != device.type)
         self._known = [(tensor, tensor.clone()) for tensor in here]
 
     def _tensors(self) -> Iterator[Tensor]:

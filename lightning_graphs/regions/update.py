@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.nodes import refuse_sparse_gradients
+from lightning_graphs.autograd.nodes import require_plain_gradients
 from lightning_graphs.errors import GraphError, VerificationError
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
@@ -142,7 +142,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
     @code_captured("A captured optimizer step")
     def _captured(self, capturable: CapturableOptimizer, key: Hashable) -> Plan:
         with_gradient = [p for p in self._parameters if p.grad is not None]
-        refuse_sparse_gradients([p.grad for p in with_gradient])
+        require_plain_gradients([p.grad for p in with_gradient])
         others = [p for p in self._parameters if p.grad is None]
         gradients = GradientBuffers(with_gradient, self._gradients.of(with_gradient), others)
         numbers = StepNumbers(AttributeGuards(), self._context.module.device)

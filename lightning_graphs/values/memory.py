@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.engine import local
+from lightning_graphs.private.engine import parts_of, plain
 from lightning_graphs.private.torch import (
     foreach_clone,
     is_strided,
@@ -176,10 +176,13 @@ class AddressGuard:
         self._sparse = [v for v in self._objects if isinstance(v, Tensor) and not is_strided(v)]
         self._versions = list(map(version_of, self._sparse))
         self._tensors: list[Tensor] = [self._objects[i] for i in watched]
-        self._local = list(map(local, self._tensors))
+        # The plain tensors in them, and whose each is
+        parts = [(i, part) for i, t in enumerate(self._tensors) for _, part in parts_of(t)]
+        self._owners = [i for i, _ in parts]
+        self._local = [part for _, part in parts]
         self._tensor_names = [names[i] for i in watched]
         self._pointers = list(map(Tensor.data_ptr, self._local))
-        self._indices = list(range(len(watched)))
+        self._indices = list(range(len(self._local)))
         self._homes = list(map(Tensor.untyped_storage, self._local))  # graphs read and write there
         self._trainable = [t for t in self._tensors if t.requires_grad]
         self._frozen = [t for t in self._tensors if not t.requires_grad]
@@ -255,11 +258,11 @@ class AddressGuard:
         for i, tensor in enumerate(self._local):
             if tensor.data_ptr() == self._pointers[i]:
                 continue
-            home, now = self._homes[i], tensor.untyped_storage()
-            is_same = _geometry(tensor) == self._geometries[i] and now.device == home.device
+            home, now, owner = self._homes[i], tensor.untyped_storage(), self._owners[i]
+            is_same = _geometry(tensor) == self._geometries[owner] and now.device == home.device
             # In Python a storage is one object, however it is asked for.
             is_alone = storage_uses(home) == 1 and storage_uses(now) == 2
-            if not is_same or not is_alone or tensor is not self._tensors[i]:
+            if not is_same or not is_alone or tensor is not self._tensors[owner]:
                 return False
             offset = (self._pointers[i] - home.data_ptr()) // tensor.element_size()
             place = tensor.detach().new_empty(0).set_(home, offset, tensor.shape, tensor.stride())
@@ -297,9 +300,11 @@ class AddressGuard:
             if list(table) != list(known):
                 name = _named(table_name, next(iter(table), ""))
                 yield f"{name} changed its place since capture", None
+        for owner, part, pointer in zip(self._owners, self._local, self._pointers, strict=True):
+            if part.data_ptr() != pointer:
+                name = self._tensor_names[owner]
+                yield f"{name} moved since capture", (name, None, "data", part)
         for i, (name, tensor) in enumerate(zip(self._tensor_names, self._tensors, strict=True)):
-            if self._local[i].data_ptr() != self._pointers[i]:
-                yield f"{name} moved since capture", (name, None, "data", self._local[i])
             if (now := tensor.requires_grad) is not self._requires_grad[i]:
                 yield f"{name} changed since capture: requires_grad is now {now}", None
         if list(map(version_of, self._sparse)) != self._versions:
@@ -362,9 +367,10 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has none."""
-    tensor = local(tensor)
-    return tensor.untyped_storage().data_ptr() if is_strided(tensor) else 0
+    """Return the address of a tensor's storage, or of its first part's; 0 if it has none."""
+    for _, part in parts_of(tensor):
+        return part.untyped_storage().data_ptr() if is_strided(part) else 0
+    return 0
 
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
@@ -578,7 +584,7 @@ class OutputPlan:
         self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
         self.tensors = [tensor.detach() for tensor in tensors]
         self._gradients: list[tuple[int, Tensor]] = []  # of outputs that retain them, by index
-        own = set(map(storage_address, state)) - {0}
+        own = set(map(storage_address, plain(state))) - {0}
         # Those that are handed out without a copy
         self._itself = {i for i in self._plain if storage_address(tensors[i]) in own}
         if static:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.engine import local
+from lightning_graphs.private.engine import parts_of, plain
 from lightning_graphs.private.exchange import Absence, bind, bound
 from lightning_graphs.private.torch import tables_of
 from lightning_graphs.values.guards import (
@@ -346,7 +346,8 @@ class Snapshot:
     out, because no graph writes them in place.
 
     Args:
-        tensors: Whose values are saved; a sharded one stands for the part of this rank.
+        tensors: Whose values are saved; a sharded one stands for the part of this rank, one of a
+            subclass for the tensors that hold its values.
         parts: Further snapshots, restored after the tensors, in this order.
         room: Given bytes to save, returns how many may be saved on the device; default: all.
     """
@@ -358,7 +359,7 @@ class Snapshot:
         room: Callable[[int], float] = float,
     ) -> None:
         self._parts = [*parts]
-        self._tensors = [local(t) for t in tensors if t.layout is torch.strided]
+        self._tensors = [t for t in plain(tensors) if t.layout is torch.strided]
         self._memory = [tensor.detach() for tensor in self._tensors]
         # Where the storages begin whose values are saved
         self.addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
@@ -523,11 +524,22 @@ def results_in(value: Any, name: str, of: str = "") -> list[Result]:
     """List the tensors in a value by name; names include the constants."""
     leaves: list[tuple[str, Any]] = []
     flatten(value, name, leaves)
+    results: list[Result] = []
+    for found, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            results += results_of(leaf.detach(), found, of)
+        else:
+            results.append(Result(f"{found} = {leaf!r}{of}", torch.empty(0)))
+    return results
+
+
+def results_of(
+    tensor: Tensor, name: str, of: str = "", *, gradient: str = "", is_gradient: bool = False
+) -> list[Result]:
+    """List the plain tensors that hold a tensor's values, by name."""
     return [
-        Result(f"{found}{of}", local(leaf.detach()))
-        if isinstance(leaf, Tensor)
-        else Result(f"{found} = {leaf!r}{of}", torch.empty(0))
-        for found, leaf in leaves
+        Result(f"{name}{suffix}{of}", part, gradient, is_gradient)
+        for suffix, part in parts_of(tensor)
     ]
 
 
@@ -585,27 +597,23 @@ class RegionState:
 
     def results(self) -> list[Result]:
         """List the region's changes in the order of computation."""
-        found = [Result(name, local(tensor)) for name, tensor in self.tensors.items()]
-        found += [
-            Result(_gradient_of(name), local(p.grad), is_gradient=True)
-            for name, p in self.parameters.items()
-            if p.grad is not None
-        ]
+        found = [r for name, tensor in self.tensors.items() for r in results_of(tensor, name)]
+        for name, p in self.parameters.items():
+            if p.grad is not None:
+                found += results_of(p.grad, _gradient_of(name), is_gradient=True)
         return found + self._updated() if self.optimizers else found
 
     def _updated(self) -> list[Result]:
         """List what optimizer steps change: parameters, optimizer state, loss scale."""
-        found = [
-            Result(f"parameter {name}", local(parameter), _gradient_of(name))
-            for name, parameter in self.parameters.items()
-        ]
-        found += [
-            Result(f"the optimizer's `{key}` of {name}", local(value), _gradient_of(name))
-            for optimizer in self.optimizers
-            for name, parameter in self.parameters.items()
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
-        ]
+        found: list[Result] = []
+        for name, parameter in self.parameters.items():
+            found += results_of(parameter, f"parameter {name}", gradient=_gradient_of(name))
+        for optimizer in self.optimizers:
+            for name, parameter in self.parameters.items():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        whose = f"the optimizer's `{key}` of {name}"
+                        found += results_of(value, whose, gradient=_gradient_of(name))
         if self.scaler is not None:
             found.append(Result("the loss scale", torch.tensor(self.scaler.get_scale())))
         return found

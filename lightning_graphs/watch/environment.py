@@ -42,7 +42,7 @@ from lightning_graphs.errors import (
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import current_autograd_node, version_of
+from lightning_graphs.private.torch import current_autograd_node, subclasses_unasked, version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.host import Draw
 from lightning_graphs.watch.numbers import StepNumbers
@@ -522,17 +522,20 @@ def old_gradients_watched(
     def read(tensor: Tensor) -> Any:
         if (name := name_of(tensor)) is not None:
             used(f".grad of {name} is read")
-        return gradient.__get__(tensor)
+        with subclasses_unasked():  # a subclass would ask here again
+            return gradient.__get__(tensor)
 
     def write(tensor: Tensor, value: Tensor | None) -> None:
         if (name := name_of(tensor)) is not None:
             used(f".grad of {name} is set")
-        gradient.__set__(tensor, value)
+        with subclasses_unasked():
+            gradient.__set__(tensor, value)
 
     def name_of(tensor: Tensor) -> str | None:
         if isinstance(tensor, Parameter):
             return "a parameter"
         return "a tensor in an attribute" if id(tensor) in watched else None
 
-    with replaced(Tensor if watched else Parameter, "grad", property(read, write)):
+    # Not of Parameter: those of a tensor subclass are none to Python
+    with replaced(Tensor, "grad", property(read, write)):
         yield

@@ -18,6 +18,7 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import BATCH_CHANGED, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.engine import plain
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import is_constant, is_plain
 from lightning_graphs.values.memory import (
@@ -59,7 +60,7 @@ class CopiedOut:
 
     def __init__(self, state: Iterable[Tensor]) -> None:
         known = list(state)
-        self._state, self._own = set(map(id, known)), set(map(storage_address, known)) - {0}
+        self._state, self._own = set(map(id, known)), set(map(storage_address, plain(known))) - {0}
         self._themselves: dict[int, Any] = {}  # those that the step stores
         self._copied: list[Tensor] = []  # with their history
         self._sources: list[Tensor] = []  # without it

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.private.callsite import is_library
+from lightning_graphs.private.engine import hides_memory
 from lightning_graphs.private.torch import (
     accumulation_hooks,
     compiled_code_noticed,
@@ -141,7 +142,16 @@ def obstacle_in(module: nn.Module) -> str | None:
     """Why no graph can hold a module, or one inside of it, in a sentence; None if one can."""
     for owner in with_own_graphs(module):
         return f"`{owner}` {_OWN_GRAPHS}"
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if hides_memory(tensor):
+            return f"`{name}` {hidden_in(tensor)}"
     return None
+
+
+def hidden_in(tensor: Tensor) -> str:
+    """Say why nothing finds a tensor's values."""
+    kind = type(tensor).__name__
+    return f"is of the class {kind}, whose values are not found without its __tensor_flatten__"
 
 
 def with_own_graphs(module: nn.Module) -> Iterator[str]:
