@@ -1,0 +1,410 @@
+"""Captures a step with two streams, where one that is not kept has shown its data flow.
+
+All that both captures see must be equal, operator by operator. What is not a plain operator on this
+device's tensors, or launches work unseen by torch's dispatcher, leaves the step a chain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
+from torch.autograd.graph import Node
+
+from lightning_graphs.device.emulated import RecordingCapture
+from lightning_graphs.device.inspect import GraphInfo, GraphNode, capture_frontier
+from lightning_graphs.device.schedule import MAIN, SIDE, Part, Schedule, Work, schedule
+from lightning_graphs.device.trace import (
+    Operation,
+    OperatorCall,
+    OperatorMode,
+    dispatches,
+    is_collective,
+    tensors_in,
+)
+from lightning_graphs.errors import GraphError
+from lightning_graphs.private.torch import current_autograd_node, dispatch_modes, has_memory
+
+aten = torch.ops.aten
+
+_PARTED = {aten.native_layer_norm_backward.default: 7, aten.convolution_backward.default: 10}
+"""Operators that compute gradients of the input and of the parameters by kernels of their own, and
+which argument tells those that are wanted."""
+
+_KNOWN = ("aten", "prims")
+"""Namespaces whose operators read and write what their schemas say."""
+
+
+# ------------------ Streams
+
+
+class Streams(Protocol):
+    """The two streams of a capture."""
+
+    def nodes(self) -> int:
+        """Count the nodes of the graph under capture."""
+
+    def is_foreign(self) -> bool:
+        """Whether user code has made another stream current."""
+
+    def wait(self, stream: int, work: int) -> None:
+        """Let a stream wait for a work of the other one that was marked."""
+
+    def mark(self, stream: int, work: int) -> None:
+        """Mark the end of a work."""
+
+    def on(self, stream: int, work: int) -> AbstractContextManager[None]:
+        """Launch the body, a work, on a stream."""
+
+    def join(self) -> None:
+        """Let the main stream wait for all work beside it."""
+
+
+class CudaStreams:
+    """The current stream, and one beside it."""
+
+    # One for each device: cuBLAS keeps memory for each stream
+    _beside: ClassVar[dict[int, torch.cuda.Stream]] = {}
+
+    def __init__(self) -> None:
+        self._main = torch.cuda.current_stream()
+        device = self._main.device_index
+        if device not in self._beside:
+            self._beside[device] = torch.cuda.Stream(device)
+        self._side = self._beside[device]
+        self._both = self._main, self._side
+        self._events: dict[int, torch.cuda.Event] = {}
+        self._is_forked = False
+
+    def nodes(self) -> int:
+        return capture_frontier(self._main.cuda_stream)[1]
+
+    def is_foreign(self) -> bool:
+        return torch.cuda.current_stream().cuda_stream != self._main.cuda_stream
+
+    def wait(self, stream: int, work: int) -> None:
+        self._both[stream].wait_event(self._events[work])
+        self._is_forked = True
+
+    def mark(self, stream: int, work: int) -> None:
+        event = self._events[work] = torch.cuda.Event()
+        event.record(self._both[stream])
+
+    @contextlib.contextmanager
+    def on(self, stream: int, work: int) -> Iterator[None]:
+        if stream == MAIN:
+            yield
+            return
+        if not self._is_forked:
+            self._side.wait_stream(self._main)
+            self._is_forked = True
+        with torch.cuda.stream(self._side):
+            yield
+
+    def join(self) -> None:
+        if self._is_forked:
+            self._main.wait_stream(self._side)
+
+
+class EmulatedStreams:
+    """Records what runs beside as late as the waits of the main stream allow."""
+
+    def __init__(self, capture: RecordingCapture) -> None:
+        self._operations = capture.operations
+        self._waiting: list[tuple[int, list[Operation]]] = []
+
+    def nodes(self) -> int:
+        return len(self._operations)
+
+    def is_foreign(self) -> bool:
+        return False
+
+    def wait(self, stream: int, work: int) -> None:
+        while stream == MAIN and self._waiting and self._waiting[0][0] <= work:
+            self._operations += self._waiting.pop(0)[1]
+
+    def mark(self, stream: int, work: int) -> None:
+        """Do nothing: works beside have numbers."""
+
+    @contextlib.contextmanager
+    def on(self, stream: int, work: int) -> Iterator[None]:
+        before = len(self._operations)
+        yield
+        if stream == SIDE:
+            self._waiting.append((work, self._operations[before:]))
+            del self._operations[before:]
+
+    def join(self) -> None:
+        while self._waiting:
+            self._operations += self._waiting.pop(0)[1]
+
+
+def streams_of_capture() -> Streams:
+    """Return the streams of the capture that is under way on this thread."""
+    for mode in dispatch_modes():
+        if isinstance(mode, RecordingCapture):
+            return EmulatedStreams(mode)
+    return CudaStreams()
+
+
+# ------------------ What a capture sees
+
+
+@functools.cache
+def _is_view(func: OpOverload) -> bool:
+    """Whether an operator only gives memory another geometry."""
+    returns = func._schema.returns
+    kinds = [value.alias_info for value in returns]
+    is_view = bool(kinds) and all(kind is not None and not kind.is_write for kind in kinds)
+    return is_view or torch.Tag.inplace_view in func.tags or func._schema.name in _VIEWS
+
+
+_VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias")
+_MOVES = ("aten::resize_", "aten::resize_as_", "aten::set_")
+
+
+class Use(NamedTuple):
+    """An operator that a capture has seen, with the numbers of storages; see :class:`Work`."""
+
+    func: OpOverload
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    born: tuple[int, ...]
+
+
+class _Seen(OperatorMode):
+    """Sees the operators of a capture, and the storages that they use.
+
+    Args:
+        device_type: Of the tensors that count.
+    """
+
+    sees_functions = False
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self.why_not = ""  # why the step must stay a chain; empty if it need not
+        self.device_type = device_type
+        self._names: dict[int, int] = {}  # by address: of what was allocated there last
+        self.sizes: list[int] = []  # bytes by name
+        self._nodes = 0  # of the graph, behind the last operator
+
+    def __enter__(self) -> Any:
+        self._streams = streams_of_capture()
+        try:
+            self._nodes = self._streams.nodes()
+        except GraphError as error:
+            self.refuse(error.observed)
+        return super().__enter__()
+
+    def refuse(self, why: str) -> None:
+        self.why_not = self.why_not or why
+
+    def takes_other_formula(self, node: Node) -> None:
+        self.refuse("a backward pass takes another formula where operators are seen")
+
+    def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self.refuse(f"{func} consists of others")
+        return super().higher_order(func, args, kwargs)
+
+    def operator(self, call: OperatorCall) -> Any:
+        if self.why_not or _is_view(call.func) or not self._is_on_device(call):
+            return call.run()
+        if why := self._obstacle(call):
+            self.refuse(why)
+            return call.run()
+        result = self.seen(call)
+        if not self.why_not:
+            self._nodes = self._streams.nodes()
+        return result
+
+    def seen(self, call: OperatorCall) -> Any:
+        """Run an operator that launches work."""
+        raise NotImplementedError
+
+    def _is_on_device(self, call: OperatorCall) -> bool:
+        if any(map(self._counts, call.inputs)):
+            return True
+        device = call.kwargs.get("device") or "cpu"  # of what it makes
+        return torch.device(device).type == self.device_type
+
+    def _counts(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device_type
+
+    def _obstacle(self, call: OperatorCall) -> str:
+        if any(dispatches(type(t)) or not has_memory(t) for t in call.inputs):
+            return f"{call.func} is given a tensor of another kind"
+        if is_collective(call.func):
+            return f"{call.func} exchanges data between ranks"
+        if call.func._schema.name in _MOVES:
+            return f"{call.func} moves a tensor"
+        if self._streams.is_foreign():
+            return f"{call.func} runs on a stream of user code"
+        if self._streams.nodes() != self._nodes:
+            return f"ahead of {call.func} work is launched that is no operator of torch"
+        return ""
+
+    def name(self, tensor: Tensor, *, born: bool = False) -> int | None:
+        """Return the number of a tensor's storage; None if it has no memory on the device."""
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if not (address and self._counts(tensor)):
+            return None
+        if born or address not in self._names:
+            self._names[address] = len(self.sizes)
+            self.sizes.append(storage.nbytes())
+        return self._names[address]
+
+    def used(self, call: OperatorCall) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the names of what an operator reads, in place too, and of what it writes."""
+        reads, writes = map(self.name, call.inputs), map(self.name, call.written)
+        return (
+            tuple(dict.fromkeys(n for n in reads if n is not None)),
+            tuple(dict.fromkeys(n for n in writes if n is not None)),
+        )
+
+    def born(self, call: OperatorCall, result: Any) -> tuple[int, ...]:
+        """Name the storages that an operator has made, in the order of its results."""
+        known = {t.untyped_storage().data_ptr() for t in call.inputs}
+        found: list[int] = []
+        for tensor in filter(has_memory, tensors_in(result)):
+            address = tensor.untyped_storage().data_ptr()
+            name = None if address in known else self.name(tensor, born=True)
+            known.add(address)
+            if name is not None:
+                found.append(name)
+        return tuple(found)
+
+
+class DataFlow(_Seen):
+    """Records the data flow of a capture, which is not kept."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__(device_type)
+        self.uses: list[Use] = []
+        self._works: list[Work] = []
+
+    def seen(self, call: OperatorCall) -> Any:
+        in_backward = current_autograd_node() is not None
+        (reads, writes), wants = self.used(call), _parts_of(call)
+        result = call.run()
+        born = self.born(call, result)
+        name, number = call.func._schema.name, len(self.uses)
+        is_barrier = call.func.namespace not in _KNOWN
+        self.uses.append(Use(call.func, reads, writes, born))
+        if not wants or len(born) != sum(wants) or is_barrier:
+            self._works.append(Work(number, name, reads, writes, born, in_backward, is_barrier))
+            return result
+        for part, names in ((Part.FIRST, born[:1]), (Part.REST, born[1:])):
+            self._works.append(Work(number, name, reads, (), names, in_backward, part=part))
+        return result
+
+    def schedule(self, room: int) -> Schedule:
+        """Choose what runs beside; see :func:`schedule`."""
+        return schedule(self._works, self.sizes, room)
+
+
+def _parts_of(call: OperatorCall) -> list[bool]:
+    """Return which results an operator is asked for if it may be parted; else nothing.
+
+    Parts are for dense tensors: of others each would make a copy.
+    """
+    position = _PARTED.get(call.func)
+    if position is None or len(call.args) <= position:
+        return []
+    first, *rest = call.args[position]
+    may = first and any(rest) and all(t.is_contiguous() for t in call.inputs)
+    return [first, *rest] if may else []
+
+
+def _part(call: OperatorCall, part: Part) -> OperatorCall:
+    if part is Part.WHOLE:
+        return call
+    args, position = list(call.args), _PARTED[call.func]
+    first, *rest = args[position]
+    is_first = part is Part.FIRST
+    args[position] = [is_first and first, *(not is_first and one for one in rest)]
+    return OperatorCall(call.func, tuple(args), call.kwargs)
+
+
+class Overlapping(_Seen):
+    """Launches what a schedule lets run beside on the side stream of the capture.
+
+    Where the capture sees something else than its data flow was, it goes on as a chain.
+    """
+
+    def __init__(self, flow: DataFlow, found: Schedule, device_type: str) -> None:
+        super().__init__(device_type)
+        self._expected, self._found = flow.uses, found
+        self._works, self._marks = found.of_operators(), found.marks
+        self._count = 0
+        self._holds: dict[int, list[UntypedStorage]] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self._count != len(self._expected):
+            self.refuse("it has other operators than before")
+        with contextlib.suppress(RuntimeError) if error[0] else contextlib.nullcontext():
+            self._join()
+
+    def refuse(self, why: str) -> None:
+        if not self.why_not:
+            super().refuse(why)
+            self._join()
+
+    def _join(self) -> None:
+        self._streams.join()
+        self._holds.clear()
+
+    def seen(self, call: OperatorCall) -> Any:
+        (reads, writes), number = self.used(call), self._count
+        expected = self._expected[number] if number < len(self._expected) else None
+        if expected is None or (call.func, reads, writes) != expected[:3]:
+            self.refuse(f"{call.func} is not what it was before")
+            return call.run()
+        self._count += 1
+        results = [self._run(work, call) for work in self._works[number]]
+        result = results[0] if len(results) == 1 else (results[0][0], *results[1][1:])
+        if self.born(call, result) != expected.born:
+            self.refuse(f"{call.func} makes something else than before")
+        return result
+
+    def _run(self, work: int, call: OperatorCall) -> Any:
+        found, streams = self._found, self._streams
+        stream = found.streams[work]
+        for other in found.waits[work]:
+            streams.wait(stream, other)
+        for ended in found.releases[work]:
+            del self._holds[ended]
+        if held := found.held[work]:
+            storages = {self.name(t): t.untyped_storage() for t in call.inputs}
+            self._holds[work] = [storages[name] for name in held]
+        with streams.on(stream, work):
+            result = _part(call, found.works[work].part).run()
+        if work in self._marks:
+            streams.mark(stream, work)
+        return result
+
+
+_WORK = ("kernel", "memcpy", "memset", "host", "child")
+
+
+def difference(chain: GraphInfo, forked: GraphInfo) -> str:
+    """Tell how the work of two captures differs, in order of launch; empty if it does not."""
+    ours, theirs = ([n for n in info.nodes if n.kind in _WORK] for info in (chain, forked))
+    if len(ours) != len(theirs):
+        return f"{len(ours)} nodes become {len(theirs)}"
+    for before, after in zip(ours, theirs, strict=True):
+        if _what(before) != _what(after):
+            return f"{before.name} becomes {after.name}"
+    return ""
+
+
+def _what(node: GraphNode) -> tuple[object, ...]:
+    return node.kind, node.name, node.bytes, node.grid, node.block

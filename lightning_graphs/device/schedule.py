@@ -1,0 +1,302 @@
+"""Which operators of a step run beside the others, and what waits for what.
+
+A graph that is captured on one stream is a chain: each kernel waits for the one before. Nothing but
+the optimizer waits for the gradients of weights and biases. They go to a side stream, which the
+same graph forks and joins again. What runs there, and each wait between the two streams, is chosen
+ahead of the capture, from the data flow of one that is not kept.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+MAIN, SIDE = 0, 1
+"""Streams."""
+
+_HIGHEST = 4
+"""How many operators of the backward pass follow each other, from a gradient of a weight to the
+optimizer, at most: sum over a view, cast, sum of two uses."""
+
+_HEAVY = frozenset(
+    f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "sum", "embedding_dense_backward")
+)
+"""Operators that are worth a fork. Of others what follows from these runs beside, too."""
+
+_NO_KERNEL = ("aten::empty", "aten::new_empty")
+
+
+class Part(enum.Enum):
+    """What of an operator is a piece of work."""
+
+    WHOLE = enum.auto()
+    FIRST = enum.auto()  # its first result: the gradient of the input
+    REST = enum.auto()  # its other results: those of weight and bias
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """An operator of a step, or a part of one, with the memory that it uses.
+
+    Memory is known by numbers of storages; each allocation has another one.
+    """
+
+    operator: int  # its position in the step
+    name: str
+    reads: tuple[int, ...]  # all storages that it is given
+    writes: tuple[int, ...] = ()  # those among them that it writes
+    born: tuple[int, ...] = ()  # those that it makes
+    in_backward: bool = False
+    is_barrier: bool = False  # nothing is known of what it reads and writes
+    part: Part = Part.WHOLE
+
+    @property
+    def made(self) -> tuple[int, ...]:
+        return self.writes + self.born
+
+    @property
+    def launches(self) -> bool:
+        return not self.name.startswith(_NO_KERNEL)
+
+
+@dataclass(slots=True, eq=False)
+class Schedule:
+    """The works of a step, in order of their launch, each on its stream.
+
+    Attributes:
+        works: What is launched.
+        streams: The stream of each work.
+        waits: For each work, those on other streams whose end its stream waits for ahead of it.
+        held: For each work, the storages of the other stream that it uses: they must live until
+            that stream has waited for it.
+        releases: For each work, those whose storages may be let go of behind its waits.
+        last: What the main stream waits for in the end.
+    """
+
+    works: list[Work]
+    streams: list[int]
+    waits: list[tuple[int, ...]] = field(default_factory=list)
+    held: list[tuple[int, ...]] = field(default_factory=list)
+    releases: list[tuple[int, ...]] = field(default_factory=list)
+    last: tuple[int, ...] = ()
+
+    @property
+    def marks(self) -> set[int]:
+        """The works that another stream waits for."""
+        return {i for waits in (*self.waits, self.last) for i in waits}
+
+    @property
+    def beside(self) -> int:
+        """How many works run on the side stream."""
+        return self.streams.count(SIDE)
+
+    @property
+    def forks(self) -> int:
+        """How often the side stream waits for the main one."""
+        pairs = zip(self.streams, self.waits, strict=True)
+        return sum(bool(waits) for stream, waits in pairs if stream == SIDE)
+
+    def of_operators(self) -> list[list[int]]:
+        """List the works of each operator."""
+        found: list[list[int]] = []
+        for i, work in enumerate(self.works):
+            if work.operator == len(found):
+                found.append([])
+            found[work.operator].append(i)
+        return found
+
+
+def schedule(works: Sequence[Work], sizes: Sequence[int], room: int) -> Schedule:
+    """Choose what runs beside the main stream, and what waits for what.
+
+    Args:
+        works: Those of a step; operators that may be parted come as two, one behind the other.
+        sizes: Bytes of each storage.
+        room: Bytes that may be held for the side stream beyond what one stream holds.
+    """
+    are_beside = _chosen(works)
+    works, streams = _joined(works, are_beside)
+    return _Clocks(works, streams, sizes, room).schedule()
+
+
+# ------------------ What runs beside
+
+
+def _chosen(works: Sequence[Work]) -> list[bool]:
+    """Choose works which little of the backward pass waits for."""
+    beside = [False] * len(works)
+    in_backward = [i for i, work in enumerate(works) if work.in_backward]
+    if not in_backward:
+        return beside
+    window = range(in_backward[0], in_backward[-1] + 1)
+    heights, users = _heights(works, window)
+    maker: dict[int, int] = {}
+    for i in window:
+        work = works[i]
+        if 0 < heights[i] <= _HIGHEST and not work.is_barrier:
+            makers = [maker[name] for name in work.reads if name in maker]
+            is_worth_it = work.name in _HEAVY or work.part is Part.REST
+            beside[i] = is_worth_it or (bool(makers) and all(beside[m] for m in makers))
+        if work.launches:
+            maker.update(dict.fromkeys(work.made, i))
+    for i in reversed(window):  # the main stream has nothing else to do by then
+        if not beside[i] and works[i].launches:
+            break
+        beside[i] = False
+    for i in reversed(window):  # what is made for nothing else
+        is_whole = works[i].launches and works[i].part is Part.WHOLE and not works[i].is_barrier
+        if is_whole and users[i] and heights[i] <= _HIGHEST:
+            beside[i] |= all(beside[user] for user in users[i])
+    return beside
+
+
+def _heights(works: Sequence[Work], window: range) -> tuple[dict[int, int], dict[int, set[int]]]:
+    """Return the length of the longest chain of readers from each work on, and its readers."""
+    heights: dict[int, int] = {}
+    users: dict[int, set[int]] = {}
+    readers: dict[int, set[int]] = {}
+    for i in reversed(window):
+        work = works[i]
+        users[i] = {user for name in work.made for user in readers.get(name, ())}
+        heights[i] = int(work.launches) + max((heights[u] for u in users[i]), default=0)
+        for name in work.born:
+            readers.pop(name, None)
+        for name in work.reads:
+            readers.setdefault(name, set()).add(i)
+    return heights, users
+
+
+def _joined(works: Sequence[Work], beside: Sequence[bool]) -> tuple[list[Work], list[int]]:
+    """Join parts of an operator that run on one stream."""
+    found: list[Work] = []
+    streams: list[int] = []
+    for work, is_beside in zip(works, beside, strict=True):
+        stream = SIDE if is_beside else MAIN
+        if work.part is Part.REST and streams[-1] == stream:
+            first = found.pop()
+            streams.pop()
+            work = Work(
+                first.operator,
+                first.name,
+                first.reads,
+                first.writes,
+                first.born + work.born,
+                first.in_backward,
+                first.is_barrier,
+            )
+        found.append(work)
+        streams.append(stream)
+    return found, streams
+
+
+# ------------------ What waits for what
+
+
+class _Clocks:
+    """Finds the waits between streams: as few as the memory that works share needs.
+
+    Data flows from what wrote a storage last; a writer waits for all readers before. Memory that is
+    freed is given out again, to the stream that it was allocated on: so the main stream's is held
+    while the side stream uses it, and a work on the side stream waits for what of the main stream
+    used any of its own.
+    """
+
+    def __init__(
+        self, works: list[Work], streams: list[int], sizes: Sequence[int], room: int
+    ) -> None:
+        self._found = Schedule(works, streams)
+        self._sizes, self._room = sizes, room
+        self._known = [[-1, -1], [-1, -1]]  # up to which work of either one a stream has waited
+        self._clocks: list[list[int]] = []  # the same behind each work
+        self._tails = [-1, -1]
+        self._writer: dict[int, int] = {}
+        self._readers: dict[
+            int, list[int]
+        ] = {}  # the last one on each stream, since it was written
+        self._home: dict[int, int] = {}  # the stream that a storage was allocated on
+        self._visited = -1  # the last work of the main stream that used the side stream's memory
+        self._barrier = -1
+        self._pending: list[tuple[int, int]] = []  # works on the side, and bytes held for them
+        self._held: set[int] = set()
+
+    def schedule(self) -> Schedule:
+        found = self._found
+        for i, work in enumerate(found.works):
+            self._place(i, work, found.streams[i])
+        if self._tails[SIDE] > self._known[MAIN][SIDE]:
+            found.last = (self._tails[SIDE],)
+        return found
+
+    def _place(self, i: int, work: Work, stream: int) -> None:
+        other = SIDE if stream == MAIN else MAIN
+        need = max(self._needed(work, stream, other), default=-1)
+        if stream == MAIN:
+            need = max(need, self._to_make_room())
+        elif self._known[SIDE][MAIN] < 0:  # the fork itself
+            need = max(need, self._tails[MAIN])
+        known = self._known[stream]
+        waits = (need,) if need > known[other] else ()
+        for wait in waits:
+            known[:] = map(max, known, self._clocks[wait])
+        known[stream] = self._tails[stream] = i
+        self._clocks.append([*known])
+        found = self._found
+        found.waits.append(waits)
+        found.releases.append(self._released() if stream == MAIN else ())
+        self._note(i, work, stream, other)
+
+    def _needed(self, work: Work, stream: int, other: int) -> Iterable[int]:
+        """Yield what the work must follow on the other stream."""
+        streams = self._found.streams
+        if work.is_barrier:
+            yield self._tails[other]
+        for name in work.reads:
+            writer = self._writer.get(name, -1)
+            if writer >= 0 and streams[writer] == other:
+                yield writer
+        for name in work.writes:
+            yield self._readers.get(name, [-1, -1])[other]
+        if stream == SIDE:
+            yield self._visited
+            yield self._barrier
+
+    def _to_make_room(self) -> int:
+        """Return what the main stream waits for so that less memory is held; -1: for nothing."""
+        taken = sum(size for _, size in self._pending)
+        if taken <= self._room:
+            return -1
+        for work, size in self._pending:
+            taken -= size
+            if taken <= self._room // 2:
+                return work
+        return -1
+
+    def _released(self) -> tuple[int, ...]:
+        known = self._known[MAIN][SIDE]
+        released = tuple(work for work, _ in self._pending if work <= known)
+        if released:
+            self._pending = [entry for entry in self._pending if entry[0] > known]
+            self._held = {n for work, _ in self._pending for n in self._found.held[work]}
+        return released
+
+    def _note(self, i: int, work: Work, stream: int, other: int) -> None:
+        touched = dict.fromkeys(work.reads + work.writes)
+        held = tuple(n for n in touched if stream == SIDE and self._home.get(n) != SIDE)
+        self._found.held.append(held)
+        if held:
+            new = [n for n in held if n not in self._held and n in self._home]  # of this step
+            self._held.update(new)
+            self._pending.append((i, sum(self._sizes[name] for name in new)))
+        if stream == MAIN and any(self._home.get(name) == SIDE for name in touched):
+            self._visited = i
+        if work.is_barrier:
+            self._barrier = i
+        for name in work.reads:
+            self._readers.setdefault(name, [-1, -1])[stream] = i
+        for name in work.made:
+            self._writer[name] = i
+            self._readers[name] = [-1, -1]
+            self._readers[name][stream] = i
+        for name in work.born:
+            self._home[name] = stream
