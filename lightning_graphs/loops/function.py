@@ -37,6 +37,7 @@ def capture(
     verify: bool | int = True,
     memory: float | Literal["auto"] = "auto",
     only_if_faster: bool = True,
+    overlap: bool = False,
     optimizer_kernel: Literal["fused", "own"] = "fused",
 ) -> CapturedFunction[P, R]:
     """Capture a function of a training loop; call what is returned in its place.
@@ -85,6 +86,8 @@ def capture(
         only_if_faster: True: nothing is captured that is not expected to pay off, and calls run
             eagerly again if replays turn out not to be faster. False: whatever comes back is
             captured.
+        overlap: True: after some hundred replays a call is captured once more, with the gradients
+            of weights and biases on a second stream of its graph, and the faster graph is kept.
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels, whose results
             differ by rounding, unless they were made with ``fused=False`` or ``foreach=True``.
             ``"own"``: every optimizer keeps the kernel that torch chooses for it.
@@ -102,6 +105,7 @@ def capture(
         verify=verify,
         memory=memory,
         only_if_faster=only_if_faster,
+        overlap=overlap,
         optimizer_kernel=optimizer_kernel,
     )
     if isinstance(function, CapturedFunction):

@@ -45,6 +45,7 @@ class Options:
     verify: bool | int = True
     memory: float | Literal["auto"] = "auto"
     only_if_faster: bool = True
+    overlap: bool = False
     optimizer_kernel: Literal["fused", "own"] = "fused"
     log_metrics: bool = False
     diagnose: bool = False

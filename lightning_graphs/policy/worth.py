@@ -28,9 +28,6 @@ from lightning_graphs.report import GraphRecord, StepTime
 from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics, StepTimes
 from lightning_graphs.values.tree import leaves_of
 
-# ------------------ Time
-
-
 # ------------------ Times of steps
 
 SAMPLES = 8
@@ -391,6 +388,10 @@ class CapturePolicy:
         return max(_MARGIN * uses - gained, further, _ALONE * uses)
 
     @property
+    def steps_left(self) -> int:
+        return self._steps_left()
+
+    @property
     def is_likely(self) -> bool:
         """Whether there may be a first capture, as far as the times so far tell."""
         times = self._step_times
@@ -536,7 +537,6 @@ class HyperParameterChurn:
 
 
 # ------------------ Memory
-
 
 _WORTH_A_MOVE = 0.05
 """The part of the reserved memory that lies unused between tensors."""

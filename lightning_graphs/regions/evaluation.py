@@ -115,6 +115,8 @@ class EvaluationVerification(EvaluationBody, Verification):
 class EvaluationSteps(StepRegion):
     """The steps of an evaluation as regions: they have no head, and leave gradients alone."""
 
+    has_backward = False
+
     def _bind(self) -> None:
         """Make guards and captures for the present parameters and modules."""
         self._observers = NO_OBSERVERS

@@ -291,6 +291,9 @@ class Region(ABC, Generic[Call, P]):
         """Whether a capture that failed so may succeed in a later call."""
         return False
 
+    def judge(self, plan: P, call: Call) -> None:
+        """Look at the trial of a plan, which is due; the cache may have another one then."""
+
     @abstractmethod
     def refuse(self, error: GraphError) -> None:
         """Tell that such calls run eagerly, or raise."""
@@ -341,6 +344,10 @@ class Lifecycle(Generic[Call, P]):
         asked before.
         """
         region, key, plan = self._region, None, found[0] if found else self.find(call)
+        if plan is not None and plan.trial is not None and plan.trial.is_due:
+            plan.cancel()
+            region.judge(plan, call)
+            plan = self.find(call)
         if plan is not None:
             choice, wish = plan.number, plan.unverified and self._policy.affords_verification
         else:
@@ -377,6 +384,7 @@ class Lifecycle(Generic[Call, P]):
         """Whether a plan that fits may be replayed with nothing else to decide, on one rank."""
         verifier = self._verifier
         again = verifier is not None and verifier.every > 0 and verifier.is_due
+        again |= plan.trial is not None and plan.trial.is_due
         return not (plan.unverified or self.is_failing or self._policy.is_over or again)
 
     def _due_key(self, call: Call) -> Hashable | None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,12 @@ class Part(NamedTuple):
         return cls(graph, (*before, graph.launch), (*after,))
 
 
+class Trial(Protocol):
+    """What is measured of a plan before its region may get another one."""
+
+    is_due: bool  # the region is to look at it
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Plan:
     """A captured region, complete when made: lists of instructions that are walked in order.
@@ -55,10 +61,11 @@ class Plan:
     checks: tuple[Check, ...] = ()
     # Compute and copy in what a call brings; one that gives False ends it: another way is taken
     takes: tuple[Callable[[Any], object], ...] = ()
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
     uses: int = 0  # how often it was replayed
     unverified: bool = False  # it is yet to be compared with the eager region
     number: int = 0  # equal on all ranks that have captured it together
+    trial: Trial | None = None
 
     def fits(self, call: Any) -> bool:
         """Whether it is right for a call; if so it is ready for a replay."""

@@ -85,9 +85,15 @@ from lightning_graphs.watch.user_code import held_elsewhere
 class Segments:
     """The graphs of one step: one, or more if the capture was cut."""
 
-    def __init__(self, pool: GraphPool, reads: AttributeGuards) -> None:
+    def __init__(
+        self,
+        pool: GraphPool,
+        reads: AttributeGuards,
+        seeing: Callable[[], AbstractContextManager[object]],  # surrounds what is captured
+    ) -> None:
         self._pool = pool
         self._reads = reads
+        self._seeing = seeing
         self._open = contextlib.ExitStack()
         self.graphs: dict[str, CUDAGraph] = {}
         self.stores: dict[str, Stores] = {}
@@ -102,6 +108,7 @@ class Segments:
         self._open.close()
         self._open.push(partial(self._ended, name))
         self._captured = self._open.enter_context(self._pool.capture())
+        self._open.enter_context(self._seeing())
 
     def _ended(self, name: str, error: type[BaseException] | None, *_: object) -> None:
         if error is None:
@@ -173,6 +180,8 @@ class Attempts(StepBody):
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
+        # Surrounds what a graph captures
+        self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def _attempts(self, attempt: Callable[[], StepPlan]) -> StepPlan | None:
         self._unread = None
@@ -370,7 +379,7 @@ class StepCapture(Attempts):
 
     @code_captured("A captured step")
     def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
-        segments = Segments(self.context.pool, self._facts.reads)
+        segments = Segments(self.context.pool, self._facts.reads, self.seeing)
         scaling: dict[str, Any] = {}
         recorder = self.client.recorder()
         around, capturing = contextlib.ExitStack(), contextlib.ExitStack()

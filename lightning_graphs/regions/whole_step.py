@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from operator import is_
@@ -46,6 +46,7 @@ from lightning_graphs.regions.optimizer import (
     follow_moving,
     rounded_otherwise,
 )
+from lightning_graphs.regions.overlapped import Overlap
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified import Verification
@@ -218,6 +219,7 @@ def refuse_unlike(plan: StepPlan) -> bool:
 
 # ------------------ All steps
 
+_KEEPS = "code of a step keeps tensors that it has computed"
 BY_HAND = Phase(zeroing=False, stepping=True, window=1)
 """The phase of a step whose own code optimizes: it may add to gradients, and may step."""
 
@@ -237,6 +239,7 @@ class StepRegion(HeadedSteps):
     scope = step = "step"  # of its graphs, in the report; and what the user calls it
     captures: type[StepCapture] = StepCapture
     verifies: type[Verification] = Verification
+    has_backward = True  # something may run beside the rest of it
 
     def __init__(
         self,
@@ -254,12 +257,14 @@ class StepRegion(HeadedSteps):
         self._life: Lifecycle[tuple[Any, ...], StepPlan]
         self._life = Lifecycle(self, fit, verifier, lru_cache(without_values))
         self._cache = self._life.cache
-        self.plans: Mapping[Signature, StepPlan] = self._cache.by_key  # those of the present
+        # Those of the present
+        self.plans: MutableMapping[Signature, StepPlan] = self._cache.by_key
         self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
         self._captures_unseen = True
         self._moved = ""
         self._warmup_left = options.warmup_steps
         self._facts = CaptureFacts(fit, self.forget_plans, recovery.gradients_held)
+        self._overlap = Overlap.of(fit, self._facts, self) if self.has_backward else None
         self._head = StepHead(fit, self._facts.places, head_rules)
         self._kept = self._facts.kept
         self._values = BatchValues(fit.watch.function)
@@ -352,6 +357,8 @@ class StepRegion(HeadedSteps):
         self._watch.look_again()
 
     def release(self, plan: StepPlan) -> None:
+        if plan.trial is not None and self._overlap is not None:
+            self._overlap.leave(plan)
         self._kept.track(None)
         self._statistics.released(plan.graphs["forward"])
         if plan is self._active:  # its step is not over: the pool keeps its graphs
@@ -447,11 +454,39 @@ class StepRegion(HeadedSteps):
         graphs = [*plan.graphs.values()]
         words = signature_in_words(plan.key)
         plan.record = self._statistics.captured(words, graphs, self._cost, scope=self.scope)
+        self._admit(plan)
+        plan.take_call(call)
+        if self._overlap is not None:
+            self._overlap.enter(plan)
+
+    def _admit(self, plan: StepPlan) -> None:
         self._kept.count()
         for mechanism in plan.mechanisms:
             if mechanism.enter is not None:
                 mechanism.enter()
+
+    def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+        if self._overlap is not None:
+            self._overlap.judge(plan, call)
+
+    @property
+    def capturing(self) -> StepCapture:
+        return self._capture
+
+    def verify(self, plan: StepPlan, beside: StepPlan, call: tuple[Any, ...]) -> bool:
+        """Verify a plan that is to stand beside another one; it is then ready for replays."""
+        plan.record, plan.number = beside.record, next(self._ranks.numbers)
+        self._admit(plan)
         plan.take_call(call)
+        self._recovery.forget_gradients(plan)
+        self._kept.bound = None
+        try:
+            if self._verifier.is_on:
+                self._verification.check(plan, call)
+        except MemoryKept:
+            self._rebind(_KEEPS)
+            return False
+        return True
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         if self._is_in_head:
@@ -464,7 +499,7 @@ class StepRegion(HeadedSteps):
         try:
             self._verification.check(plan, call)
         except MemoryKept:
-            self._rebind("code of a step keeps tensors that it has computed")
+            self._rebind(_KEEPS)
             return False
         except HeadMissed:
             return refuse_unlike(plan)

@@ -36,6 +36,8 @@ class GraphRecord:
         replays: Replays of it: steps, or calls of a module.
         eager_ms: Median time of an eager step of this signature; None if none was timed.
         replay_ms: Median time of a replayed step; None if none was timed.
+        overlap: Whether its graph runs in one stream or in two, and why; empty if two were not
+            tried.
     """
 
     signature: str
@@ -49,6 +51,7 @@ class GraphRecord:
     replays: int = 0
     eager_ms: float | None = None
     replay_ms: float | None = None
+    overlap: str = ""
 
     @property
     def speed_up(self) -> float | None:
@@ -319,6 +322,9 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
         said.append(_TIMES_OF_A_REHEARSAL)
     if report.head_ms and report.times_mean_something:
         said.append(f"{report.head_ms:.3f} ms of Python run ahead of the graph in each step.")
+    said += [
+        f"Overlap, {words}." for words in dict.fromkeys(r.overlap for r in report.graphs) if words
+    ]
     if report.verdict:
         said.append(report.verdict)
     if report.fused:

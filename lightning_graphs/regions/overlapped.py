@@ -1,0 +1,290 @@
+"""Steps with a second graph, in which gradients of weights are computed beside the rest.
+
+A graph is replayed for a while. Then the step is captured twice more: once to see its data flow,
+and once in two streams, by that. The second graph is compared with the eager step as any other.
+Both compute the same, so that they are replayed in turn, in steps of the fit, and timed. The faster
+one is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from lightning_graphs.device.overlap import DataFlow, Overlapping, difference
+from lightning_graphs.errors import GraphError, first_line, is_out_of_memory
+from lightning_graphs.policy import contest as policy
+from lightning_graphs.policy.worth import Stopwatch
+from lightning_graphs.private.exchange import TURN, replaced
+from lightning_graphs.regions.conditions import Instruction
+from lightning_graphs.regions.context import CaptureFacts, TrainingContext
+from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.step import StepCapture
+from lightning_graphs.report.messages import capture_cost
+
+Mode = TypeVar("Mode", DataFlow, Overlapping)
+
+_TOO_DEAR = "another capture costs too much"
+
+
+class Clock(Protocol):
+    """Takes marks on the device without waiting for it."""
+
+    meaningful: bool
+
+    def mark(self) -> Any: ...
+
+    def milliseconds(self, start: Any, end: Any, *, wait: bool) -> float | None: ...
+
+
+class Steps(Protocol):
+    """The region whose steps these are."""
+
+    plans: MutableMapping[Any, StepPlan]
+
+    @property
+    def capturing(self) -> StepCapture: ...
+    def key(self, call: tuple[Any, ...]) -> Any: ...
+    def capture(self, call: tuple[Any, ...], key: Any) -> StepPlan | None: ...
+    def verify(self, plan: StepPlan, beside: StepPlan, call: tuple[Any, ...]) -> bool: ...
+    def discard(self, plan: StepPlan) -> None: ...
+    def release(self, plan: StepPlan) -> None: ...
+
+
+# ------------------ Trials
+
+
+def _launch_by(plan: StepPlan, launch: Instruction) -> None:
+    """Let a function launch the graph of a plan."""
+    part = plan.parts["forward"]
+    plan.parts["forward"] = part._replace(before=(*part.before[:-1], launch))
+
+
+def _end_trial(*plans: StepPlan) -> None:
+    for plan in plans:
+        plan.trial = None
+        _launch_by(plan, plan.graphs["forward"].launch)
+
+
+class Countdown:
+    """Counts the replays of a plan that come before a second one is considered."""
+
+    def __init__(self, replays: int) -> None:
+        self.is_due = False
+        self._replays = self._left = replays
+
+    def begin(self, plan: StepPlan) -> None:
+        launch = plan.graphs["forward"].launch
+
+        def launch_counted() -> None:
+            launch()
+            self._left -= 1
+            self.is_due |= self._left <= 0
+
+        plan.trial = self
+        _launch_by(plan, launch_counted)
+
+    def go_on(self) -> None:
+        self.is_due = False
+        self._replays *= policy.LATER
+        self._left = self._replays
+
+
+class Contest:
+    """Replays two plans for the same steps in turn, and times their graphs."""
+
+    def __init__(
+        self, plans: tuple[StepPlan, StepPlan], cache: MutableMapping[Any, StepPlan], clock: Clock
+    ) -> None:
+        self.is_due = False
+        self.plans = plans
+        self._cache, self._clock = cache, clock
+        self._marks: tuple[list[Any], list[Any]] = ([], [])
+
+    def begin(self) -> None:
+        for plan, other, marks in zip(self.plans, reversed(self.plans), self._marks, strict=True):
+            plan.trial = self
+            _launch_by(plan, self._launching(plan, other, marks))
+
+    def _launching(self, plan: StepPlan, other: StepPlan, marks: list[Any]) -> Instruction:
+        launch, mark = plan.graphs["forward"].launch, self._clock.mark
+
+        def launch_timed() -> None:
+            start = mark()
+            launch()
+            marks.append((start, mark()))
+            self.is_due = min(map(len, self._marks)) >= policy.PAIRS
+            if self._cache.get(plan.key) is plan:  # the other one is next
+                other.uses = plan.uses
+                self._cache[plan.key] = other
+
+        return launch_timed
+
+    def times(self) -> tuple[list[float], list[float]] | None:
+        """Return the milliseconds of each replay; None if the device is not as far yet."""
+        found = [
+            [self._clock.milliseconds(*pair, wait=False) for pair in marks] for marks in self._marks
+        ]
+        first, second = ([ms for ms in times if ms is not None] for times in found)
+        return (first, second) if [len(first), len(second)] == [*map(len, found)] else None
+
+
+# ------------------ Decisions
+
+
+class Overlap:
+    """Gives steps a second graph in two streams, where that is worth it."""
+
+    def __init__(self, fit: TrainingContext, facts: CaptureFacts, steps: Steps) -> None:
+        self._fit, self._facts, self._steps = fit, facts, steps
+        self._clock: Clock = Stopwatch(fit.module.device)
+
+    @classmethod
+    def of(cls, fit: TrainingContext, facts: CaptureFacts, steps: Steps) -> Overlap | None:
+        """Make one; None if the steps of a fit cannot have a second graph."""
+        may = fit.options.overlap and fit.ranks.are_one and fit.ranks.ddp is None
+        found = cls(fit, facts, steps) if may else None
+        return found if found is not None and found._clock.meaningful else None
+
+    def enter(self, plan: StepPlan) -> None:
+        """Begin with a plan that is in the cache now."""
+        graph = plan.graphs["forward"]
+        is_whole = len(plan.graphs) == 1 and plan.head is None and not graph.has_collectives
+        if is_whole and not self._fit.compiled.runs:
+            Countdown(policy.FIRST).begin(plan)
+
+    def leave(self, plan: StepPlan) -> None:
+        """Release what is tried beside a plan that has left the cache."""
+        trial = plan.trial
+        plan.trial = None
+        if isinstance(trial, Contest):
+            for other in trial.plans:
+                _end_trial(other)
+                if other is not plan:
+                    self._steps.discard(other)
+
+    def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+        """Look at a trial that is due."""
+        trial = plan.trial
+        if isinstance(trial, Contest):
+            self._settle(trial)
+        elif isinstance(trial, Countdown):
+            measures, left = self._fit.policy.measures, self._fit.policy.steps_left
+            if measures and not policy.is_affordable(plan.record, left):
+                trial.go_on()
+            else:
+                _end_trial(plan)
+                self._challenge(plan, call)
+
+    def _challenge(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+        """Capture and verify a second plan, and begin to compare both."""
+        rival: StepPlan | str = ""
+        try:
+            with TURN, self._as_learned():
+                rival = self._rival(plan, call)
+            if isinstance(rival, str):
+                why = rival
+            elif self._steps.verify(rival, plan, call) and self._is_present(plan):
+                Contest((plan, rival), self._steps.plans, self._clock).begin()
+                return
+            else:
+                why = "it could not be verified"
+        except GraphError as error:
+            why = first_line(error)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            why = "there is no memory for a second graph"
+        plan.record.overlap = f"one stream: {why}"
+        if not isinstance(rival, str):
+            self._steps.discard(rival)
+
+    def _is_present(self, plan: StepPlan) -> bool:
+        return self._steps.plans.get(plan.key) is plan
+
+    @contextmanager
+    def _as_learned(self) -> Iterator[None]:
+        """Let later captures know no more than before the body: it sees operators, they do not."""
+        facts = self._facts
+        names = "has_host_program", "has_several_passes", "is_unseen"
+        before = [getattr(facts, name) for name in names]
+        try:
+            yield
+        finally:
+            for name, value in zip(names, before, strict=True):
+                setattr(facts, name, value)
+
+    def _rival(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | str:
+        """Capture a step in two streams; or tell why it stays a chain."""
+        key = self._steps.key(call)
+        if key is None or not self._is_present(plan):
+            return "the step has changed meanwhile"
+        on_gpu = self._fit.pool.backend.name == "cuda"
+        with capture_cost(self._fit.pool.backend) as cost:
+            reserved = torch.cuda.memory_reserved() if on_gpu else 2**62
+            flow = self._flow(call, key)
+            if flow is None or flow.why_not:
+                return _TOO_DEAR if flow is None else flow.why_not
+            found = flow.schedule(int(policy.MORE_MEMORY / 2 * reserved))
+            if not found.beside:
+                return "nothing in it could run beside the rest"
+            seen = self._seen(call, key, partial(Overlapping, flow, found, flow.device_type))
+        if seen is None:
+            return _TOO_DEAR
+        rival, mode = seen
+        added = cost.added.get(rival.graphs["forward"].pool(), 0)
+        why = mode.why_not or self._unlike(plan, rival)
+        if not why and added > max(policy.MORE_MEMORY * reserved, policy.AT_LEAST):
+            why = f"two would take {added // 2**20} MiB more"
+        if why:
+            self._steps.discard(rival)
+        return why or rival
+
+    def _flow(self, call: tuple[Any, ...], key: Any) -> DataFlow | None:
+        """Capture a step to see its data flow; its memory is free for the next capture then."""
+        seen = self._seen(call, key, partial(DataFlow, self._fit.pool.backend.device_type))
+        if seen is None:
+            return None
+        plan, flow = seen
+        self._steps.discard(plan)
+        return flow
+
+    def _seen(
+        self, call: tuple[Any, ...], key: Any, make: Callable[[], Mode]
+    ) -> tuple[StepPlan, Mode] | None:
+        """Capture a step under a mode, of which each attempt gets its own; None: it is given up."""
+        modes: list[Mode] = []
+
+        def seeing() -> Mode:
+            modes.append(make())
+            return modes[-1]
+
+        with replaced(self._steps.capturing, "seeing", seeing):
+            plan = self._steps.capture(call, key)
+        return None if plan is None else (plan, modes[-1])
+
+    def _unlike(self, plan: StepPlan, rival: StepPlan) -> str:
+        """Tell what else than its streams differs in a second plan; empty if nothing does."""
+        if rival.key != plan.key or rival.graphs.keys() != plan.graphs.keys():
+            return "the step depends on something else where operators are seen"
+        if self._fit.pool.backend.name != "cuda":
+            return ""
+        infos = (one.graphs["forward"].inspection() for one in (plan, rival))
+        return difference(*infos)
+
+    def _settle(self, contest: Contest) -> None:
+        """Keep the faster plan; go on for a while if not all times are known."""
+        times = contest.times()
+        if times is None:
+            return
+        chain, rival = contest.plans
+        winner, loser = (rival, chain) if policy.is_faster(*times) else (chain, rival)
+        _end_trial(chain, rival)
+        winner.uses = max(chain.uses, rival.uses)
+        self._steps.plans[winner.key] = winner
+        self._steps.release(loser)
+        winner.record.overlap = policy.in_words(*times)
