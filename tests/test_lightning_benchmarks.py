@@ -272,3 +272,15 @@ def test_optimizers_are_measured(script: Any, lab: Any, tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("a\n<!-- optimizers -->\n| optimizer |")
     assert text.endswith("\n<!-- end of optimizers -->\nc\n")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_captured_loops_train_as_eager_ones_do(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loops = script("loops")
+    assert loops.main(["--tiny", "--rows", "DreamerV3, Fabric"]) == 0
+    assert "equal to the bit" in capsys.readouterr().out
+    found = {"differs": [], "repeatable": True, "compared": 3, "gain": 9.0, "limit": 10.0}
+    assert loops.verdict(found, tiny=False) == "FAIL"
+    assert loops.verdict({**found, "differs": ["world"]}, tiny=True) == "WRONG RESULT"
