@@ -140,7 +140,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         Empty: :meth:`training_step` is to run it. It goes on from what was found here.
         """
         life, self._client.given = self._life, args
-        if self._warmup_left > 0 or self._is_synced():
+        if self._warmup_left > 0 or self._is_synced() or self._head.now is not None:
             return ()
         plan = life.find(args)
         if plan is None or not life.is_ready(plan):
@@ -156,6 +156,9 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         if is_outside or waits or (self._collectives and not self._collectives.are_known):
             if not is_outside:
                 self._count_key(args)
+            return None
+        if self._head.now is not None:
+            self._begins_with_head = True
             return None
         return self._life.plan_for(args, *found)
 

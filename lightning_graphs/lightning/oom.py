@@ -66,6 +66,8 @@ class StepBegin(Snapshot):
         self._logs = logs_snapshot(trainer)
         tensors = [*module.buffers(), *UnregisteredTensors(module, held).tensors]
         tensors += self.gradients.tensors if gradients else []
+        # References to each gradient, or to its memory: here, and three for a value that is saved
+        self.references = 4 if gradients else 1
         random = RandomState(module.device, module.modules())
         super().__init__(tensors, self.gradients, random, room=budget.room_for)
 
@@ -154,8 +156,9 @@ class OomRecovery:
             self._begin.gradients.forget()
 
     def gradients_held(self) -> list[int]:
-        """Return the ``id`` of each gradient of the snapshot."""
-        return [] if self._begin is None else list(map(id, self._begin.gradients.tensors))
+        """Return the ``id`` of each gradient of the snapshot, once for each reference."""
+        begin = self._begin
+        return [] if begin is None else [*map(id, begin.gradients.tensors)] * begin.references
 
     def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
         gradients |= self._manual

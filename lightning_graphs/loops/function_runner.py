@@ -97,6 +97,8 @@ class FunctionSteps(StepRegion):
         self._bound = tuple(owners)  # read once: captures note what is read of the module
         super().__init__(context, Unrepeated(context.budget.require_room), verifier)
         self._may_give_up = False
+        program = context.module
+        self._run_step = partial(program.arguments.call, program.function)
         hooked = [one.register_state_dict_post_hook(self._saved) for one in self._optimizers]
         self._saving = [handle.remove for handle in hooked]
 
@@ -123,6 +125,9 @@ class FunctionSteps(StepRegion):
         if self._warmup_left > 0 or self._policy.is_over or not self._ranks.ready:
             with self._around():
                 return self._wait(call, args, kwargs)
+        if self._head.now is not None:
+            with self._around():
+                return self._run_head(call)
         plan = life.find(call)
         if plan is None or not (self._ranks.are_one and life.is_ready(plan)):
             with self._around():
@@ -176,6 +181,21 @@ class FunctionSteps(StepRegion):
         if not self._is_apart or self._client.processes.sync():
             return self._module.function(*args, **kwargs)
         return self._collectives.observed(partial(self._module.function, *args, **kwargs))
+
+    def _without_head(self, args: tuple[Any, ...]) -> Any:
+        self._statistics.ran_eagerly()
+        return self._run_step(*args)
+
+    def _finds_head(self, error: GraphError) -> bool:
+        return not self._is_apart and super()._finds_head(error)
+
+    def _plan_behind(self, leaving: dict[str, Any]) -> StepPlan | None:
+        with self._speaking():
+            return super()._plan_behind(leaving)
+
+    def _capture_behind(self, args: tuple[Any, ...]) -> None:
+        with self._speaking():
+            super()._capture_behind(args)
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:

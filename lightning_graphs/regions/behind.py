@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,21 +26,26 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
 from lightning_graphs.private.engine import plain
+from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.body import Begin, Given
 from lightning_graphs.regions.conditions import Phase, conditions_of
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.report.messages import PATIENCE
+from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import StaticInputs, storage_address
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.batch import BatchValueRead, objects_of
-from lightning_graphs.watch.environment import RaisedInCapture, effects_watched
+from lightning_graphs.watch.environment import RaisedInCapture
 from lightning_graphs.watch.head import (
     VARIABLES,
     Ending,
+    FirstUse,
     Head,
+    HeadEnded,
+    Lasting,
     Made,
     endings_along,
     first_use,
@@ -66,7 +72,7 @@ _AHEAD = frozenset(
 """Rules that code breaks which may run ahead of a graph."""
 
 
-_TRIES = 3
+_TRIES, _MOST_TRIES = 2, 64
 """How often a capture is tried for what leaves a head, and finds that something else does."""
 
 
@@ -102,6 +108,8 @@ class StepHead:
         context: TrainingContext,
         places: StepState,
         uses: Iterable[str] = (),  # further rules against uses of values that were read or drawn
+        *,
+        trains: bool = True,
     ) -> None:
         self.context = context
         self._uses = {DRAWN.rule, *uses}
@@ -113,7 +121,10 @@ class StepHead:
         self._endings: list[Ending] | None = None
         # Keys that are to be captured, and how often more that is tried
         self._due: dict[tuple[Signature, Phase], tuple[Signature, int]] = {}
+        self._tries: dict[tuple[Signature, Phase], int] = {}  # when they became due last
         self._taken: tuple[Signature, Phase] | None = None
+        self._trains = trains
+        self._infers = False  # the loop does, as the latest run has found it
 
     # ------------------------------------------------------------------ finding it
 
@@ -124,7 +135,7 @@ class StepHead:
         is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
         if not (is_known or is_read) or isinstance(error, DrawnOutsideError):
             return False
-        if not context.ranks.are_one or context.compiled.runs or context.watch.optimizes_itself:
+        if not context.ranks.are_one or context.compiled.runs:
             return False
         if self._endings is None:
             self._error, self._endings = error, self._found(args)
@@ -164,24 +175,43 @@ class StepHead:
 
     def look_again(self) -> None:
         """Look at the module's parameters and buffers again."""
-        module = self.context.module
         if self.now is not None:
-            self.now.state = {id(t) for t in (*module.parameters(), *module.buffers())}
+            module, watch = self.context.module, self.context.watch
+            tensors, others = (*self._parameters(), *module.buffers()), module.modules()
+            lasting = (*tensors, *others, *watch.optimizers, *watch.schedulers)
+            self.now.state = {*map(id, lasting)}
 
     def _found(self, args: Sequence[Any]) -> list[Ending]:
         """Run a step up to its first use of a parameter; list where graphs may begin."""
         watch, module = self.context.watch, self.context.module
-        tensors = [*module.parameters()], [*module.buffers()]
-        seen: list[object] = []
+        tensors = self._parameters(), [*module.buffers()]
+        seen: list[object] = []  # of what would be done again by each run that is undone
 
         def note(*effect: object) -> None:
             seen.append(effect)
 
-        with self.undone(args) as undone, effects_watched(watch.own, note, watch.effects):
-            found = first_use(partial(self.step, undone.arguments), *tensors)
-        # It would print once more for each run that is undone
+        def stop(name: str) -> None:
+            note(name)
+            raise HeadEnded
+
+        stepping = [*watch.optimizers, *watch.schedulers]
+        environment = watch.environment(on_use=note)
+        outside, generators = environment.outside, environment.generators
+        outside.on_iterator, outside.on_clock = stop, nothing
+        found = FirstUse([], False)
+        with self.undone(args) as undone:
+            with contextlib.suppress(HeadEnded), environment.acting():
+                found = first_use(partial(self.step, undone.arguments), *tensors, stepping)
+            seen += generators.outside.intersection(generators.drawn()), outside.contents.changed()
+            generators.restore()
+            outside.contents.restore()
         self._reads = found.reads
-        return [] if seen else list(endings_along(found.stack))
+        return [] if any(seen) else list(endings_along(found.stack))
+
+    def _parameters(self) -> list[Tensor]:
+        groups = (group for one in self.context.watch.optimizers for group in one.param_groups)
+        trained = (parameter for group in groups for parameter in group["params"])
+        return [*dict.fromkeys([*self.context.module.parameters(), *trained])]
 
     @calls_observed
     def step(self, arguments: Sequence[Any]) -> Any:
@@ -190,9 +220,9 @@ class StepHead:
 
     def refuse_bound(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Refuse tensors that leave the head and are bound to what is before or behind it."""
-        module = self.context.module
-        state = set(map(storage_address, plain((*module.parameters(), *module.buffers())))) - {0}
-        if not torch.is_grad_enabled():
+        buffers = self.context.module.buffers()
+        state = set(map(storage_address, plain((*self._parameters(), *buffers)))) - {0}
+        if self._trains and not torch.is_grad_enabled():
             raise self._bound("gradients are not recorded at the end of it")
         for name, tensor in zip(names, tensors, strict=True):
             if tensor.requires_grad or storage_address(tensor) in state:
@@ -234,7 +264,11 @@ class StepHead:
 
     def puts_off(self, key: Signature) -> bool:
         """Note that a step of this key is to be captured; return whether it may be this one."""
-        self._due.setdefault(_shape_of(key), (key, _TRIES))
+        shape = _shape_of(key)
+        known = self._due.get(shape)
+        if known is None or not known[1]:  # others have come in between: try more often
+            tries = self._tries[shape] = min(2 * self._tries.get(shape, _TRIES), _MOST_TRIES)
+            self._due[shape] = key, tries
         return False
 
     def due_key(self, phase: Phase) -> Signature | None:
@@ -279,17 +313,43 @@ class StepHead:
         of modules back.
         """
         module, around = self.context.module, self.context.watch.around_step()
+        self._infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         held = list(iter_objects(module))
         contents, quiet = PythonSnapshot(held), contextlib.ExitStack()
         random = RandomState(module.device, module.modules())
         parts = contents, objects_of(args[0]), Generators(held, module.device), random
         state = [*module.buffers(), *UnregisteredTensors(module, held).small] if tensors else []
-        with Snapshot(state, *parts).undone(), around, torch.enable_grad(), quiet:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(Snapshot(state, *parts).undone())
+            if tensors and self.context.watch.optimizes_itself:
+                stack.enter_context(_gradients_undone(self._parameters()))
+            stack.enter_context(around)
+            # Leaving inference mode turns autograd on, whatever it was
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(records))
+            stack.enter_context(quiet)
             quiet.enter_context(self.context.watch.mute().recording())
             own = StaticInputs(leaves_of(args[0], Tensor)).tensors  # code may change its batch
             made = quiet.enter_context(Made(own))
             arguments = [substitute(args[0], own), *args[1:]]
+            stack.callback(made.tensors.clear)
             yield Undone(arguments, contents, quiet, made)
+
+    def modes(self) -> AbstractContextManager[object]:
+        """Set the modes of the loop in the body, which is at the end of a run that is undone."""
+        return torch.inference_mode() if self._infers else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _gradients_undone(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Put back gradients that the body has dropped, or zeroed in place."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    with Snapshot([gradient for _, gradient in before if gradient is not None]).undone():
+        try:
+            yield
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
 
 
 # ------------------ What is captured
@@ -335,7 +395,10 @@ class Behind:
                 lambda: made.refused_behind(named[1].values(), self.head.ending),
             )  # fmt: skip
             (own, *_) = begin(call)
-            return {name: own[name] for name in self.head.ending.live if name in own}
+            names = (
+                n for n, value in leaving.items() if not isinstance(value, (Identity, Lasting))
+            )
+            return {name: own[name] for name in names if name in self.head.ending.live}
 
         result = self.head.run(partial(code, *self._undone.arguments), at_end)
         if not ended:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.device.rules import GRADIENTS_CHANGED
-from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.behind import Behind
@@ -113,8 +112,9 @@ class EvaluationVerification(EvaluationBody, Verification):
 
 
 class EvaluationSteps(StepRegion):
-    """The steps of an evaluation as regions: they have no head, and leave gradients alone."""
+    """The steps of an evaluation as regions, which leave gradients alone."""
 
+    verifies = EvaluationVerification
     has_backward = False
 
     def _bind(self) -> None:
@@ -124,14 +124,9 @@ class EvaluationSteps(StepRegion):
         self._in_graphs, self._eager_because = [], ""
         optimizers = dict.fromkeys(self._optimizers or [NoOptimizer()])
         self._capture = EvaluationCapture(self._fit, self._facts, optimizers, NO_OBSERVERS)
-        self._verification = EvaluationVerification(
-            self._verifier, self._capture, self._facts.places
-        )
         guards = self._facts, self._client_guards()
         self._watch = ReplayGuards(self._module, [], [], *guards)
+        self._bind_head()
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
-        return self._is_equal(plan, call)
-
-    def _finds_head(self, error: GraphError) -> bool:
-        return False
+        return self._put_off(plan) if self._is_in_head else self._is_equal(plan, call)

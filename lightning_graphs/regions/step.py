@@ -208,17 +208,20 @@ class Attempts(StepBody):
             # Others follow the first one
             caught = self._followed.caught
             error = caught[0] if caught and AFTERMATH in raised.observed else raised
-            outcome = self._outcome_of(error, compiled=compiled)
-            if outcome is Outcome.REFUSED and self.client.keeps_back(error):
-                self._facts.is_unseen = True  # once more as an eager step, to begin with
-                return Outcome.LEARNED
-            if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
-                self._refuse_draws(attempt)
-            if outcome is Outcome.REFUSED and error is raised:
-                raise
-            if outcome is Outcome.REFUSED:
-                raise error from raised
-            return outcome
+            try:
+                outcome = self._outcome_of(error, compiled=compiled)
+                if outcome is Outcome.REFUSED and self.client.keeps_back(error):
+                    self._facts.is_unseen = True  # once more as an eager step, to begin with
+                    return Outcome.LEARNED
+                if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
+                    self._refuse_draws(attempt)
+                if outcome is Outcome.REFUSED and error is raised:
+                    raise
+                if outcome is Outcome.REFUSED:
+                    raise error from raised
+                return outcome
+            finally:
+                del error  # its traceback refers to this frame, and to gradients of the step
 
     def _outcome_of(self, error: CaptureError, *, compiled: bool) -> Outcome:
         """Judge a failed attempt, and learn what it shows of the step."""

@@ -177,7 +177,9 @@ class Verification(StepBody):
         use: Callable[[Any, Sequence[Tensor]], object],  # called with what leaves the head
         leaving: dict[str, Any],
     ) -> None:
-        tensors = plan.call.match((leaving,), {})
+        assert self._head is not None, "the step has a head"
+        with self._head.modes():
+            tensors = plan.call.match((leaving,), {})
         if tensors is None or not self.fits(plan.conditions):
             raise HeadMissed
         use(leaving, tensors)

@@ -106,6 +106,10 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
     @abstractmethod
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
+    def _without_head(self, args: tuple[Any, ...]) -> Any:
+        """Run a step eagerly that has no head any more."""
+        return self._eager(args, {})
+
     def _begin_eagerly(self) -> None:
         """Note that the coming step begins with code that runs eagerly."""
 
@@ -130,9 +134,12 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         """Return the key of what follows the head of the step that is captured, and its tensors.
 
         Raises:
-            HeadMissed: No capture of such a step is due.
+            HeadMissed: No capture of such a step is due, or there is a plan for it.
         """
-        signature, tensors = self._signature_of((leaving,), self._watch.conditions())
+        with self._head.modes():
+            if any(plan.may_fit((leaving,)) and plan.holds() for plan in self._cache.plans()):
+                raise HeadMissed
+            signature, tensors = self._signature_of((leaving,), self._watch.conditions())
         self._head.take_due(signature)
         self._head.refuse_bound(signature.tensor_names, tensors)
         return signature, tensors
@@ -166,12 +173,12 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         self._capture_behind(args)
         head = self._head.now
         if head is None:
-            return self._eager(args, {})
+            return self._without_head(args)
         self._begin_eagerly()
         started = perf_counter()
 
         def at_end(leaving: dict[str, Any]) -> None:
-            plan = self._active = self._life.plan_for((leaving,))
+            plan = self._active = self._plan_behind(leaving)
             if plan is not None:
                 plan.present.batch = leaving
                 self._statistics.ran_ahead((perf_counter() - started) * 1e3)
@@ -188,6 +195,10 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             self._is_in_head = False
         self._statistics.ran_eagerly()
         return returned
+
+    def _plan_behind(self, leaving: dict[str, Any]) -> StepPlan | None:
+        """Find the plan for what follows the head of a step, given what leaves that."""
+        return self._life.plan_for((leaving,))
 
     def _capture_behind(self, args: tuple[Any, ...]) -> None:
         """Capture or verify what follows the head of the coming step, if that is due."""
@@ -265,7 +276,7 @@ class StepRegion(HeadedSteps):
         self._warmup_left = options.warmup_steps
         self._facts = CaptureFacts(fit, self.forget_plans, recovery.gradients_held)
         self._overlap = Overlap.of(fit, self._facts, self) if self.has_backward else None
-        self._head = StepHead(fit, self._facts.places, head_rules)
+        self._head = StepHead(fit, self._facts.places, head_rules, trains=self.has_backward)
         self._kept = self._facts.kept
         self._values = BatchValues(fit.watch.function)
         self._seeds = NewSeeds.of(fit.module, fit.module.device)

@@ -22,7 +22,7 @@ from itertools import dropwhile
 from operator import attrgetter
 from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from lightning_graphs.private.callsite import (
     frames_of_region,
     is_library,
 )
+from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import storage_address
@@ -78,6 +79,10 @@ class Ending:
         return lines.get(self.code, 0) < self.lines.start
 
 
+class Lasting(tuple[Identity, ...]):
+    """Stands for a list, or a tuple, of what lasts for the whole fit."""
+
+
 class HeadEnded(BaseException):
     """Ends the code of a step whose graph does the rest; no handler for errors catches it."""
 
@@ -92,7 +97,8 @@ class Head:
     def __init__(self, ending: Ending) -> None:
         self.ending = ending
         self.leaving: dict[str, Any] = {}  # variables, as they were when it ended last
-        # The ``id`` of each parameter and buffer: a variable that is one of them stays it
+        # The ``id`` of each module, parameter, buffer, optimizer and scheduler: a variable that is
+        # one of them, or wraps an optimizer, stays it
         self.state: Container[int] = ()
 
     def run(
@@ -145,13 +151,18 @@ class Head:
         found: dict[str, Any] = {}
         for name in names:
             value = table.get(name, code)
-            if isinstance(value, Tensor) and id(value) in self.state:
+            if self._is_lasting(value):
                 value = Identity(value)
+            elif isinstance(value, (list, tuple)) and value and all(map(self._is_lasting, value)):
+                value = Lasting(map(Identity, value))
             # Another one in each call; the variables that it has are among these
             is_inside = isinstance(value, FunctionType) and value.__code__ in code.co_consts
             if value is not code and not is_inside:
                 found[name] = value
         return found
+
+    def _is_lasting(self, value: Any) -> bool:
+        return id(value) in self.state or id(getattr(value, "optimizer", None)) in self.state
 
     def numbers(self, signature: Signature) -> dict[str, Callable[[], Any]]:
         """Return readers of those numbers in variables that a signature of all leaves out."""
@@ -184,6 +195,9 @@ _SHARING = frozenset({"from_numpy", "as_tensor", "asarray", "frombuffer", "from_
 """Functions of torch that may give a tensor in memory which was there before."""
 
 
+_GRADIENT = Tensor.grad.__get__  # type: ignore[union-attr]
+
+
 class Made(FunctionMode):
     """Notes the memory of tensors that code makes while it is entered, and keeps it alive."""
 
@@ -197,7 +211,8 @@ class Made(FunctionMode):
             if (address := storage_address(tensor)) not in self.tensors:
                 self._others.add(address)
         result = function(*args, **kwargs)
-        if getattr(function, "__name__", "") not in _SHARING:
+        is_there = function == _GRADIENT or getattr(function, "__name__", "") in _SHARING
+        if not is_there:
             for tensor in leaves_of(result, Tensor):
                 if (address := storage_address(tensor)) not in self._others:
                     self.tensors.setdefault(address, tensor)
@@ -227,11 +242,12 @@ class Made(FunctionMode):
 
 # ------------------ Finding it
 
+_FREEZING = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 _WITHOUT_VALUES = (type(None), bool, torch.Size, torch.dtype, torch.device, torch.layout)
 
 
 class _Used(BaseException):
-    """Ends a step at its first use of a parameter, or where it changes a buffer."""
+    """Ends a step at its first use of a parameter, or where it changes a buffer, or optimizes."""
 
 
 class FirstUse(NamedTuple):
@@ -257,9 +273,15 @@ class Running(NamedTuple):
 
 @calls_observed
 def first_use(
-    step: Callable[[], object], parameters: Sequence[Tensor], buffers: Sequence[Tensor]
+    step: Callable[[], object],
+    parameters: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    stepping: Iterable[object] = (),  # optimizers and schedulers
 ) -> FirstUse:
-    """Run a step up to its first use of a parameter, or of a buffer that it changes."""
+    """Run a step up to its first use of a parameter, or of a buffer that it changes.
+
+    It uses a parameter that it freezes, and all of them where an optimizer or a scheduler steps.
+    """
     stack: list[Running] = []
     reads = False
     trained, state = set(map(id, parameters)), set(map(id, (*parameters, *buffers)))
@@ -268,21 +290,27 @@ def first_use(
         nonlocal reads
         touched = [tensor for tensor in leaves_of((args, kwargs), Tensor) if id(tensor) in state]
         before = [(tensor, version_of(tensor)) for tensor in touched]
+        if function in _FREEZING and any(id(tensor) in trained for tensor in touched):
+            use()
         result = function(*args, **kwargs)
         if isinstance(result, _WITHOUT_VALUES):
             return result
-        made = leaves_of(result, Tensor)
+        made = bool(leaves := leaves_of(result, Tensor))
         reads |= not made
-        is_use = any(tensor.requires_grad for tensor in made)
-        is_use |= bool(made) and any(id(tensor) in trained for tensor in touched)
+        is_use = any(tensor.requires_grad for tensor in leaves)
+        reads_gradient = function == _GRADIENT  # as zeroing it does
+        is_use |= made and not reads_gradient and any(id(tensor) in trained for tensor in touched)
         if is_use or any(version_of(tensor) != version for tensor, version in before):
-            frames = frames_of_region(sys._getframe(1))
-            stack.extend(Running(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
-            raise _Used
+            use()
         return result
 
+    def use(*_: Any, **__: Any) -> NoReturn:
+        frames = frames_of_region(sys._getframe(1))
+        stack.extend(Running(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
+        raise _Used
+
     try:
-        with FunctionMode(called):
+        with FunctionMode(called), exchanged((one, "step", use) for one in stepping):
             step()
     except _Used:
         pass

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -330,7 +331,7 @@ def stepped_by_loop(lab: Lab) -> Any:
         return loss.detach()
 
     step, losses = lab.capture(compute_gradients, model, []), []
-    for i, batch in enumerate(lab.batches(24)):
+    for i, batch in enumerate(lab.batches(36)):
         losses.append(step(batch))
         if i % 2:
             optimizer.step()
@@ -356,7 +357,7 @@ def of_fabric(lab: Lab) -> Any:
         return loss.detach()
 
     step = lab.capture(train_step, model, optimizer)
-    return [step(batch, i % 2 == 1) for i, batch in enumerate(lab.batches(24))]
+    return [step(batch, i % 2 == 1) for i, batch in enumerate(lab.batches(36))]
 
 
 def annealed(lab: Lab) -> Any:
@@ -398,11 +399,44 @@ def of_dataclass(lab: Lab) -> Any:
         optimizer.step()
         return loss.detach()
 
-    step, batches = lab.capture(train_step, model, optimizer), enumerate(lab.batches(24))
+    step, batches = lab.capture(train_step, model, optimizer), enumerate(lab.batches(36))
     return [step(Sample(**batch, weight=1.0 if i < 16 else 0.5)) for i, batch in batches]
 
 
+def with_heads(lab: Lab) -> Any:
+    """Zeroes gradients, filters and draws ahead of the model's call; the evaluation draws, too."""
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def windows(batch: Any, count: int) -> Any:
+        rows = torch.nonzero(batch["x"].sum(1) > -2.0).flatten()
+        if len(rows) == 0:
+            raise RuntimeError("no window is available")
+        chosen = rows[np.random.choice(len(rows), count)]
+        return {key: value[chosen] for key, value in batch.items()}
+
+    def train_step(batch: Any, count: int = 6) -> Tensor:
+        optimizer.zero_grad()
+        batch = windows(batch, count)
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(batch: Any) -> Tensor:
+        return loss_of(model, windows(batch, 5))
+
+    np.random.seed(0)
+    step, evaluating = lab.capture(train_step, model, optimizer), lab.capture(evaluate, model)
+    found = []
+    for i, batch in enumerate(lab.batches(36)):
+        found.append((step(batch, count=4 + i % 2), evaluating(batch)))
+    return found, np.random.get_state()[1].tolist()
+
+
 LOOPS = [
+    with_heads,
     *(annealed, of_dataclass),
     *(storing, interrupted, evaluated, handed_in, stepped_by_loop, of_fabric),
     *(scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards, of_method),

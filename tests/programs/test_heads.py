@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.programs.table import Promises, stepping, table
 from tests.programs.test_draws import LEFT
-from tests.training.fits import Net
+from tests.training.fits import Fit, Net
 
 Batch = dict[str, Tensor]
 
@@ -144,6 +145,67 @@ def weighted(y: Tensor, logits: Tensor) -> Tensor:
     return F.cross_entropy(logits, y) * 2.0
 
 
+# ------------------------------------------------------------------ in other steps than training's
+
+
+class Validated(Windows):
+    """Draws windows in its validation as well, and counts what it has seen there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Any] = []
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        windows = self.windows(batch)
+        self.log("first", windows["x"][0, 0])
+        loss = F.cross_entropy(self.net(windows["x"]) * self.scaler.scale, windows["y"])
+        self.log("val", loss)
+        self.outputs.append(loss)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(torch.stack(self.outputs).tolist())
+        self.outputs.clear()
+
+
+class ByHand(Windows):
+    """Zeroes gradients ahead of its draws, and optimizes by its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        windows = self.windows(batch)
+        loss = F.cross_entropy(self.net(windows["x"]), windows["y"])
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            loss = loss * 2.0
+        optimizer.step()
+        self.log("loss", loss)
+
+
+class Frozen(ByHand):
+    """Freezes a part of it in each step, and accumulates gradients over two of them."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        windows = self.windows(batch)
+        self.net[0].requires_grad_(False)
+        loss = F.cross_entropy(self.net(windows["x"]), windows["y"])
+        self.manual_backward(loss)
+        self.net[0].requires_grad_(True)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad(set_to_none=False)
+
+
+def replays_validations(fit: Fit) -> bool:
+    found = fit.capture.report.evaluation["validation_step"]
+    return found.replayed >= 9 and not found.fallbacks
+
+
 # ------------------------------------------------------------------ no graph begins there
 
 
@@ -164,11 +226,40 @@ def behind(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return loss if loss.item() > 1.0 else loss * 2.0  # read
 
 
-REFUSED = dict.fromkeys((inside_of_try, computed_before, behind), "A capture cannot")
+SCALES = itertools.cycle([1.0, 0.5])
+GENERATOR = np.random.default_rng(0)
+SEEN: list[int] = []
+
+
+def of_an_iterator(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """Each run takes one more value: a run that is undone, too."""
+    rows = torch.nonzero(batch["x"][:, 0] > -3.0).flatten()  # read
+    return F.cross_entropy(self.net(batch["x"][rows] * next(SCALES)), batch["y"][rows])
+
+
+def counts_outside(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    rows = torch.nonzero(batch["x"][:, 0] > -3.0).flatten()  # read
+    SEEN.append(len(rows))
+    return F.cross_entropy(self.net(batch["x"][rows]) * len(SEEN), batch["y"][rows])
+
+
+def draws_outside(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    rows = torch.nonzero(batch["x"][:, 0] > -3.0).flatten()  # read
+    rows = rows[GENERATOR.permutation(len(rows))[:4]]
+    return F.cross_entropy(self.net(batch["x"][rows]), batch["y"][rows])
+
+
+OUTSIDE = of_an_iterator, counts_outside, draws_outside
+REFUSED = dict.fromkeys((inside_of_try, computed_before, behind, *OUTSIDE), "A capture cannot")
 
 MANY = "verified; unverified; bf16; accumulated; cut"
 ROWS = (
-    table(Windows, InAFunction, InAModule, also=MANY, max_epochs=3, replayed=9, **LEFT)
+    table(
+        Validated, max_epochs=3, validation=6, replayed=9, check=replays_validations,
+        also="verified; bf16", **LEFT,
+    )
+    | table(ByHand, Frozen, max_epochs=3, replayed=9, also="verified; bf16", **LEFT)
+    | table(Windows, InAFunction, InAModule, also=MANY, max_epochs=3, replayed=9, **LEFT)
     | stepping(
         Net, asserts, counts, by_an_operator, held_by_a_call, max_epochs=3, also="verified",
         replayed=9, **LEFT,
