@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -100,9 +100,10 @@ class EvaluationCapture(EvaluationBody, StepCapture):
 class EvaluationVerification(EvaluationBody, Verification):
     """Compares captured steps of an evaluation with eager ones, also in what they log."""
 
-    def _state(self, written: dict[str, Tensor], others: Sequence[Tensor] = ()) -> RegionState:
+    def _state(self, plan: StepPlan | None = None) -> RegionState:
         """Describe what steps may change: no parameters, as far as none was seen to be written."""
         unseen = UnregisteredTensors(self.module, iter_objects(self.module)).small
+        written = {} if plan is None else plan.loose
         tensors = {f"buffer `{name}`": buffer for name, buffer in self.module.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
         return RegionState(tensors, {}, unseen)

@@ -480,6 +480,7 @@ class StepGradients(NamedTuple):
     replaced: GradientBuffers | None = None
     visible: GradientBuffers | None = None
     reads_old: bool = True  # whether it may read gradients of earlier steps
+    dropped: Sequence[Parameter] = ()  # whose gradients of earlier steps nothing reads any more
 
 
 class GradientTargets:
@@ -503,6 +504,7 @@ class GradientTargets:
         self.adds = adds = not phase.zeroing or observers.own_zero_grad  # to those of earlier steps
         # Gradients outlive the step
         keeps = not (phase.zeroing and phase.stepping) or bool(observers.before_backward)
+        self._are_read = adds or bool(observers.before_backward)  # those of earlier steps
         self._in_pool = not (keeps or in_place)
         inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
         self.parameters = list({**inside, **dict.fromkeys(trainable)})
@@ -548,7 +550,8 @@ class GradientTargets:
             copied: See :class:`GradientBuffers`.
         """
         inside = self._buffers_of(inside=True, copied=copied)
-        return StepGradients(inside, self._buffers_of(inside=False))
+        dropped = () if self._are_read else tuple(self._inside)
+        return StepGradients(inside, self._buffers_of(inside=False), dropped=dropped)
 
     def _buffers_of(self, *, inside: bool, copied: bool = False) -> GradientBuffers:
         mine = [p for p in self.parameters if (p in self._inside) is inside]

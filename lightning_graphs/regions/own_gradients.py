@@ -135,6 +135,7 @@ class OwnGradients:
             replaced=self._in_buffers(p for p in self._before if p not in stays),
             visible=self._in_buffers([*self._new, *lasting], copied=copied),
             reads_old=self._reads_old or not self._dropped.issuperset(self._before),
+            dropped=() if self._reads_old else tuple(self._dropped),
         )
 
     def _in_buffers(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
@@ -64,6 +65,7 @@ class Plan:
     parts: dict[str, Part] = field(default_factory=dict)
     uses: int = 0  # how often it was replayed
     unverified: bool = False  # it is yet to be compared with the eager region
+    is_launched: bool = False  # the replay that was compared is the coming one
     number: int = 0  # equal on all ranks that have captured it together
     trial: Trial | None = None
 
@@ -261,6 +263,7 @@ class StepPlan(Plan):
     # and all that are visible after it
     replaced: GradientBuffers | None = None
     visible: GradientBuffers | None = None
+    dropped: Sequence[Parameter] = ()  # whose gradients of earlier steps nothing reads any more
     head: Head | None = None  # runs ahead of it: what leaves that is its batch
     # Whether user code keeps gradients that were shown to it
     are_kept: Callable[[], bool] = lambda: False
@@ -372,8 +375,11 @@ class StepPlan(Plan):
             recover: Gives that where there is no memory for copies of it, or raises.
         """
         self.uses += 1
-        for instruction in self.parts["forward"].before:  # as :meth:`launch`, but for a call
-            instruction()
+        if self.is_launched:
+            self.is_launched = False
+        else:
+            for instruction in self.parts["forward"].before:  # as :meth:`launch`, but for a call
+                instruction()
         try:
             returned = self.hand_out()
         except Exception as error:

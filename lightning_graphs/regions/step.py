@@ -450,6 +450,7 @@ class StepCapture(Attempts):
             outside=gradients.outside,
             replaced=gradients.replaced,
             visible=gradients.visible,
+            dropped=gradients.dropped,
             graphs=segments.graphs,
             steps=phase.stepping and bool(self._captured_optimizers),
             adds=begun.targets.adds,

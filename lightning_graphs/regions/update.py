@@ -110,7 +110,10 @@ class CapturedUpdate(Region[Hashable, Plan]):
             self._context.watch.announce_optimizer_step(self.optimizer)
         self._churn.replays += 1
         plan.uses += 1
-        plan.replay("step")
+        if plan.is_launched:
+            plan.is_launched = False
+        else:
+            plan.replay("step")
         return True
 
     def _plan_for(self, capturable: CapturableOptimizer) -> Plan | None:
@@ -182,7 +185,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
     def compare(self, plan: Plan, call: Hashable) -> bool:
         self._gradients.has_external_references()  # first: the comparison keeps them itself
         with replaced(self._gradients, "has_external_references", nothing):
-            self._checks.check_update(partial(plan.replay, "step"))
+            plan.is_launched = self._checks.check_update(partial(plan.replay, "step"))
         return True
 
     def may_succeed(self, key: Hashable, error: GraphError) -> bool:

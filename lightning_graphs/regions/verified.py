@@ -66,10 +66,16 @@ class Verification(StepBody):
         self._run_code: Callable[[Callable[[], Any]], Any] = lambda code: code()
         self._verifier = verifier
 
-    def _state(self, written: dict[str, Tensor], others: Sequence[Tensor] = ()) -> RegionState:
+    def _state(self, plan: StepPlan | None = None) -> RegionState:
+        """Describe what a step may change; without a plan an optimizer step."""
         unseen = UnregisteredTensors(self.module, iter_objects(self.module)).small
         parts = self.module, [*self.optimizers], self._scaler
-        return RegionState.of_step(*parts, written=written, unseen=unseen, others=others)
+        if plan is None:
+            return RegionState.of_step(*parts, unseen=unseen)
+        written, others = plan.loose, plan.outside.parameters
+        return RegionState.of_step(
+            *parts, written=written, unseen=unseen, others=others, anew=plan.dropped
+        )
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Run with rates on the device: kernels round those of the host in another way."""
@@ -79,10 +85,13 @@ class Verification(StepBody):
     def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
         """Verify a plan with the batch that is about to be trained on.
 
-        With a head, both ways run it once, with equal draws, and all that it does is undone.
+        The replay is the step, and the plan is launched then, unless more of the step runs around
+        its graph: a head, hooks between several graphs, clocks that it reads. All is undone then; a
+        head runs once for each way, with equal draws.
 
         Raises:
             HeadMissed: It has ended with something else than what the plan is for.
+            MemoryKept: User code keeps what the eager run has computed.
         """
         batch: Sequence[Tensor] = ()
         if plan.head is None:
@@ -95,18 +104,20 @@ class Verification(StepBody):
             stored.add_place(name, owner, name)
         parts: list[Part] = [m.state for m in plan.mechanisms if m.state is not None]
         parts.append(stored)
+        is_whole = plan.head is None and len(plan.graphs) == 1
         ways = Comparison(
-            self._state(plan.loose, plan.outside.parameters),
+            self._state(plan),
             partial(self._eager, plan, args, batch),
             partial(self._replayed, plan, args, batch),
             [*parts, self._random()],
             self._verifier.written[plan.conditions],
             [] if self.client.optimizes_itself else plan.gradients.buffers,
             plan.gradients.pool_bytes,  # they lie where the eager step would compute
+            goes_on=is_whole and all(m.repeated is None for m in plan.mechanisms),
+            alone=self._verifier.budget.nothing_kept,
         )
-        with self._verifier.budget.nothing_kept():
-            self._verifier.compare(ways, "a captured step was not verified")
-        if plan.head is None:
+        plan.is_launched = self._verifier.compare(ways, "a captured step was not verified")
+        if plan.head is None and not plan.is_launched:
             plan.take(batch)
 
     def _random(self) -> RandomState:
@@ -234,13 +245,16 @@ class Verification(StepBody):
         stored = plan.effects.results(batch, tensors)
         return plan.outputs.results(plan.outputs.hand_out()) + stored + _logged(plan.logged())
 
-    def check_update(self, replay: Callable[[], None]) -> None:
-        """Verify a captured optimizer step on the present gradients."""
+    def check_update(self, replay: Callable[[], None]) -> bool:
+        """Verify a captured optimizer step on the present gradients.
+
+        True: the replay is the step, which is taken. Else all is as before.
+        """
         held = list(iter_objects(self.module))
         parts = PythonSnapshot(held), Generators(held, self.module.device), self._random()
         written = self._verifier.written["update"]
-        ways = Comparison(self._state({}), self.update, replay, parts, written)
-        self._verifier.compare(ways, "the captured optimizer step was not verified")
+        ways = Comparison(self._state(), self.update, replay, parts, written, goes_on=True)
+        return self._verifier.compare(ways, "the captured optimizer step was not verified")
 
 
 def _logged(tensors: Sequence[tuple[str, Tensor]]) -> list[Result]:

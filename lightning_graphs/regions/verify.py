@@ -260,6 +260,9 @@ class Comparison:
     written: WrittenMemory | None = None  # what both write outside of that state
     spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
     beside: int = 0  # bytes that the eager run takes next to copies of the state
+    goes_on: bool = False  # a replay that is equal is the step: what it has made stays
+    # Surrounds the first eager run, and that it is undone
+    alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class Listener(Protocol):
@@ -278,9 +281,10 @@ class Verifier:
     An eager run leaves a fingerprint of every result; the first one is watched, and shows what
     memory is written. Where the bits of a replay from that state differ from those of a watched
     run, an unwatched one follows. Where they still differ, the region runs eagerly twice more and
-    replays once more, now with copies of what differs, and the :class:`~differences.Tolerance` is
-    asked.
-    Afterwards everything is as before. Hooks do not run, logs and metrics are not updated. What the
+    replays once more, now with copies of what differs, and the :class:`Tolerance` is asked.
+
+    A replay comes last. If it is equal it may be the step itself, which goes on from what that has
+    made; else everything is as before. Hooks do not run, logs and metrics are not updated. What the
     region does to the world outside of module, optimizer and generators (a file that it writes) it
     does once more for each run.
     """
@@ -308,13 +312,16 @@ class Verifier:
         """Whether graphs that were verified before are verified again in this step."""
         return self.every > 0 and self.step() % self.every == 0
 
-    def compare(self, ways: Comparison, what: str, tolerance: Tolerance | None = None) -> None:
+    def compare(self, ways: Comparison, what: str, tolerance: Tolerance | None = None) -> bool:
         """Compare both ways, or say that there was no memory for it.
+
+        True: the last replay is the step, and what it has made is there. Else all is as before.
 
         Raises:
             VerificationError: The replay computes something else.
         """
         self._listener.compared()
+        is_step = False
         try:
             state = self.ranks.all_or_none(partial(self._take, ways))
             try:
@@ -327,8 +334,10 @@ class Verifier:
                     written.add_to(state, shown, ways.spare, run)
                     written = None
                 self._require(ways, state, tolerance or self._tolerance, written)
+                is_step = ways.goes_on
             finally:
-                state.restore()
+                if not is_step:
+                    state.restore()
                 del state  # an error's traceback holds this frame
         except Exception as error:
             if not is_out_of_memory(error):
@@ -336,6 +345,7 @@ class Verifier:
             self._listener.unverified(what, first_line(error))
         finally:
             torch.cuda.empty_cache()  # of the eager run and the copy of the state
+        return is_step
 
     def _run_unreduced(self, way: Callable[[], object]) -> None:
         """Run it without a reduction over ranks, which would write all of DDP's buckets."""
@@ -361,12 +371,15 @@ class Verifier:
         way = ways.eager
         if written is not None:
             way = partial(written.shown_by, lambda: ways.eager() or [], state, ways.spare)
-        expected = self._bits(ways, way)
-        state.restore()
+        with ways.alone():
+            expected = self._bits(ways, way)
+            state.restore()
         found = self._bits(ways, ways.replayed)
         if written is not None and expected != found:  # maybe because the first run was watched
             state.restore()
             expected = self._bits(ways, ways.eager)
+            state.restore()
+            found = self._bits(ways, ways.replayed)
         (names, known), (replayed, now) = expected, found
         self.ranks.all_or_none(partial(self._require_names, names, replayed))
         differing = {n for n, a, b in zip(names, known, now, strict=True) if a != b}

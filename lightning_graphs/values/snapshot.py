@@ -460,7 +460,12 @@ class Gradients:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [gradient for _, gradient, _ in self._known if gradient is not None]
+        return self.without(())
+
+    def without(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """List the gradients but for those of some parameters."""
+        others = set(parameters)
+        return [g for p, g, _ in self._known if g is not None and p not in others]
 
     def forget(self) -> None:
         """Drop references to gradients that parameters no longer have."""
@@ -555,6 +560,8 @@ class RegionState:
     unseen: Sequence[Tensor] = ()  # what it may write unnoticed, and is not compared
     optimizers: Sequence[Optimizer] = ()  # which the region steps
     scaler: torch.amp.GradScaler | None = None
+    # Whose gradients it makes anew: the values of those that there are, nothing needs any more
+    anew: Sequence[Tensor] = ()
 
     @classmethod
     def of_step(
@@ -566,6 +573,7 @@ class RegionState:
         written: Mapping[str, Tensor] = MappingProxyType({}),  # other tensors, by name
         unseen: Sequence[Tensor] = (),
         others: Iterable[Tensor] = (),  # with gradients; they may be parameters of the module
+        anew: Sequence[Tensor] = (),
     ) -> RegionState:
         """Describe the state of a training step, with the steps of these optimizers."""
         names: dict[Tensor, str] = {
@@ -581,13 +589,13 @@ class RegionState:
         named = {name: tensor for tensor, name in names.items()}
         tensors = {f"buffer `{name}`": buffer for name, buffer in root.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
-        return cls(tensors, named, unseen, optimizers, scaler)
+        return cls(tensors, named, unseen, optimizers, scaler, anew)
 
     def take(self, room: Callable[[int], float], *parts: Part) -> Snapshot:
         """Take a snapshot, with further parts; see :class:`Snapshot`."""
         gradients = Gradients(self.parameters.values())
         tensors = [*self.tensors.values(), *self.unseen, *self.parameters.values()]
-        tensors += gradients.tensors
+        tensors += gradients.without(self.anew)
         own: list[Part] = [gradients]
         for optimizer in self.optimizers:
             known = OptimizerState(optimizer, self.scaler)

@@ -11,13 +11,16 @@ import pytest
 import torch
 import torchmetrics
 
+from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.step import Attempts
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.values.snapshot import RegionState, Snapshot
+from tests.loops.test_training import scheduled
+from tests.loops.twice import Lab
 from tests.training.costs.test_further_signatures import Calls, counted
 from tests.training.costs.test_replayed_steps import Silent
-from tests.training.fits import Net, batches, compare, prepare
+from tests.training.fits import Net, batches, compare, named, prepare
 
 COUNTED = {
     "attempts": (Attempts, "_attempted"),
@@ -95,10 +98,90 @@ def test_a_verified_capture_executes_little(
         "updates": attempts + 1,
         "replays": 1,
         "copies": 1,
-        "restorations": 2,
+        "restorations": 1,
     }
 
 
 def test_bits_that_watching_has_changed_are_no_difference(backend: str, tmp_path: Path) -> None:
+    """The last replay, which is compared with an eager run that was not watched, is the step."""
     found = executed(backend, tmp_path, Largest)
-    assert (found["runs"], found["replays"]) == ({"emulated": 3, "cuda": 2}[backend], 1)
+    expected = {"emulated": (3, 2), "cuda": (2, 1)}[backend]
+    assert (found["runs"], found["replays"]) == expected
+
+
+# ------------------ The replay that was compared is the step
+
+
+def launches_counted(monkeypatch: pytest.MonkeyPatch, counts: Counter[str]) -> None:
+    """Count the launches of graphs, of whatever they are."""
+    ended = CUDAGraph.capture_end
+
+    def end(graph: CUDAGraph) -> None:
+        ended(graph)
+        launch = graph._replay
+
+        def counting() -> None:
+            counts["launches"] += 1
+            launch()
+
+        graph._replay = counting
+
+    monkeypatch.setattr(CUDAGraph, "capture_end", end)
+
+
+@pytest.mark.parametrize("verify", [True, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_launch_is_a_step(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any, accumulate: int
+) -> None:
+    """Of training and validation, also where they are verified again; gradients that a step makes
+    anew are not copied."""
+    launches_counted(monkeypatch, counts := Counter[str]())
+    take, copied = RegionState.take, list[bool]()
+
+    def taking(state: RegionState, *args: Any) -> Snapshot:
+        snapshot = take(state, *args)
+        gradients = {p.grad.data_ptr() for p in state.parameters.values() if p.grad is not None}
+        copied.append(not gradients.isdisjoint(snapshot.addresses))
+        return snapshot
+
+    options: dict[str, Any] = {"module": Storing, "validation": 8, "max_epochs": 3}
+    options["accumulate_grad_batches"] = accumulate
+    with monkeypatch.context() as patch:
+        patch.setattr(RegionState, "take", taking)
+        captured = prepare(backend, tmp_path, True, capture={"verify": verify}, **options).run()
+    compare(prepare(backend, tmp_path, False, **options).run(), captured)
+    evaluation = captured.capture.report.evaluation["validation_step"]
+    assert evaluation.replayed > 8
+    assert counts["launches"] == captured.statistics.replayed + evaluation.replayed
+    assert any(copied) is (accumulate > 1)
+    assert copied.count(False) >= (2 if verify is True else 5)
+
+
+def test_every_launch_is_a_call(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches_counted(monkeypatch, counts := Counter[str]())
+    lab = Lab(backend, device, {"verify": 3})
+    scheduled(lab)
+    assert counts["launches"] == lab.replayed > 10
+
+
+def test_every_launch_of_an_update_is_one(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of submodules are compared ahead of a step, with arguments of the one before it."""
+    launches_counted(monkeypatch, counts := Counter[str]())
+    counting = Calls(counts, "launches", "_step", "take", "restore")
+    with ExitStack() as stack:
+        for owner, name in ((StepBody, "_step"), (RegionState, "take"), (Snapshot, "restore")):
+            stack.enter_context(counted(counts, owner, name))
+        captured = prepare(
+            backend, tmp_path, True, callbacks=lambda: [counting], capture=named("net"),
+            data=lambda: batches(8), validation=0, max_epochs=1, trace=Silent,
+        ).run()  # fmt: skip
+    assert captured.statistics.fallbacks == []
+    update, calls, steady = [step for step in counting.steps if any(step)]
+    assert update == [1, 2, 1, 1]  # it is captured, and runs eagerly once
+    assert calls == [2 + 3, 0, 1, 2]  # forward and backward pass, twice, and the update
+    assert steady == [3, 0, 0, 0]

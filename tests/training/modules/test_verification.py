@@ -159,9 +159,9 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
 
 
 def _noting(check: Any, steps: list[int]) -> Any:
-    def noting(self: Any, *args: Any, **options: Any) -> None:
+    def noting(self: Any, *args: Any, **options: Any) -> Any:
         steps.append(self._verifier.step())
-        check(self, *args, **options)
+        return check(self, *args, **options)
 
     return noting
 
