@@ -267,6 +267,8 @@ class EvaluationHandler(StrategyHandler):
         # It has no successor: what is no whole graph runs eagerly
         super().__init__(runner, lambda _: runner, recovery, statistics, timing, self._judge)
         recovery.beside, fit.recovery.beside = beside, self
+        if beside is not None:
+            recovery.lent = lambda: self._is_lent and bool(beside.held)
         self._open.callback(pool.close)
 
     def take_over(self, strategy: Strategy) -> None:

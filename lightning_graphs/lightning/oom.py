@@ -108,6 +108,7 @@ class OomRecovery:
 
     runner: Holder  # what runs the steps at present
     beside: Holder | None = None  # what runs other steps of the fit, with graphs of its own
+    lent: Callable[[], bool | None] = nothing  # whether graphs of those lend their memory
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class OomRecovery:
 
     def before_capture(self, args: tuple[Any, ...]) -> None:
         """Require memory for a capture of a whole step, and take a snapshot if memory is tight."""
-        self._budget.require_room("A captured step")
+        self._budget.require_room("A captured step", lent=self.lent())
         if self._retries and not self._budget.is_roomy:
             self._begin, self.is_open = self._snapshot(args), True
 

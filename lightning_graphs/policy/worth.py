@@ -28,8 +28,6 @@ from lightning_graphs.report import GraphRecord, StepTime
 from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics, StepTimes
 from lightning_graphs.values.tree import leaves_of
 
-# ------------------ Times of steps
-
 SAMPLES = 8
 """Steps that are timed for each signature, of either kind."""
 
@@ -568,31 +566,32 @@ class MemoryBudget:
         # Eager code finds hardly any memory next to graphs, as of the last :meth:`settle`
         self.is_tight = False
 
-    @property
-    def _part(self) -> int:
-        return int((1 + self._share) * self._peak)
+    def require_room(self, what: str, *, lent: bool | None = None) -> None:
+        """Ahead of a capture; the first one looks at what eager steps took.
 
-    def require_room(self, what: str) -> None:
-        """Ahead of a capture; the first one looks at what eager steps took."""
+        ``lent`` is for other steps than a fit's own: whether graphs of those lend their memory.
+        """
         if self._device is None:
             return
-        taken = torch.cuda.memory_allocated(self._device)
-        if not self._peak:
-            self._peak = torch.cuda.max_memory_allocated(self._device)
-            self._activations = self._peak - taken
+        peak, beside = self._peak, self._activations
+        if not peak:
+            peak = torch.cuda.max_memory_allocated(self._device)
+            beside = peak - torch.cuda.memory_allocated(self._device)
             torch.cuda.empty_cache()  # graphs take from a pool, never what lies cached
+            if lent is None:  # else those of the fit may not have run yet
+                self._peak, self._activations = peak, beside
         total = torch.cuda.get_device_properties(self._device).total_memory
-        least = min(_LEAST, int(_LEAST_SHARE * total))
-        limit = max(self._part, self._peak + least)
-        if torch.cuda.memory_reserved(self._device) + self._activations > limit:
+        limit = peak + max(int(self._share * peak), min(_LEAST, int(_LEAST_SHARE * total)))
+        beside *= not lent
+        if torch.cuda.memory_reserved(self._device) + beside > limit:
             torch.cuda.empty_cache()  # eager steps cannot use the rest, which is in use or in pools
             taken = torch.cuda.memory_reserved(self._device)
-        if taken + self._activations > limit:
-            raise no_room(
-                what,
-                f"{taken // _MIB} MiB are taken, a step takes {self._activations // _MIB} MiB "
-                f"beside, and memory={self._share:g} allows {limit // _MIB} MiB",
-            )
+            if taken + beside > limit:
+                observed = (
+                    f"{taken // _MIB} MiB are taken, a step takes {beside // _MIB} MiB beside, and "
+                    f"memory={self._share:g} allows {limit // _MIB} MiB"
+                )
+                raise no_room(what, observed)
 
     @property
     def is_roomy(self) -> bool:
@@ -620,7 +619,8 @@ class MemoryBudget:
 
     def _room(self, beside: int) -> int:
         taken = torch.cuda.memory_reserved(self._device) + beside
-        return max(0, min(self._free() - beside, self._part - taken) - _BESIDE)
+        left = int((1 + self._share) * self._peak) - taken
+        return max(0, min(self._free() - beside, left) - _BESIDE)
 
     def _free(self) -> int:
         """Return how many bytes the allocator may still take from the device."""
@@ -647,7 +647,7 @@ class MemoryBudget:
     @contextlib.contextmanager
     def nothing_kept(self) -> Iterator[None]:
         """Raise :class:`MemoryKept` if a tensor of the body lives on in the memory of graphs."""
-        before = torch.cuda.memory_allocated(self._device) if self._device is not None else 0
+        before = 0 if self._device is None else torch.cuda.memory_allocated(self._device)
         yield
         if self._device is None or not self.shares:
             return

@@ -54,6 +54,22 @@ def test_captures_stay_within_their_part_of_the_peak(
     observed = "66 MiB are taken, a step takes 60 MiB beside, and memory=0.25 allows 125 MiB"
     with pytest.raises(NoRoomError, match=observed):
         budget.require_room("A captured step")
+    budget.require_room("A captured step", lent=True)  # in memory of graphs that there are
+    allocator["pools"] = 80
+    allocator["reserved"] = 200
+    with pytest.raises(NoRoomError, match="126 MiB are taken, a step takes 0 MiB beside"):
+        budget.require_room("A captured step", lent=True)
+
+
+def test_validations_ahead_of_the_first_step_tell_nothing_of_it(allocator: dict[str, int]) -> None:
+    budget = MemoryBudget(torch.device("cuda"))
+    budget.require_room("A captured step", lent=False)
+    allocator |= {"allocated": 400, "peak": 1000, "reserved": 400}
+    budget.require_room("A captured step")
+    budget.require_room("A captured step", lent=False)
+    allocator["reserved"] = 800
+    with pytest.raises(NoRoomError, match="a step takes 600 MiB beside"):
+        budget.require_room("A captured step", lent=False)
 
 
 def test_plenty_is_four_times_the_peak_of_eager_steps(allocator: dict[str, int]) -> None:
