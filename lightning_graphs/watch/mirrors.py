@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.device.rules import HOST_READ
+from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import Member, exchanged
@@ -192,9 +193,17 @@ class FollowedState:
         if not self._mirrors.known:
             return exchanged([_member(*member) for member in members])
         members += [(Tensor, name, self._writing(name)) for name in _WRITING]
-        # Not `__getitem__`: a class that once had its own counts as a sequence ever after
-        members.append((Tensor, "__setitem__", self._part))
-        return tensors_as_numbers(self._number, [_member(*member) for member in members])
+        return self._in_place([_member(*member) for member in members])
+
+    @contextmanager
+    def _in_place(self, members: Sequence[Member]) -> Iterator[None]:
+        # Not as a member: a class that once had a `__getitem__` counts as a sequence ever after
+        with tensors_as_numbers(self._number, members), FunctionMode(self._call):
+            yield
+
+    def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        is_part = function is Tensor.__getitem__ or function is Tensor.__setitem__
+        return (self._part if is_part else _called)(function, *args, **kwargs)
 
     # ------------------------------------------------------------------ reads
 
@@ -253,7 +262,7 @@ class FollowedState:
         compute = _WRITING.get(name, _last)
 
         def write(
-            _: FrameType, own: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
+            _: Any, own: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
         ) -> Any:
             mirror = self._mirror(tensor)
             if mirror is None or id(mirror.tensor) not in self._mirrors.known:
@@ -301,13 +310,11 @@ class FollowedState:
 
     # ------------------------------------------------------------------ parts of tensors
 
-    def _part(
-        self, asking: FrameType, own: Callable[..., Any], tensor: Tensor, index: Any, *value: Any
-    ) -> Any:
+    def _part(self, own: Callable[..., Any], tensor: Tensor, index: Any, *value: Any) -> Any:
         """Get or set a part; one that moves is indexed on the device."""
         mirror = self._mirror(tensor)
         if mirror is not None and value and id(mirror.tensor) in self._mirrors.known:
-            return self._writing("__setitem__")(asking, own, tensor, index, *value)
+            return self._writing("__setitem__")(None, own, tensor, index, *value)
         parts = index if type(index) is tuple else (index,)
         if not any(map(_moves, parts)):
             return own(tensor, index, *value)
@@ -355,6 +362,10 @@ def _moves(part: Any) -> bool:
 
 def _last(_: Any, given: Any) -> Any:
     return given
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 _WRITING: dict[str, Callable[..., Any]] = {
