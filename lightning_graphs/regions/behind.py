@@ -142,9 +142,10 @@ class StepHead:
         # A value that the head has read or drawn may be used in vain behind it
         is_use = self._reads and self.now is None and error.rule in self._uses
         refused = {} if is_use else lines_of(error)
+        raised = isinstance(error, RaisedInCapture)  # if in the backward pass, no head has the line
         while self._endings:
             ending = self._endings.pop(0)
-            if ending.is_behind(refused):
+            if ending.is_behind(refused) and not (raised and ending.codes.isdisjoint(refused)):
                 self._begin_at(ending)
                 return True
         if not is_read:

@@ -71,6 +71,11 @@ class Ending:
     def site(self) -> CallSite:
         return CallSite(self.code.co_filename, self.lines.start, self.code.co_name)
 
+    @property
+    def codes(self) -> frozenset[CodeType]:
+        """The functions that run at the end of the head."""
+        return frozenset([self.code, *[caller.code for caller in self.callers]])
+
     def is_behind(self, lines: Mapping[CodeType, int]) -> bool:
         """Return whether it comes after something else, given the lines that led to that."""
         for caller in reversed(self.callers):
