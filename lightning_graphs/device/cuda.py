@@ -13,12 +13,19 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import get_ident
 from typing import Any, Literal
 
 import torch
 
 from lightning_graphs.device.inspect import GraphInfo, capture_frontier, count_kinds, from_cuda
-from lightning_graphs.device.rules import AFTERMATH, NOT_RECORDED, known_remedy
+from lightning_graphs.device.rules import (
+    AFTERMATH,
+    LINEAR_ALGEBRA,
+    NOT_RECORDED,
+    known_remedy,
+    with_known_remedy,
+)
 from lightning_graphs.device.trace import (
     KnownStorage,
     Operation,
@@ -27,6 +34,7 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.generators import CapturedDropout, DropoutCapture
 from lightning_graphs.private.torch import (
     PoolHandle,
@@ -214,6 +222,7 @@ class CudaGraph:
             self._renew()
             raise
         self._recorders.enter_context(self._draws.noting())
+        self._recorders.enter_context(_eigenvectors_refused())
         self._called = collectives_called()
         if self._trace is not None:
             self._recorders.enter_context(self._trace)
@@ -354,6 +363,29 @@ class CudaGraph:
             return count_kinds(self.raw_cuda_graph())
         except GraphError:  # no cuda-python, or a driver that does not tell
             return {}
+
+
+def _eigenvectors_refused() -> contextlib.AbstractContextManager[None]:
+    """Refuse the functions of torch that would leave cuSOLVER behind with an error.
+
+    A capture that CUDA ends inside of its eigensolver makes the next eager call fail, too, with
+    ``CUSOLVER_STATUS_EXECUTION_FAILED`` (torch 2.11, CUDA 13.0).
+    """
+
+    thread = get_ident()
+
+    def refusing(name: str) -> Callable[..., Any]:
+        own = getattr(torch.linalg, name)
+
+        @functools.wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != thread:
+                return own(*args, **kwargs)
+            raise with_known_remedy(LINEAR_ALGEBRA).refused_here(f"torch.linalg.{name} is called")
+
+        return call
+
+    return exchanged([(torch.linalg, name, refusing(name)) for name in ("eigh", "eigvalsh")])
 
 
 class CaptureTrace(Recorder):
