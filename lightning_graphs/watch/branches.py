@@ -14,7 +14,9 @@ import contextlib
 import dis
 import functools
 import inspect
+import linecache
 import os
+import re
 import tokenize
 import warnings
 from collections.abc import Callable, Iterator
@@ -375,11 +377,27 @@ def tree_of(code: CodeType) -> ast.Module | None:
     """Return the source of a function, with its line numbers; None if there is none."""
     unreadable = OSError, TypeError, SyntaxError, IndexError, tokenize.TokenError
     with contextlib.suppress(*unreadable):
-        lines, first = inspect.getsourcelines(code)
+        lines, first = _source_of(code)
         above = ["if True:\n"] if lines[0][:1].isspace() else []  # as a method stands in a class
         tree = ast.parse("".join([*above, *lines]))
         return ast.increment_lineno(tree, max(first, 1) - 1 - len(above))
     return None
+
+
+def _source_of(code: CodeType) -> tuple[list[str], int]:
+    """Return the lines of a function, and the number of the first, as ``inspect`` finds them.
+
+    ``inspect.getsourcelines`` first looks for the module of a code object, through all that are
+    imported, which takes half a second where there are thousands.
+    """
+    lines = linecache.getlines(code.co_filename)
+    first = code.co_firstlineno - 1
+    while first > 0 and not _BEGINS.match(lines[first]):
+        first -= 1
+    return inspect.getblock(lines[first:]), first + 1
+
+
+_BEGINS = re.compile(r"\s*(async\s+)?def\s|.*(?<!\w)lambda(:|\s)|\s*@")
 
 
 def _passed(frame: FrameType) -> Iterator[FrameType]:

@@ -372,6 +372,7 @@ def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
         [
             (module, key, proxies[id(value)])
             for module in (time, timeit, *own.modules())
+            if not proxies.keys().isdisjoint(map(id, vars(module).values()))  # few of thousands
             for key, value in vars(module).items()
             if id(value) in proxies
         ]
