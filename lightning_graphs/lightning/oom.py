@@ -41,6 +41,11 @@ _EXCHANGED = frozenset({"forward", "log"})
 _NONE_YET = -1, 0
 
 
+def _once_more(size: int, largest: int, times: int) -> tuple[int, int]:
+    """Return the largest size of batches that have found memory, and how often, after one more."""
+    return size, times + 1 if size == largest else 1
+
+
 class StepBegin(Snapshot):
     """Snapshot of the state before a step, from which the step can run again.
 
@@ -175,7 +180,7 @@ class OomRecovery:
         if self._begin is not None and self._trial is not None:  # the step before has found memory
             holding, size = self._trial
             largest, times = self._fitting.get(holding, _NONE_YET)
-            self._fitting[holding] = size, times + 1 if size == largest else 1
+            self._fitting[holding] = _once_more(size, largest, times)
         self._begin, self._trial, self._running, self._again = None, None, False, None
         return False
 
@@ -275,7 +280,9 @@ class OomRecovery:
             holding = held, self._statistics.captures
             largest, times = self._fitting.get(holding, _NONE_YET)
             is_large = size > largest or (size == largest and times < SETTLED)
-            if is_large and not self._budget.is_roomy:
+            if is_large and self._budget.is_roomy:
+                self._fitting[holding] = _once_more(size, largest, times)
+            elif is_large:
                 self._begin, self._trial = self._snapshot(args), (holding, size)
         self._running = self.is_open = True
         return self._own.training_step(*args, **kwargs)
