@@ -294,7 +294,9 @@ class LogRecorder:
         refuse_tracers(arguments)
         device = self._module.device
         if isinstance(value, LateValue):
-            self._kept.logged.add(name)
+            self._kept.logged.add(name)  # an eager step has a number there
+            if (read := self._number_read(value)) is not None:
+                value = read.reshape(()).to(_dtype_of_numbers())  # as Lightning does with it
         is_late = isinstance(value, LateTracer)
         if is_late:
             now = value.at_end
@@ -319,6 +321,12 @@ class LogRecorder:
             self.at_end(partial(self._reissue, [call]))
         else:
             self._calls.append(call)
+
+    def _number_read(self, late: LateValue) -> Tensor | None:
+        """Return the tensor of the graph whose number a value is, if it is no more than that."""
+        calls = [call for call in self._calls if isinstance(call, LateCall)]
+        read = next((r for c in calls if (r := c.number_read(late)) is not None), None)
+        return read if read is not None and read.device == self._module.device else None
 
     def _widened(self, value: Tensor) -> Tensor:
         """Copy a value, in 32 bits at least, as results convert all that are not whole numbers."""
@@ -493,8 +501,11 @@ class LoggedNumbers:
 
 def _tensor_of(number: Any, device: torch.device) -> Tensor:
     """Make a tensor of a number as ``LightningModule.log`` does, without a copy from the host."""
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    return torch.full((), number, dtype=dtype, device=device)
+    return torch.full((), number, dtype=_dtype_of_numbers(), device=device)
+
+
+def _dtype_of_numbers() -> torch.dtype:
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 _PLAIN = (bool, int, str, type(None))

@@ -66,7 +66,8 @@ class LateValue(Tracer):
     def __init__(self, use: Use) -> None:
         self._value: Any = None
         self._use = use
-        super().__init__(use.name, lambda: self._value, use.refuse)
+        itself = weakref.ref(self)  # no cycle: a pure call is dropped once its tracer is gone
+        super().__init__(use.name, lambda: getattr(itself(), "_value", None), use.refuse)
 
     def give(self, value: Any) -> None:
         """Take the value of the present replay."""
@@ -211,12 +212,14 @@ class LateCall:
         self.take: Callable[[Any], object] = lambda value: None  # called with each result
         # Whether something refers to its result, of which every replay has one
         self.is_needed: Callable[[], object] = lambda: True
+        self._reads_number = getattr(function, "__name__", "") == "item" and not given[1]
+        self._late: Callable[[], LateValue | None] = lambda: None
 
     def give(self, late: LateValue, *, is_pure: bool) -> None:
         """Give each result to a tracer; a pure call is needed as long as there is the tracer."""
-        self.take = late.give
+        self.take, self._late = late.give, weakref.ref(late)
         if is_pure:
-            known = weakref.ref(late)
+            known = self._late
             self.is_needed = lambda: known() is not None
 
             def take(value: Any) -> None:
@@ -224,6 +227,11 @@ class LateCall:
                     tracer.give(value)
 
             self.take = take
+
+    def number_read(self, late: LateValue) -> Tensor | None:
+        """Return the tensor whose one number a tracer of it stands for; None for other results."""
+        is_that = self._reads_number and not self._has_tracers and self._late() is late
+        return self.tensors[0] if is_that and len(self.tensors) == 1 else None
 
     def reissue(self, _: object = None) -> None:
         args, kwargs = substitute(self._template, clone_all(self.tensors))

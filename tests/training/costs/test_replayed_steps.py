@@ -119,6 +119,16 @@ class Deep(Net):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+class Reading(Deep):
+    """Reads what it logs on the host, as many tutorials do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss.item(), prog_bar=True)
+        self.log("large", (loss > 1).sum().item(), on_step=True, on_epoch=True)
+        return loss
+
+
 def beside_the_graphs(
     backend: str,
     root: Path,
@@ -126,6 +136,7 @@ def beside_the_graphs(
     scope: str,
     layers: int,
     window: int,
+    kind: type[Deep] = Deep,
     **more: Any,  # options under which nothing is captured
 ) -> list[Beside]:
     """What ran beside the graphs in each of the last steps of a fit."""
@@ -146,7 +157,7 @@ def beside_the_graphs(
             backend,
             root,
             True,
-            module=lambda: Deep(layers),
+            module=lambda: kind(layers),
             data=lambda: batches(TIMED + COUNTED + 2),
             callbacks=lambda: [counting],
             trace=Silent,
@@ -195,6 +206,18 @@ def test_what_runs_beside_a_replay_is_little_and_does_not_grow_with_the_paramete
         assert large.operators.total() <= operators + OLDER, large.operators
         assert large.tensors <= tensors, large.operators
         assert large.calls.total() <= calls, large.calls
+
+
+def test_a_number_that_is_only_logged_is_not_read(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, numbers = (
+        beside_the_graphs(backend, tmp_path / kind.__name__, monkeypatch, "step", 3, 1, kind)
+        for kind in (Deep, Reading)
+    )
+    for logged, read in zip(tensors, numbers, strict=True):
+        assert read.operators == logged.operators
+        assert read.calls == logged.calls
 
 
 WAITING = {"step": 242, "modules": 296}
