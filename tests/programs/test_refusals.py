@@ -218,7 +218,7 @@ ROWS = (
             (_draws, "random.random"),
         )
     }
-    | {"Bound": row(partial(Layered, _counts, Bound), said="`last` is set to another", **LAYERS)}
+    | {"Bound": row(partial(Layered, _counts, Bound), capture={"scope": "modules"}, **TWENTY)}
     | table(Boxing, Hooked, EmptyTensor, Variational, **TWENTY)
     # Ways that draws and counters decide are a graph each.
     | table(
