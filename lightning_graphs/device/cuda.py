@@ -399,21 +399,22 @@ class CaptureTrace(Recorder):
     def __init__(self, stream: int | None) -> None:
         super().__init__(strict=False)
         self._stream = stream  # whose nodes are counted after each operator, if it is given
-        self._scopes_of_nodes: list[str] = []
+        self._places_of_nodes: list[tuple[str, str]] = []
 
     def keep(self, operation: Operation) -> None:
         super().keep(operation)
         if self._stream is not None:
             _, count = capture_frontier(self._stream)
             label = f"{operation.scope}: {operation.name}".removeprefix(": ")
-            self._scopes_of_nodes.extend([label] * (count - len(self._scopes_of_nodes)))
+            new = count - len(self._places_of_nodes)
+            self._places_of_nodes.extend([(label, operation.line)] * new)
 
     def inspection(self) -> GraphInfo | None:
         """Return nodes with their scopes; call it while the capture is under way."""
         if self._stream is None:
             return None
         graph, _ = capture_frontier(self._stream)
-        return from_cuda(graph, self._scopes_of_nodes)
+        return from_cuda(graph, self._places_of_nodes)
 
     def inputs(self) -> list[KnownStorage]:
         """List the tensors from outside that the capture reads."""

@@ -103,7 +103,7 @@ class CUDAGraph:
         """The backend that captures and replays this graph."""
         self._keep_graph = keep_graph
         self._captured: CapturedGraph = self.backend.new_graph(keep_graph)
-        self._capturing = self._is_annotated = False
+        self._capturing = self.is_annotated = False
         self._replay = _replay_of_nothing
 
     def capture_begin(
@@ -135,7 +135,7 @@ class CUDAGraph:
         self._captured.capture_begin(
             pool, capture_error_mode, enable_annotations, check_input_liveness
         )
-        self._capturing, self._is_annotated = True, enable_annotations
+        self._capturing, self.is_annotated = True, enable_annotations
 
     def capture_end(self) -> None:
         """End the capture; :meth:`replay` may be called afterwards.
@@ -243,7 +243,7 @@ class CUDAGraph:
     def inspection(self) -> GraphInfo:
         """Nodes and edges; :func:`lightning_graphs.device.inspect.inspect` calls it."""
         self._require_capture("inspection()")
-        if not (self._keep_graph or self._is_annotated):
+        if not (self._keep_graph or self.is_annotated):
             raise UnsupportedError(
                 "Inspecting a graph needs its cudaGraph_t.",
                 "keep_graph=False drops the cudaGraph_t at capture_end",
@@ -433,6 +433,7 @@ class GraphPool:
         # Whether so much memory is free that further captures, which find that of earlier ones in
         # the pool, may leave eager code its cache
         self.is_roomy: Callable[[], bool] = lambda: False
+        self.annotates = False  # whether captures note which module and line launches each node
 
     def beside(self, pool: PoolHandle | None = None) -> GraphPool:
         """Make another pool with these settings, which releases its own graphs."""
@@ -444,7 +445,8 @@ class GraphPool:
     @contextlib.contextmanager
     def capture(self) -> Iterator[CUDAGraph]:
         captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
-        capture = graph(captured, self.handle, self.stream, self._capture_error_mode)
+        mode, annotates = self._capture_error_mode, self.annotates
+        capture = graph(captured, self.handle, self.stream, mode, annotates)
         keeps_cache = bool(self._graphs) and self.is_roomy()
         with capture._captured(_may_be_empty, keeps_cache=keeps_cache):
             yield captured

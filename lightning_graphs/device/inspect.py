@@ -48,6 +48,7 @@ class GraphNode:
         grid: Blocks of a kernel launch; None where that is unknown or meaningless.
         block: Threads per block; None where the grid is None.
         scope: The Python scopes that launched it, or the user's line; may be empty.
+        line: The user's line that launched it; may be empty.
     """
 
     index: int
@@ -57,6 +58,7 @@ class GraphNode:
     grid: tuple[int, int, int] | None = None
     block: tuple[int, int, int] | None = None
     scope: str = ""
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +144,9 @@ def from_recording(operations: Sequence[Operation]) -> GraphInfo:
     Edges that follow from two others are omitted where the two are at hand.
     """
     nodes = tuple(
-        GraphNode(i, _kind_of(o.name), o.name, o.nbytes, scope=o.scope or str(o.site))
+        GraphNode(i, _kind_of(o.name), o.name, o.nbytes, None, None, o.scope or line, line)
         for i, o in enumerate(operations)
+        for line in [o.line]
     )
     return GraphInfo("emulated", nodes, tuple(sorted(_dependencies(operations))))
 
@@ -367,14 +370,17 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
     return int(graph), _count(int(graph))
 
 
-def from_cuda(raw_graph: int, scopes: Sequence[str] = ()) -> GraphInfo:
-    """Read nodes in order of creation, and edges; the given scopes belong to the first nodes."""
+def from_cuda(raw_graph: int, places: Sequence[tuple[str, str]] = ()) -> GraphInfo:
+    """Read nodes in order of creation, and edges.
+
+    The given places, scopes and lines, belong to the first nodes.
+    """
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
     handles = _handles(raw_graph)
-    named = (*scopes, *[""] * (len(handles) - len(scopes)))
+    named = (*places, *[("", "")] * (len(handles) - len(places)))
     nodes = (
-        _describe(i, handle, scope)
-        for i, (handle, scope) in enumerate(zip(handles, named, strict=False))
+        replace(_describe(i, handle), scope=scope, line=line)
+        for i, (handle, (scope, line)) in enumerate(zip(handles, named, strict=False))
     )
     edges = _edges(raw_graph, {int(handle): i for i, handle in enumerate(handles)})
     return GraphInfo("cuda", tuple(nodes), tuple(sorted(edges)))
@@ -414,9 +420,9 @@ def _edges(graph: int, position: dict[int, int]) -> list[tuple[int, int]]:
     ]
 
 
-def _describe(index: int, handle: Any, scope: str) -> GraphNode:
+def _describe(index: int, handle: Any) -> GraphNode:
     label = _label(handle)
-    node = GraphNode(index, _KINDS.get(label, "empty"), label.lower(), scope=scope)
+    node = GraphNode(index, _KINDS.get(label, "empty"), label.lower())
     if label == "KERNEL":
         params = _call("cuGraphKernelNodeGetParams", handle)
         grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))

@@ -342,6 +342,11 @@ class Operation:
     def name(self) -> str:
         return str(self.func)
 
+    @property
+    def line(self) -> str:
+        """The user's line, as ``file.py:12``; empty if none is known, as in a backward pass."""
+        return str(self.site) if self.site.line else ""
+
 
 class KnownStorage:
     """A storage that the recorder met in a tensor, weakly held."""

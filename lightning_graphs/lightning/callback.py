@@ -97,6 +97,9 @@ class GraphCapture(Callback):
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels during the fit,
             whose results differ by rounding, unless they were made with ``fused=False`` or
             ``foreach=True``. ``"own"``: every optimizer keeps the kernel that torch chooses for it.
+        annotate: Note which submodule, operator and line launches each kernel of a graph:
+            ``report.name_trace`` writes that into traces of ``torch.profiler``, for looking at a
+            fit. What ``torch.compile`` has made is captured as it would be without.
         log_metrics: Log the figures of the report as ``graphs/...``, after the first steps and at
             the end of the fit, and the time of a step whenever Lightning logs.
         diagnose: Capture nothing. The first ``warmup_steps`` steps are observed, on a GPU or a CPU,
@@ -124,6 +127,7 @@ class GraphCapture(Callback):
         only_if_faster: bool = True,
         overlap: bool = False,
         optimizer_kernel: Literal["fused", "own"] = "fused",
+        annotate: bool = False,
         log_metrics: bool = False,
         diagnose: bool = False,
         **unknown: NoReturn,  # refused with the names that there are

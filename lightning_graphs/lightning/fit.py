@@ -116,6 +116,7 @@ def fit_context(
     stack.enter_context(cheap_contexts(trainer))
     stack.enter_context(flattened_once())
     pool = GraphPool(stream=own_stream, keep_graphs=True, backend=name)
+    pool.annotates = options.annotate
     stack.callback(pool.close)
     is_fit = trainer.state.fn == TrainerFn.FITTING
     budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer, alone=not is_fit)

@@ -39,6 +39,7 @@ def capture(
     only_if_faster: bool = True,
     overlap: bool = False,
     optimizer_kernel: Literal["fused", "own"] = "fused",
+    annotate: bool = False,
 ) -> CapturedFunction[P, R]:
     """Capture a function of a training loop; call what is returned in its place.
 
@@ -91,6 +92,8 @@ def capture(
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels, whose results
             differ by rounding, unless they were made with ``fused=False`` or ``foreach=True``.
             ``"own"``: every optimizer keeps the kernel that torch chooses for it.
+        annotate: Note which submodule, operator and line launches each kernel of a graph:
+            ``step.report.name_trace`` writes that into traces of ``torch.profiler``.
 
     Raises:
         OptionError: an argument has an impossible value.
@@ -107,6 +110,7 @@ def capture(
         only_if_faster=only_if_faster,
         overlap=overlap,
         optimizer_kernel=optimizer_kernel,
+        annotate=annotate,
     )
     if isinstance(function, CapturedFunction):
         function = function.function

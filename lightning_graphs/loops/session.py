@@ -134,6 +134,7 @@ class Calls:
             self._stream = torch.cuda.Stream(device)
             statistics.device = torch.cuda.get_device_name(device)
         pool = GraphPool(stream=self._stream, keep_graphs=True, backend=backend)
+        pool.annotates = options.annotate
         self._open.callback(pool.close)
         watch, processes = self._watch, self._processes
         if self._stream is not None:

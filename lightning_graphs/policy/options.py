@@ -47,6 +47,7 @@ class Options:
     only_if_faster: bool = True
     overlap: bool = False
     optimizer_kernel: Literal["fused", "own"] = "fused"
+    annotate: bool = False
     log_metrics: bool = False
     diagnose: bool = False
 

@@ -126,6 +126,8 @@ class Statistics(Report):
         if graphs[0].backend.name == "cuda":
             pools = {graph.pool() for graph in graphs}
             record.pool_mib = sum(cost.added.get(pool, 0) for pool in pools) / 2**20
+        if graphs[0].is_annotated:
+            record.launches = [*record.launches, *(g.inspection().nodes for g in graphs)]
         self._alive[graphs[0]] = record
         self._uncounted[graphs[0]] = tuple(graphs)
         return record

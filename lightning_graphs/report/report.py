@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from lightning_graphs.device.inspect import GraphNode
     from lightning_graphs.report.diagnosis import Diagnosis
 
 
@@ -38,6 +39,8 @@ class GraphRecord:
         replay_ms: Median time of a replayed step; None if none was timed.
         overlap: Whether its graph runs in one stream or in two, and why; empty if two were not
             tried.
+        launches: With ``annotate=True``, the nodes of each graph that was captured, in the order of
+            their capture, each with the submodule, operator and line that launched it.
     """
 
     signature: str
@@ -52,6 +55,7 @@ class GraphRecord:
     eager_ms: float | None = None
     replay_ms: float | None = None
     overlap: str = ""
+    launches: Sequence[Sequence[GraphNode]] = ()
 
     @property
     def speed_up(self) -> float | None:
@@ -238,6 +242,33 @@ class Report:
         if path is not None:
             figure.savefig(path)
         return figure
+
+    def name_trace(self, path: str | os.PathLike[str]) -> int:
+        """Name the kernels of replays in a trace that ``torch.profiler`` has exported as a file.
+
+        With ``annotate=True`` each kernel is then ``submodule: operator | kernel``, with the user's
+        line among its arguments. Kernels of a replay belong to the nodes of a graph in their order;
+        where their names differ from those of all graphs, they stay as they are.
+
+        Args:
+            path: The file of ``export_chrome_trace``; it is written again.
+
+        Returns:
+            The number of kernels that were named.
+
+        Raises:
+            UnsupportedError: No graph of the report has names.
+        """
+        from lightning_graphs.report.named import name_kernels
+
+        return name_kernels(
+            path, [graph for record in self._records() for graph in record.launches]
+        )
+
+    def _records(self) -> list[GraphRecord]:
+        """List the records of this report and of those in it."""
+        inside = (record for each in self.evaluation.values() for record in each._records())
+        return [*self.graphs, *inside]
 
     def __str__(self) -> str:
         return render(self)

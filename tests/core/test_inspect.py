@@ -34,6 +34,7 @@ class Op:
     nbytes: int = 0
     scope: str = ""
     site: str = "train.py:12"
+    line: str = "train.py:12"
 
 
 def chain(names: Sequence[str], kind: str = "kernel") -> GraphInfo:

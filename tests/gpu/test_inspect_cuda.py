@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+import lightning_graphs
 from lightning_graphs.device import inspect as driver
 from lightning_graphs.device.inspect import GraphInfo, diff, from_cuda
 from lightning_graphs.errors import GraphError
@@ -132,10 +136,38 @@ def test_frontier_counts_nodes_during_capture_and_names_them() -> None:
         after = driver.capture_frontier(stream)
     assert [before[1], between[1], after[1]] == [0, 1, 2]
     assert before[0] == between[0] == after[0] == graph.raw_cuda_graph()
-    info = from_cuda(graph.raw_cuda_graph(), ["", "net.bias"])
+    info = from_cuda(graph.raw_cuda_graph(), [("", ""), ("net.bias", "net.py:3")])
     assert [node.scope for node in info.nodes] == ["", "net.bias"]
+    assert [node.line for node in info.nodes] == ["", "net.py:3"]
 
 
 def test_frontier_outside_a_capture_is_refused() -> None:
     with pytest.raises(GraphError, match="only while the stream is capturing"):
         driver.capture_frontier(torch.cuda.Stream().cuda_stream)
+
+
+def test_a_profiler_shows_submodules_and_lines_of_replays(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+
+    def train_step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    step = lightning_graphs.capture(train_step, net, optimizer, annotate=True, only_if_faster=False)
+    x = torch.ones(4, 8, device="cuda")
+    for _ in range(8):
+        step(x)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        step(x)
+        torch.cuda.synchronize()
+    path = tmp_path / "trace.json"
+    profiler.export_chrome_trace(str(path))
+    assert step.report.name_trace(path) > 5
+    found = json.loads(path.read_text())["traceEvents"]
+    named = [event["name"] for event in found if "launched by" in event.get("args", {})]
+    assert any(name.startswith("Sequential.0: aten.addmm") for name in named)
+    assert any("(backward): aten.mm" in name for name in named)
+    assert any("_fused_adamw_" in name for name in named)
