@@ -102,6 +102,9 @@ class CudaBackend:
     def add(self, pool: PoolHandle, graph: CudaGraph) -> None:
         self._graphs_of.setdefault(pool, weakref.WeakSet()).add(graph)
 
+    def graphs_in(self, pool: PoolHandle) -> int:
+        return len(self._graphs_of.get(pool, ()))
+
     def drop(self, pool: PoolHandle, graph: CudaGraph) -> None:
         self._graphs_of[pool].discard(graph)
 

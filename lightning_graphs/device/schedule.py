@@ -12,8 +12,8 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-MAIN, SIDE = 0, 1
-"""Streams."""
+MAIN, SIDE, UPDATE = 0, 1, 2
+"""Streams: of the step, of gradients of weights, and of the optimizer."""
 
 _HIGHEST = 4
 """How many operators of the backward pass follow each other, from a gradient of a weight to the
@@ -24,6 +24,12 @@ _HEAVY = frozenset(
 )
 """Operators that are worth a fork. Of others what follows from these runs beside, too."""
 
+_COUNTS = ("aten::_foreach_add_", "aten::add_")
+"""Operators that count an optimizer's steps."""
+
+_BUCKETS = 4
+"""The parts of an update, at most: each follows its gradients."""
+
 _NO_KERNEL = ("aten::empty", "aten::new_empty")
 
 
@@ -33,6 +39,7 @@ class Part(enum.Enum):
     WHOLE = enum.auto()
     FIRST = enum.auto()  # its first result: the gradient of the input
     REST = enum.auto()  # its other results: those of weight and bias
+    SHARE = enum.auto()  # some of the tensors that it updates
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +57,9 @@ class Work:
     in_backward: bool = False
     is_barrier: bool = False  # nothing is known of what it reads and writes
     part: Part = Part.WHOLE
+    # Of an update of many tensors, each by itself: the storages of each, of which a part has these
+    tensors: tuple[tuple[int, ...], ...] = ()
+    share: tuple[int, ...] = ()
 
     @property
     def made(self) -> tuple[int, ...]:
@@ -88,8 +98,8 @@ class Schedule:
 
     @property
     def beside(self) -> int:
-        """How many works run on the side stream."""
-        return self.streams.count(SIDE)
+        """How many works run on other streams than the main one."""
+        return len(self.streams) - self.streams.count(MAIN)
 
     @property
     def forks(self) -> int:
@@ -115,8 +125,8 @@ def schedule(works: Sequence[Work], sizes: Sequence[int], room: int) -> Schedule
         sizes: Bytes of each storage.
         room: Bytes that may be held for the side stream beyond what one stream holds.
     """
-    are_beside = _chosen(works)
-    works, streams = _joined(works, are_beside)
+    works, streams = _joined(works, _chosen(works))
+    works, streams = _updated_early(works, streams, sizes)
     return _Clocks(works, streams, sizes, room).schedule()
 
 
@@ -190,6 +200,69 @@ def _joined(works: Sequence[Work], beside: Sequence[bool]) -> tuple[list[Work], 
     return found, streams
 
 
+def _updated_early(
+    works: Sequence[Work], streams: Sequence[int], sizes: Sequence[int]
+) -> tuple[list[Work], list[int]]:
+    """Let an optimizer update weights in a few parts, as their gradients come."""
+    maker: dict[int, int] = {}  # the last work that wrote a storage
+    found: list[Work] = []
+    placed: list[int] = []
+    end = max((i for i, work in enumerate(works) if work.in_backward), default=len(works))
+    for i, work in enumerate(works):
+        stream = streams[i]
+        makers = {placed[maker[name]] for name in work.reads if name in maker}
+        parts = [(work, stream)]
+        if i > end and work.tensors:
+            parts = _shares(work, maker, placed, sizes)
+        elif i > end and work.name in _COUNTS and makers <= {UPDATE}:
+            parts = [(work, UPDATE)]
+        for part, stream in parts:
+            if part.launches:
+                maker.update(dict.fromkeys(part.made, len(found)))
+            found.append(part)
+            placed.append(stream)
+    is_parted = any(work.part is Part.SHARE for work in found)
+    return (found, placed) if is_parted else ([*works], [*streams])
+
+
+def _shares(
+    work: Work, maker: dict[int, int], placed: Sequence[int], sizes: Sequence[int]
+) -> list[tuple[Work, int]]:
+    """Part an update: each part takes the tensors whose gradients come next."""
+    of_all = {name for names in work.tensors for name in names}
+    common = tuple(name for name in work.reads if name not in of_all)
+    after = [[maker[name] for name in (*names, *common) if name in maker] for names in work.tensors]
+    early = [i for i, makers in enumerate(after) if all(placed[m] != MAIN for m in makers)]
+    if not early:
+        return [(work, MAIN)]
+    early.sort(key=lambda i: max((m for m in after[i] if placed[m] == SIDE), default=-1))
+    total = sum(sizes[name] for i in early for name in work.tensors[i])
+    shares: list[list[int]] = [[]]
+    taken = 0
+    for i in early:
+        if taken > total / _BUCKETS:
+            shares.append([])
+            taken = 0
+        shares[-1].append(i)
+        taken += sum(sizes[name] for name in work.tensors[i])
+    late = [i for i in range(len(after)) if i not in {*early}]
+    found = [(_share(work, share, common), UPDATE) for share in shares]
+    return found + ([(_share(work, late, common), MAIN)] if late else [])
+
+
+def _share(work: Work, share: Sequence[int], common: tuple[int, ...]) -> Work:
+    names = dict.fromkeys(name for i in share for name in work.tensors[i])
+    writes = {*work.writes}
+    return Work(
+        work.operator,
+        work.name,
+        (*names, *common),
+        tuple(name for name in names if name in writes),
+        part=Part.SHARE,
+        share=tuple(share),
+    )
+
+
 # ------------------ What waits for what
 
 
@@ -198,8 +271,7 @@ class _Clocks:
 
     Data flows from what wrote a storage last; a writer waits for all readers before. Memory that is
     freed is given out again, to the stream that it was allocated on: so the main stream's is held
-    while the side stream uses it, and a work on the side stream waits for what of the main stream
-    used any of its own.
+    while another one uses it, and a work on another one waits for what used any memory of its own.
     """
 
     def __init__(
@@ -207,58 +279,64 @@ class _Clocks:
     ) -> None:
         self._found = Schedule(works, streams)
         self._sizes, self._room = sizes, room
-        self._known = [[-1, -1], [-1, -1]]  # up to which work of either one a stream has waited
+        self._known = [[-1] * 3 for _ in range(3)]  # up to which work of each one a stream waited
         self._clocks: list[list[int]] = []  # the same behind each work
-        self._tails = [-1, -1]
+        self._tails = [-1] * 3
         self._writer: dict[int, int] = {}
-        self._readers: dict[
-            int, list[int]
-        ] = {}  # the last one on each stream, since it was written
+        self._readers: dict[int, list[int]] = {}  # the last on each stream, since it was written
         self._home: dict[int, int] = {}  # the stream that a storage was allocated on
-        self._visited = -1  # the last work of the main stream that used the side stream's memory
+        # The last work of each other stream that used memory of one
+        self._visited = [[-1] * 3 for _ in range(3)]
         self._barrier = -1
-        self._pending: list[tuple[int, int]] = []  # works on the side, and bytes held for them
+        self._pending: list[tuple[int, int]] = []  # works on others, and bytes held for them
         self._held: set[int] = set()
 
     def schedule(self) -> Schedule:
         found = self._found
         for i, work in enumerate(found.works):
             self._place(i, work, found.streams[i])
-        if self._tails[SIDE] > self._known[MAIN][SIDE]:
-            found.last = (self._tails[SIDE],)
+        found.last = self._missing(MAIN, self._tails)
         return found
 
     def _place(self, i: int, work: Work, stream: int) -> None:
-        other = SIDE if stream == MAIN else MAIN
-        need = max(self._needed(work, stream, other), default=-1)
-        if stream == MAIN:
-            need = max(need, self._to_make_room())
-        elif self._known[SIDE][MAIN] < 0:  # the fork itself
-            need = max(need, self._tails[MAIN])
+        streams, needs = self._found.streams, [-1] * 3
+        for wait in self._needed(work, stream):
+            if wait >= 0:
+                needs[streams[wait]] = max(needs[streams[wait]], wait)
+        if stream != MAIN and max(self._known[stream]) < 0 and max(needs) < 0:
+            needs[MAIN] = streams.index(MAIN)  # the fork itself
+        waits = self._missing(stream, needs)
         known = self._known[stream]
-        waits = (need,) if need > known[other] else ()
         for wait in waits:
             known[:] = map(max, known, self._clocks[wait])
         known[stream] = self._tails[stream] = i
         self._clocks.append([*known])
-        found = self._found
-        found.waits.append(waits)
-        found.releases.append(self._released() if stream == MAIN else ())
-        self._note(i, work, stream, other)
+        self._found.waits.append(waits)
+        self._found.releases.append(self._released() if stream == MAIN else ())
+        self._note(i, work, stream)
 
-    def _needed(self, work: Work, stream: int, other: int) -> Iterable[int]:
-        """Yield what the work must follow on the other stream."""
-        streams = self._found.streams
+    def _missing(self, stream: int, needs: Sequence[int]) -> tuple[int, ...]:
+        """Leave out what a stream knows of already, or by waiting for the others."""
+        streams, known = self._found.streams, self._known[stream]
+        new = [wait for other, wait in enumerate(needs) if other != stream and wait > known[other]]
+        return tuple(
+            wait
+            for wait in new
+            if not any(self._clocks[o][streams[wait]] >= wait for o in new if o != wait)
+        )
+
+    def _needed(self, work: Work, stream: int) -> Iterable[int]:
+        """Yield what the work must follow on any stream."""
         if work.is_barrier:
-            yield self._tails[other]
+            yield from self._tails
         for name in work.reads:
-            writer = self._writer.get(name, -1)
-            if writer >= 0 and streams[writer] == other:
-                yield writer
+            yield self._writer.get(name, -1)
         for name in work.writes:
-            yield self._readers.get(name, [-1, -1])[other]
-        if stream == SIDE:
-            yield self._visited
+            yield from self._readers.get(name, ())
+        if stream == MAIN:
+            yield self._to_make_room()
+        else:
+            yield from self._visited[stream]
             yield self._barrier
 
     def _to_make_room(self) -> int:
@@ -273,30 +351,32 @@ class _Clocks:
         return -1
 
     def _released(self) -> tuple[int, ...]:
-        known = self._known[MAIN][SIDE]
-        released = tuple(work for work, _ in self._pending if work <= known)
+        streams, known = self._found.streams, self._known[MAIN]
+        released = tuple(work for work, _ in self._pending if work <= known[streams[work]])
         if released:
-            self._pending = [entry for entry in self._pending if entry[0] > known]
+            self._pending = [entry for entry in self._pending if entry[0] not in released]
             self._held = {n for work, _ in self._pending for n in self._found.held[work]}
         return released
 
-    def _note(self, i: int, work: Work, stream: int, other: int) -> None:
+    def _note(self, i: int, work: Work, stream: int) -> None:
         touched = dict.fromkeys(work.reads + work.writes)
-        held = tuple(n for n in touched if stream == SIDE and self._home.get(n) != SIDE)
+        lent = stream != MAIN
+        held = tuple(n for n in touched if lent and self._home.get(n, MAIN) == MAIN)
         self._found.held.append(held)
         if held:
             new = [n for n in held if n not in self._held and n in self._home]  # of this step
             self._held.update(new)
             self._pending.append((i, sum(self._sizes[name] for name in new)))
-        if stream == MAIN and any(self._home.get(name) == SIDE for name in touched):
-            self._visited = i
+        for name in touched:
+            if self._home.get(name, stream) != stream:
+                self._visited[self._home[name]][stream] = i
         if work.is_barrier:
             self._barrier = i
         for name in work.reads:
-            self._readers.setdefault(name, [-1, -1])[stream] = i
+            self._readers.setdefault(name, [-1] * 3)[stream] = i
         for name in work.made:
             self._writer[name] = i
-            self._readers[name] = [-1, -1]
+            self._readers[name] = [-1] * 3
             self._readers[name][stream] = i
         for name in work.born:
             self._home[name] = stream
