@@ -275,7 +275,7 @@ class Doctor:
             # Libraries that ask whether a capture runs leave out what it refuses.
             with (
                 announced_as_cuda_capture(),
-                truths_exchanged(self._asked, lambda: True),
+                truths_exchanged(self._asked),
                 self._observer,
             ):
                 yield
@@ -321,7 +321,7 @@ class Doctor:
 
     def _asked(self, asked: Question) -> Any:
         """Answer code that asks for a truth, or compares a number, only to raise or to choose."""
-        if self._observer.silent:
+        if self._observer.silent or current_autograd_node() is not None:
             return None
         with self._observer.looking_away():
             return asked.answer(self._module.device, self._choices.note)

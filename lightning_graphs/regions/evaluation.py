@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -88,10 +88,6 @@ class EvaluationCapture(EvaluationBody, StepCapture):
                 f"{LIBRARIES.step} runs a backward pass that reaches them"
             )
         return plan
-
-    def parts_behind(self) -> Sequence[str]:
-        """Return nothing: an evaluation has no backward pass behind its code."""
-        return ()
 
     def _targets(self, phase: Phase, environment: Environment) -> GradientTargets:
         """Choose no gradients: those of training stay where they are."""

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from lightning_graphs.regions.conditions import Instruction
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.plan import Mechanism, Watcher
 from lightning_graphs.values.memory import StaticInputs
-from lightning_graphs.watch.assertions import Assertions, Question, truths_exchanged
+from lightning_graphs.watch.assertions import Assertions
 from lightning_graphs.watch.environment import Readings, clocks_exchanged
 from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.host_trace import HostTracer, draws_recorded, draws_refused
@@ -48,20 +47,12 @@ class Followed:
         self.numbers = StepNumbers(facts.reads, self._device)
         self.tracer: HostTracer | None = None
         self.assertions: Assertions  # what it reads only to raise
-        # The same of its backward pass and update, by the part of its graphs; in turn
-        self._behind: dict[str, Assertions] = {}
-        self._part = ""
         self._state: FollowedState  # numbers that it reads and writes in tensors
         self._clocks = Readings()
         self._advance: Instruction | None = None  # advances the numbers of its state
         self._program: HostProgram | None = None
 
-    def begin(
-        self,
-        tensors: Sequence[Tensor],
-        inputs: StaticInputs,
-        parts: Sequence[str],  # those with a backward pass, or an update
-    ) -> None:
+    def begin(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> None:
         """Prepare to follow what the coming capture computes on the host."""
         context, facts = self._context, self._facts
         self.tracer, self._program, self._clocks = None, None, Readings()
@@ -72,9 +63,6 @@ class Followed:
         tape = None if self.tracer is None else self.tracer.tape
         knows = (lambda _: False) if tape is None else tape.knows
         self.assertions = Assertions(self._device, knows)
-        self._part, self._behind = "forward", {}
-        for part in parts:  # here, since what a capture allocates is the graph's
-            self._behind[part] = Assertions(self._device, knows, chooses=False)
         self.numbers = StepNumbers(facts.reads, self._device, tape, self._could_follow)
         named = ((f"self.{name}", buffer) for name, buffer in context.module.named_buffers())
         self._state = FollowedState(
@@ -96,33 +84,7 @@ class Followed:
             Watcher(inside=self._clocks_read, mechanism=self._clocks_repeated),
             Watcher(inside=self._draws, finish=self._finish, mechanism=self._computed),
             Watcher(inside=self._state_followed, mechanism=self._asserted),
-            *(Watcher(mechanism=partial(self._asserted_behind, part)) for part in self._behind),
         ]
-
-    # ------------------------------------------------------------------ behind the step's own code
-
-    @contextlib.contextmanager
-    def behind_code(self) -> Iterator[None]:
-        """Follow what the body, a backward pass and an update, reads only to raise."""
-        with truths_exchanged(self._answer_behind):
-            yield
-        self.cut("")
-
-    def cut(self, part: str) -> None:
-        """End the present part, and begin another one."""
-        if (known := self._behind.get(self._part)) is not None:
-            known.finish()
-        self._part = part
-
-    def _answer_behind(self, asked: Question) -> Any:
-        known = self._behind.get(self._part)
-        return None if known is None else known.answer(asked)
-
-    def _asserted_behind(self, part: str) -> Mechanism | None:
-        known = self._behind.get(part)
-        return None if known is None else self._looked_at(known, part)
-
-    # ------------------------------------------------------------------ learning
 
     def learn(self) -> bool:
         """Learn from a refused capture; return whether another one would follow more.
@@ -217,19 +179,13 @@ class Followed:
 
     def _asserted(self) -> Mechanism:
         """Advance the numbers that the host knows, and look at what the graph has asserted."""
-        last = [] if self._advance is None else [self._advance]
-        return self._looked_at(self.assertions, "forward", last)
-
-    def _looked_at(
-        self, assertions: Assertions, part: str, last: Sequence[Instruction] = ()
-    ) -> Mechanism:
         fit = self._context.assertions
-        pending = assertions.pending(fit)
+        pending = self.assertions.pending(fit)
+        last = [] if self._advance is None else [self._advance]
         if pending is None:
             return Mechanism(last=last)
         enter = partial(setattr, fit, "is_used", True)
-        given = (pending.note,), (*last, pending.look)
-        return Mechanism(part=part, before=given[0], last=given[1], enter=enter)
+        return Mechanism(before=(pending.note,), last=(*last, pending.look), enter=enter)
 
 
 def _note_refusal(backend: Backend, found: list[CaptureError], error: RuntimeError) -> None:

@@ -291,8 +291,12 @@ class Region(ABC, Generic[Call, P]):
         """Whether a capture that failed so may succeed in a later call."""
         return False
 
-    def judge(self, plan: P, call: Call) -> None:
-        """Look at the trial of a plan, which is due; the cache may have another one then."""
+    def judge(self, plan: P, call: Call) -> P | None:
+        """Look at the trial of a plan, which is due; the cache may have another one then.
+
+        Returns a plan whose replay, which was compared, is the call.
+        """
+        return None
 
     @abstractmethod
     def refuse(self, error: GraphError) -> None:
@@ -346,7 +350,8 @@ class Lifecycle(Generic[Call, P]):
         region, key, plan = self._region, None, found[0] if found else self.find(call)
         if plan is not None and plan.trial is not None and plan.trial.is_due:
             plan.cancel()
-            region.judge(plan, call)
+            if (judged := region.judge(plan, call)) is not None:
+                return judged
             plan = self.find(call)
         if plan is not None:
             choice, wish = plan.number, plan.unverified and self._policy.affords_verification

@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from lightning_graphs.device.overlap import DataFlow, Overlapping, difference
-from lightning_graphs.errors import GraphError, first_line, is_out_of_memory
+from lightning_graphs.device.overlap import DataFlow, Overlapping
+from lightning_graphs.errors import GraphError, in_one_line, is_out_of_memory
 from lightning_graphs.policy import contest as policy
 from lightning_graphs.policy.worth import Stopwatch
 from lightning_graphs.private.exchange import TURN, replaced
@@ -24,7 +24,7 @@ from lightning_graphs.regions.conditions import Instruction
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
-from lightning_graphs.report.messages import capture_cost
+from lightning_graphs.report.messages import pool_sizes
 
 Mode = TypeVar("Mode", DataFlow, Overlapping)
 
@@ -98,10 +98,14 @@ class Contest:
     """Replays two plans for the same steps in turn, and times their graphs."""
 
     def __init__(
-        self, plans: tuple[StepPlan, StepPlan], cache: MutableMapping[Any, StepPlan], clock: Clock
+        self,
+        plans: tuple[StepPlan, StepPlan],
+        cache: MutableMapping[Any, StepPlan],
+        clock: Clock,
+        memory: int,  # bytes that were reserved with the first plan alone
     ) -> None:
         self.is_due = False
-        self.plans = plans
+        self.plans, self.memory = plans, memory
         self._cache, self._clock = cache, clock
         self._marks: tuple[list[Any], list[Any]] = ([], [])
 
@@ -114,10 +118,13 @@ class Contest:
         launch, mark = plan.graphs["forward"].launch, self._clock.mark
 
         def launch_timed() -> None:
-            start = mark()
-            launch()
-            marks.append((start, mark()))
-            self.is_due = min(map(len, self._marks)) >= policy.PAIRS
+            if self.is_due:
+                launch()
+            else:
+                start = mark()
+                launch()
+                marks.append((start, mark()))
+                self.is_due = min(map(len, self._marks)) >= policy.PAIRS
             if self._cache.get(plan.key) is plan:  # the other one is next
                 other.uses = plan.uses
                 self._cache[plan.key] = other
@@ -146,7 +153,7 @@ class Overlap:
     @classmethod
     def of(cls, fit: TrainingContext, facts: CaptureFacts, steps: Steps) -> Overlap | None:
         """Make one; None if the steps of a fit cannot have a second graph."""
-        may = fit.options.overlap and fit.ranks.are_one and fit.ranks.ddp is None
+        may = fit.options.overlap and fit.ranks.are_one
         found = cls(fit, facts, steps) if may else None
         return found if found is not None and found._clock.meaningful else None
 
@@ -167,9 +174,9 @@ class Overlap:
                 if other is not plan:
                     self._steps.discard(other)
 
-    def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
-        """Look at a trial that is due."""
-        trial = plan.trial
+    def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | None:
+        """Look at a trial that is due; return the plan that has taken the step, if one has."""
+        trial, rival = plan.trial, None
         if isinstance(trial, Contest):
             self._settle(trial)
         elif isinstance(trial, Countdown):
@@ -178,30 +185,48 @@ class Overlap:
                 trial.go_on()
             else:
                 _end_trial(plan)
-                self._challenge(plan, call)
+                rival = self._challenge(plan, call)
+        return rival if rival is not None and rival.is_launched else None
 
-    def _challenge(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
-        """Capture and verify a second plan, and begin to compare both."""
+    def _challenge(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | None:
+        """Capture and verify a second plan, and begin to compare both; return it."""
         rival: StepPlan | str = ""
+        memory = self._memory()
         try:
             with TURN, self._as_learned():
-                rival = self._rival(plan, call)
+                rival = self._rival(plan, call, memory)
             if isinstance(rival, str):
                 why = rival
-            elif self._steps.verify(rival, plan, call) and self._is_present(plan):
-                Contest((plan, rival), self._steps.plans, self._clock).begin()
-                return
+            elif self._steps.verify(rival, plan, call):  # its replay may be the step now
+                Contest((plan, rival), self._steps.plans, self._clock, memory).begin()
+                return rival
             else:
                 why = "it could not be verified"
-        except GraphError as error:
-            why = first_line(error)
-        except Exception as error:
-            if not is_out_of_memory(error):
+        except Exception as error:  # the step has a graph, which is right
+            is_known = isinstance(error, GraphError) or is_out_of_memory(error)
+            if self._fit.options.on_failure == "raise" and not is_known:
                 raise
-            why = "there is no memory for a second graph"
+            why = in_one_line(error)
         plan.record.overlap = f"one stream: {why}"
         if not isinstance(rival, str):
             self._steps.discard(rival)
+        return None
+
+    def _memory(self) -> int:
+        """Return how many bytes torch's allocator has reserved that are in use or in pools."""
+        if self._fit.pool.backend.name != "cuda":
+            return 0
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    def _takes_more(self, contest: Contest) -> int:
+        """Return how many bytes more than before the second graph will take alone, if too many."""
+        now = self._memory()
+        pool, backend = contest.plans[0].graphs["forward"].pool(), self._fit.pool.backend
+        if backend.name == "cuda" and backend.graphs_in(pool) == 1:  # it is let go of then
+            now -= pool_sizes(backend).get(pool, 0)
+        more = now - contest.memory
+        return more if more > max(policy.MORE_MEMORY * contest.memory, policy.AT_LEAST) else 0
 
     def _is_present(self, plan: StepPlan) -> bool:
         return self._steps.plans.get(plan.key) is plan
@@ -218,29 +243,24 @@ class Overlap:
             for name, value in zip(names, before, strict=True):
                 setattr(facts, name, value)
 
-    def _rival(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | str:
+    def _rival(self, plan: StepPlan, call: tuple[Any, ...], memory: int) -> StepPlan | str:
         """Capture a step in two streams; or tell why it stays a chain."""
         key = self._steps.key(call)
         if key is None or not self._is_present(plan):
             return "the step has changed meanwhile"
-        on_gpu = self._fit.pool.backend.name == "cuda"
-        with capture_cost(self._fit.pool.backend) as cost:
-            reserved = torch.cuda.memory_reserved() if on_gpu else 2**62
-            flow = self._flow(call, key)
-            if flow is None or flow.why_not:
-                return _TOO_DEAR if flow is None else flow.why_not
-            found = flow.schedule(int(policy.MORE_MEMORY / 2 * reserved))
-            if not found.beside:
-                return "nothing in it could run beside the rest"
+        flow = self._flow(call, key)
+        if flow is None or flow.why_not:
+            return _TOO_DEAR if flow is None else flow.why_not
+        found = flow.schedule(int(policy.MORE_MEMORY / 2 * memory) if memory else 2**62)
+        if not found.beside:
+            return "nothing in it could run beside the rest"
+        pool = self._fit.pool
+        with replaced(pool, "handle", pool.backend.new_pool()):  # one of both is let go of
             seen = self._seen(call, key, partial(Overlapping, flow, found, flow.device_type))
         if seen is None:
             return _TOO_DEAR
         rival, mode = seen
-        added = cost.added.get(rival.graphs["forward"].pool(), 0)
-        why = mode.why_not or self._unlike(plan, rival)
-        if not why and added > max(policy.MORE_MEMORY * reserved, policy.AT_LEAST):
-            why = f"two would take {added // 2**20} MiB more"
-        if why:
+        if why := mode.why_not or self._unlike(plan, rival, mode):
             self._steps.discard(rival)
         return why or rival
 
@@ -267,14 +287,13 @@ class Overlap:
             plan = self._steps.capture(call, key)
         return None if plan is None else (plan, modes[-1])
 
-    def _unlike(self, plan: StepPlan, rival: StepPlan) -> str:
+    def _unlike(self, plan: StepPlan, rival: StepPlan, mode: Overlapping) -> str:
         """Tell what else than its streams differs in a second plan; empty if nothing does."""
         if rival.key != plan.key or rival.graphs.keys() != plan.graphs.keys():
             return "the step depends on something else where operators are seen"
         if self._fit.pool.backend.name != "cuda":
             return ""
-        infos = (one.graphs["forward"].inspection() for one in (plan, rival))
-        return difference(*infos)
+        return mode.difference(*(one.graphs["forward"].inspection() for one in (plan, rival)))
 
     def _settle(self, contest: Contest) -> None:
         """Keep the faster plan; go on for a while if not all times are known."""
@@ -282,9 +301,16 @@ class Overlap:
         if times is None:
             return
         chain, rival = contest.plans
-        winner, loser = (rival, chain) if policy.is_faster(*times) else (chain, rival)
+        words, more = policy.in_words(*times), self._takes_more(contest)
+        if more:
+            words = f"one stream: two take {more // 2**20} MiB more"
+        is_kept = policy.is_faster(*times) and not more
+        winner, loser = (rival, chain) if is_kept else (chain, rival)
         _end_trial(chain, rival)
         winner.uses = max(chain.uses, rival.uses)
         self._steps.plans[winner.key] = winner
         self._steps.release(loser)
-        winner.record.overlap = policy.in_words(*times)
+        winner.record.overlap = words
+        if is_kept:  # later captures share its memory
+            self._fit.pool.handle = rival.graphs["forward"].pool()
+        self._memory()

@@ -120,10 +120,8 @@ class Mechanism:
     """What a plan does about one kind of thing that its code does: as a rule, a few of these.
 
     Mechanisms are nested as contexts are: ``takes`` and ``before`` run in their order, ``after`` in
-    reverse. All but ``before_update`` are around one part.
+    reverse. All but ``before_update`` are around the forward part.
     """
-
-    part: str = "forward"
 
     key: tuple[Hashable, ...] = ()  # what tells the plan from others, in addition
     checks: Sequence[Check] = ()
@@ -288,10 +286,6 @@ class StepPlan(Plan):
         """Yield the instructions of a name in the order of the mechanisms."""
         return chain.from_iterable(getattr(mechanism, name) for mechanism in self.mechanisms)
 
-    def _of_part(self, part: str, name: str) -> Iterator[Any]:
-        own = (mechanism for mechanism in self.mechanisms if mechanism.part == part)
-        return chain.from_iterable(getattr(mechanism, name) for mechanism in own)
-
     def _before(self, name: str) -> Iterator[Instruction]:
         if name == "unscale":
             yield self.gradients.load
@@ -300,7 +294,8 @@ class StepPlan(Plan):
             yield partial(self.gradients.bring_in, self.are_kept)
         if name == self.first_backward:
             yield from self.loads()
-        yield from self._of_part(name, "before")
+        if name == "forward":
+            yield from self._of_all("before")
 
     def _after(self, name: str) -> Iterator[Instruction]:
         if name == "unscale":
@@ -311,9 +306,9 @@ class StepPlan(Plan):
             yield partial(set_again, self.stores[name])
         if name == "forward":
             yield self.present.owing.clear
-        for mechanism in reversed(self.mechanisms):
-            yield from mechanism.after if mechanism.part == name else ()
-        yield from self._of_part(name, "last")
+            for mechanism in reversed(self.mechanisms):
+                yield from mechanism.after
+            yield from self._of_all("last")
 
     def loads(self) -> Iterator[Instruction]:
         """Yield what loads the gradients of earlier steps, to which this one adds its own."""

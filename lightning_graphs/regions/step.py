@@ -177,7 +177,6 @@ class Attempts(StepBody):
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._unread: UnreadValues | None = None  # the unguarded values of what is captured
         self._inside = contextlib.ExitStack()  # surrounds the step's own code
-        self._capturing = contextlib.ExitStack()  # and that with its backward pass and update
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
@@ -386,15 +385,13 @@ class StepCapture(Attempts):
         segments = Segments(self.context.pool, self._facts.reads, self.seeing)
         scaling: dict[str, Any] = {}
         recorder = self.client.recorder()
-        around, self._capturing = contextlib.ExitStack(), contextlib.ExitStack()
-        capturing = self._capturing
+        around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
         watchers: list[Watcher] = []
 
         def cut(name: str) -> None:
             if name == "step":
                 scaling.update(self.scaling())
             self._begun.effects.look(self._facts.places.adopt)
-            self._followed.cut(name)
             segments.cut(name)
 
         def begin(given: Given) -> Sequence[Any]:
@@ -476,7 +473,7 @@ class StepCapture(Attempts):
         self._unread = unread = UnreadValues(given.signature, given.step, passed)
         inputs = StaticInputs(tensors, given.given)
         versions, asked = list(map(version_of, inputs.tensors)), BatchGradients(inputs, tensors)
-        self._followed.begin(tensors, inputs, self.parts_behind())
+        self._followed.begin(tensors, inputs)
         number = self._followed.numbers.number
         static: Sequence[Tensor] = inputs.tensors
         if self._followed.tracer is None:
@@ -577,16 +574,7 @@ class StepCapture(Attempts):
             result = super().forward(arguments, recorder)
             self._followed.assertions.look_behind(result[1])
             self._registers_hooks = hooks_registered() != self._hooks
-        self._capturing.enter_context(self._followed.behind_code())
         return result
-
-    def parts_behind(self) -> Sequence[str]:
-        """List the parts of a step that have a backward pass, or an update, behind its code."""
-        if self.client.optimizes_itself:
-            return ()
-        hooks = self.observers
-        names = {"backward": hooks.before_backward, "step": hooks.before_step}
-        return ["forward", *(name for name, found in names.items() if found)]
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         (code,) = arguments

@@ -476,16 +476,15 @@ class StepRegion(HeadedSteps):
             if mechanism.enter is not None:
                 mechanism.enter()
 
-    def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
-        if self._overlap is not None:
-            self._overlap.judge(plan, call)
+    def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | None:
+        return None if self._overlap is None else self._overlap.judge(plan, call)
 
     @property
     def capturing(self) -> StepCapture:
         return self._capture
 
     def verify(self, plan: StepPlan, beside: StepPlan, call: tuple[Any, ...]) -> bool:
-        """Verify a plan that is to stand beside another one; it is then ready for replays."""
+        """Verify a plan that is to stand beside another one; its replay may be the step then."""
         plan.record, plan.number = beside.record, next(self._ranks.numbers)
         self._admit(plan)
         plan.take_call(call)

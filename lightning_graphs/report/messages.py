@@ -164,15 +164,15 @@ class Statistics(Report):
 def capture_cost(backend: Backend) -> Iterator[CaptureCost]:
     """Measure time and pool memory of the captures in the body."""
     cost = CaptureCost()
-    before = _pool_sizes(backend)
+    before = pool_sizes(backend)
     started = perf_counter()
     yield cost
     cost.ms = (perf_counter() - started) * 1e3
-    after = _pool_sizes(backend)
+    after = pool_sizes(backend)
     cost.added = {pool: size - before.get(pool, 0) for pool, size in after.items()}
 
 
-def _pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
+def pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
     """Count the bytes that torch's allocator holds for each pool; empty without a GPU.
 
     All are listed: to ask for a pool by its handle is not safe (see ``liveness``).

@@ -25,17 +25,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.exchange import Member, exchanged
-from lightning_graphs.private.torch import (
-    current_autograd_node,
-    in_transform,
-    is_strided,
-    version_of,
-)
+from lightning_graphs.private.torch import in_transform, is_strided, version_of
 from lightning_graphs.watch.branches import (
     NotKept,
     Way,
@@ -70,22 +64,19 @@ class Question(NamedTuple):
     called: bool = True  # by a function of torch, and not by Python itself
     is_number: bool = False  # what it gets is a number, of which only nought is known
     is_item: bool = False  # it asks for the number itself
-    # The code that waits for the thread which asks, as for that of a backward pass on a GPU
-    waiting: FrameType | None = None
 
     def way(self, device: torch.device) -> Way | None:
         """Return how code goes on that asks values of a device only to raise; else None."""
         if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
             return None
-        way = way_on(self.frame, called=self.called, waiting=self.waiting)
+        way = way_on(self.frame, called=self.called)
         if way is None or (way.outcome and self.is_number) or not can_be_raised_late(way):
             return None
         return way
 
     def choice(self, device: torch.device) -> Choice | None:
         """Return the choice of values that the code makes by its answer; None if it does more."""
-        is_plain = all(_is_plain(tensor, device) for tensor in self.tensors)
-        if not is_plain or in_transform() or current_autograd_node() is not None:
+        if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
             return None
         return choice_of(self.frame, called=self.called) if not self.is_number else None
 
@@ -94,7 +85,7 @@ class Question(NamedTuple):
         (tensor, *_), is_here = self.tensors, not in_transform()
         is_one = is_here and _is_plain(tensor, device) and tensor.numel() == 1
         is_real = is_one and not tensor.is_complex()
-        return self.is_item and is_real and compares_to_raise(self.frame, self.waiting)
+        return self.is_item and is_real and compares_to_raise(self.frame)
 
     def answer(self, device: torch.device, note: Callable[[Choice], object]) -> Any:
         """Answer as torch does, if a graph could go on; None if it could not.
@@ -114,12 +105,10 @@ class Question(NamedTuple):
 
 def truths_exchanged(
     answer: Callable[[Question], Any],
-    # Whether a backward pass that runs in a thread of autograd's is that of this thread
-    is_own: Callable[[], bool] = is_current_stream_capturing,
 ) -> AbstractContextManager[None]:
     """Let a function answer where code of this thread asks tensors for a plain truth.
 
-    On a GPU a backward pass that is captured has a thread of autograd's. None: torch answers.
+    None: torch answers.
     """
     thread = threading.get_ident()
 
@@ -128,14 +117,10 @@ def truths_exchanged(
 
         @functools.wraps(own)
         def told(*args: Any, **kwargs: Any) -> Any:
-            frame, found, waiting = sys._getframe(1), None, None
+            frame, found = sys._getframe(1), None
             asks = not frame.f_globals.get("__name__", "").startswith(OURS)
-            if asks and args and type(args[0]) in _PLAIN:
-                asked = ask(frame, *args, **kwargs)
-                if threading.get_ident() != thread:
-                    asks = current_autograd_node() is not None and is_own()
-                    waiting = sys._current_frames().get(thread) if asks else None
-                found = answer(asked._replace(waiting=waiting)) if asks else None
+            if asks and threading.get_ident() == thread and args and type(args[0]) in _PLAIN:
+                found = answer(ask(frame, *args, **kwargs))
             return own(*args, **kwargs) if found is None else found
 
         return owner, name, told
@@ -280,17 +265,12 @@ class Assertions:
     Args:
         device: Where it computes.
         is_host: Tells tensors of the host, where device and host are one.
-        chooses: Values that the code chooses by its conditions are chosen in the graph.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        is_host: Callable[[Tensor], bool] = lambda _: False,
-        *,
-        chooses: bool = True,
+        self, device: torch.device, is_host: Callable[[Tensor], bool] = lambda _: False
     ) -> None:
-        self._device, self._is_host, self._may_choose = device, is_host, chooses
+        self._device, self._is_host = device, is_host
         self._is_over = False
         self.found: list[Assertion] = []
         self._noted: list[Callable[[], Any]] = []  # give counters in messages
@@ -310,16 +290,15 @@ class Assertions:
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
-        return truths_exchanged(self.answer)
+        return truths_exchanged(self._answer)
 
-    def answer(self, asked: Question) -> Any:
-        """Answer captured code; None: torch answers."""
+    def _answer(self, asked: Question) -> Any:
         if self._is_over or any(map(self._is_host, asked.tensors)):
             return None
         if (way := asked.way(self._device)) is None:
             if asked.is_compared(self._device):
                 return _NumberOfDevice(self, asked.tensors[0].detach().reshape(()))
-            choice = asked.choice(self._device) if self._may_choose else None
+            choice = asked.choice(self._device)
             return None if choice is None else self._chooses(asked, choice)
         return self._asserted(asked, way)
 
@@ -437,7 +416,7 @@ class Assertions:
         return held
 
     def finish(self) -> None:
-        """Capture the copy of what was found to the host, at the end of the code, or graph."""
+        """Capture the copy of what was found to the host, at the end of the code."""
         self._is_over = True
         self.look_behind(None)
         for value, version, choice in self._chosen:  # eager code would write another tensor

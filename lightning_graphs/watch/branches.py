@@ -91,9 +91,7 @@ def _listing(code: CodeType) -> _Listing:
     return _Listing(found, lines, [instruction.offset for instruction in found])
 
 
-def way_on(
-    frame: FrameType, *, called: bool = False, waiting: FrameType | None = None
-) -> Way | None:
+def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
     """Return how code goes on that asks now whether a value is true; None if both ways do more.
 
     The error must reach the end of the region: code that would catch it does more as well.
@@ -101,8 +99,6 @@ def way_on(
     Args:
         frame: The code.
         called: It calls what tells it, and would ask a tensor itself otherwise.
-        waiting: The code of another thread that has the error, as of a backward pass; None: its
-            own thread has it.
     """
     asking: FrameType | None = frame
     listing = _listing(frame.f_code)
@@ -134,7 +130,7 @@ def way_on(
         return None
     (outcome,) = raising
     way = Way(not outcome, asking, min(ends[outcome]))
-    catching = list(filter(_may_catch, _passed(asking, waiting)))
+    catching = list(filter(_may_catch, _passed(asking)))
     return way if not catching else _way_of_handler(way, catching[0])
 
 
@@ -262,7 +258,7 @@ def _tells(listing: _Listing, at: int, end: int) -> bool:
     return at == end and is_told
 
 
-def compares_to_raise(frame: FrameType, waiting: FrameType | None = None) -> bool:
+def compares_to_raise(frame: FrameType) -> bool:
     """Return whether code compares the number that it calls for now, and that only to raise."""
     listing = _listing(frame.f_code)
     at, _ = _read_again(listing, listing.at(frame.f_lasti) + 1, False)
@@ -271,7 +267,7 @@ def compares_to_raise(frame: FrameType, waiting: FrameType | None = None) -> boo
         name = instruction.opname
         if "JUMP" in name and "IF" in name:
             ends = [bool(_raises(listing, at, outcome)) for outcome in (True, False)]
-            caught = any(map(_may_catch, _passed(frame, waiting)))
+            caught = any(map(_may_catch, _passed(frame)))
             return compares and sorted(ends) == [False, True] and not caught
         is_test = name in _CALLS and _called(listing, at) in _TESTS
         compares |= name == "COMPARE_OP" or is_test
@@ -404,7 +400,7 @@ def _source_of(code: CodeType) -> tuple[list[str], int]:
 _BEGINS = re.compile(r"\s*(async\s+)?def\s|.*(?<!\w)lambda(:|\s)|\s*@")
 
 
-def _passed(frame: FrameType, waiting: FrameType | None = None) -> Iterator[FrameType]:
+def _passed(frame: FrameType) -> Iterator[FrameType]:
     """Yield the frames through which an error would go, but those that only pass it on.
 
     Of torch's own some try something else where they meet an error.
@@ -414,10 +410,7 @@ def _passed(frame: FrameType, waiting: FrameType | None = None) -> Iterator[Fram
         file = found.f_code.co_filename
         if not is_library(file) or (file.startswith(_TORCH) and file != _MODULE):
             yield found
-    if waiting is None:
-        yield from _around(within[-1].f_back)
-    else:
-        yield from _passed(waiting)
+    yield from _around(within[-1].f_back)
 
 
 def _around(frame: FrameType | None) -> Iterator[FrameType]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_graphs.policy import contest
 from lightning_graphs.policy.contest import is_affordable
 from lightning_graphs.regions import overlapped
 from lightning_graphs.report import GraphRecord
+from tests.loops.twice import Lab, twice
 from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice
 
 
@@ -91,6 +92,56 @@ def test_two_streams_train_as_one_does(
     found = [record.overlap for record in captured.capture.report.graphs if record.replays > 8]
     assert found
     assert all(words.startswith("two streams") for words in found)
+
+
+class ByHand(Deep):
+    """Adds to its gradients by hand, and steps every second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def test_steps_that_optimize_by_hand_overlap(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Clock, "second", 0.5)
+    captured = fits(backend, tmp_path, module=ByHand)
+    (record,) = captured.capture.report.graphs
+    assert record.overlap.startswith("two streams")
+
+
+def in_a_loop(lab: Lab) -> list[Tensor]:
+    model = Deep().net.to(lab.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2**-7, fused=True)
+
+    def train_step(batch: Any) -> Tensor:
+        loss = nn.functional.cross_entropy(model(batch["x"]).float(), batch["y"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch) for batch in lab.batches(24)]
+
+
+def test_calls_of_a_plain_loop_overlap(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Clock, "second", 0.5)
+    lab = twice(in_a_loop, backend, device, overlap=True)
+    (record,) = lab.steps[0].report.graphs
+    assert record.overlap.startswith("two streams")
 
 
 def test_a_step_that_cannot_overlap_keeps_its_graph(backend: str, tmp_path: Path) -> None:

@@ -103,33 +103,6 @@ class Resetting(Net):
         return loss
 
 
-class OfGradients(Net):
-    """In its backward pass, which a GPU runs in a thread of autograd's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net[0].weight.register_hook(self.look)
-
-    def look(self, gradient: Tensor) -> None:
-        if not torch.isfinite(gradient).all():
-            raise NotFinite(f"a gradient of {tuple(gradient.shape)}")  # raised
-
-
-class OfParameters(Net):
-    """Behind its update."""
-
-    def configure_optimizers(self) -> Any:
-        class Looking(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                loss = super().step(closure)
-                for parameter in self.param_groups[0]["params"]:
-                    if torch.isnan(parameter).any():
-                        raise NotFinite("a parameter")  # raised
-                return loss
-
-        return Looking(self.parameters(), lr=2**-7)
-
-
 class Warned(Net):
     """Warns of large values, and of some out of bounds, and goes on."""
 
@@ -165,8 +138,6 @@ def broken() -> list[dict[str, Any]]:
         (Unreadable, NotFinite, r"^\("),
         (Telling, NotFinite, r"^training stopped\n"),
         (Resetting, RuntimeError, r"^element 0 of tensors does not require grad"),
-        (OfGradients, NotFinite, r"^a gradient of \(16, 8\)\n"),
-        (OfParameters, NotFinite, r"^a parameter\n"),
         (Acting, ValueError, r"constraint IndependentConstraint(?s:.*)gone>\n"),
     ],
 )
