@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 
 import torch
@@ -309,6 +310,52 @@ def _spread(gradient: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Ten
 
 _alias: Callable[[Tensor], Tensor] = attrgetter("data")  # detach() costs twice as much
 _ALIGNMENT = 512  # bytes, as torch's allocator does: kernels read aligned memory in larger units
+
+
+class EarlierGradients:
+    """Gradients of earlier steps, to which a backward pass adds what it brings as one sum.
+
+    Autograd adds the sum of all uses of a parameter to its ``.grad``. Graphs that write gradients
+    themselves, and eager code with the same parameters, would each add their own.
+    """
+
+    def __init__(self) -> None:
+        # Of parameters whose gradient is a buffer: its value, while graphs write there
+        self._values: dict[Tensor, Tensor] = {}
+
+    @contextlib.contextmanager
+    def aside(self, graphs: Iterable[DirectGradients]) -> Iterator[None]:
+        """Let the parameters of these graphs have no gradient in the body, a backward pass."""
+        pairs = [p for each in graphs for p in zip(each.parameters, each.buffers, strict=True)]
+        before = [(p, b, g) for p, b in dict(pairs).items() if (g := p.grad) is not None]
+        held = {parameter: buffer for parameter, buffer, old in before if old is buffer}
+        self._values |= {p: torch.empty_like(b) for p, b in held.items() if p not in self._values}
+        if held:
+            torch._foreach_copy_([self._values[p] for p in held], [*held.values()])
+        for parameter, _, _ in before:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self._add(before)
+
+    def _add(self, before: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        restored: tuple[list[Tensor], list[Tensor]] = ([], [])
+        added: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for parameter, buffer, old in before:
+            value = self._values[parameter] if old is buffer else None
+            addition, parameter.grad = parameter.grad, old
+            if value is not None and addition is buffer:
+                addition, value = value, None
+            for (targets, sources), source in ((restored, value), (added, addition)):
+                if source is not None:
+                    targets.append(old)
+                    sources.append(source)
+        with torch.no_grad():
+            if restored[0]:
+                torch._foreach_copy_(*restored)
+            if added[0]:
+                torch._foreach_add_(*added)
 
 
 class DirectGradients:

@@ -185,6 +185,14 @@ READ_BEFORE = Obstacle(
     code=REBOUND.code,
 )
 
+CACHED_WEIGHTS = Obstacle(
+    "A capture must not begin inside of torch.nn.utils.parametrize.cached(), because a replay "
+    "would read weights that are gone when it ends.",
+    "write `with parametrize.cached():` inside of the step",
+    kind="python-state",
+    code="with parametrize.cached():  # in the step\n    logits = self.net(x) + self.net(-x)",
+)
+
 # ------------------ Python code
 
 STORED = Obstacle(

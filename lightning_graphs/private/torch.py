@@ -21,6 +21,7 @@ from torch._ops import _higher_order_ops
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -215,13 +216,19 @@ nodes_recorded: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_n
 """How many nodes autograd has numbered in this thread; 0 where nothing tells."""
 
 
-def recorded_before(node: Any, number: int) -> bool:
-    """Return whether a node is older than a call of :func:`nodes_recorded` in this thread.
+def number_of(node: Any) -> int:
+    """Return the number of a node, in the order in which this thread has recorded them.
 
-    Autograd numbers its nodes, and does not say so in public. Those of leaves have the highest
-    number of all. Without numbers the answer is no.
+    Autograd does not say so in public. Those of leaves have the highest number of all, and so have
+    all nodes in a version of torch without numbers.
     """
-    return hasattr(node, "_sequence_nr") and node._sequence_nr() < number
+    number: Callable[[], int] | None = getattr(node, "_sequence_nr", None)
+    return sys.maxsize if number is None else number()
+
+
+def recorded_before(node: Any, number: int) -> bool:
+    """Return whether a node is older than a call of :func:`nodes_recorded` in this thread."""
+    return number_of(node) < number
 
 
 def step_hook_tables(optimizer: Optimizer) -> list[Any]:
@@ -439,6 +446,16 @@ def in_transform() -> bool:
     if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
         return False
     return _innermost_transform() is not None or in_forward_mode()
+
+
+def caches_weights(module: nn.Module | None = None) -> bool:
+    """Return whether weights are computed once for all calls: those of a module, or any.
+
+    They are inside of ``torch.nn.utils.parametrize.cached()``, which keeps a number for it.
+    """
+    if not getattr(parametrize, "_cache_enabled", 0):
+        return False
+    return module is None or any(map(parametrize.is_parametrized, module.modules()))
 
 
 def in_forward_mode() -> bool:

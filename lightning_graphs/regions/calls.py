@@ -15,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.autograd.backward import AliasedGradients, GradientMemory
+from lightning_graphs.autograd.backward import (
+    AliasedGradients,
+    DirectGradients,
+    GradientMemory,
+)
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
@@ -160,6 +164,10 @@ class CapturedStep(Plan):
         self.calls = calls
         self.guards = guards
         self.captured = captured
+        passes = [graphed.callable.backward_pass for graphed in captured]
+        # What its graphs write of gradients themselves
+        self.direct: Sequence[DirectGradients]
+        self.direct = [p.direct for p in passes if p is not None and p.direct is not None]
         # For each observed module the graphs of its calls under autograd, in their order; None for
         # a call that stays eager.
         self.graphed_calls: dict[nn.Module, list[GraphedCall | None]] = {}
@@ -339,8 +347,6 @@ class CaptureConfig:
     # Backward graphs write the gradients of parameters themselves. If user code asks for those of
     # some parameters only, autograd needs an edge for each.
     direct: bool = True
-    # Gradients of earlier steps are added to: autograd adds the sum of all uses of a parameter.
-    adds: bool = False
 
 
 def capture_step(
@@ -360,6 +366,8 @@ def capture_step(
     # If a call that had no backward pass has one later, in the same step, its activations are in a
     # pool of their own, whatever ran in between. The next step makes them void.
     alone = [call for call in recorded if call.requires_grad and call.backwards == 0]
+    for call in observation.among_uses(recorded):
+        call.partial = True
     in_order = set(recorded) - set(alone)
     groups = [(config.pool, [(call, way) for call, way in observation.passes if call in in_order])]
     groups += [(config.pool.beside(), _both(call)) for call in alone]
@@ -455,8 +463,7 @@ class _Capture(CallableCapture):
         self._written: dict[str, Tensor] = {}
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}
         hooked = any(map(has_gradient_hooks, call.module.parameters()))
-        summed = config.adds and call.shares_parameters
-        direct = config.direct and not (hooked or summed or call.partial)
+        direct = config.direct and not (hooked or call.partial)
         settings = CaptureSettings(pool, order, direct, True, gradients=config.gradients)
         with self._explained():
             self._attributes = PythonSnapshot(iter_objects(call.module))

@@ -22,6 +22,7 @@ from lightning_graphs.errors import (
 from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.private.torch import (
     COMPILED_CALL,
+    caches_weights,
     in_transform,
     is_compiled,
     is_compiled_in_place,
@@ -437,7 +438,8 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         if not self.is_graphed or not state.stepping:
             return _NONE
         if not torch.is_grad_enabled():
-            graphed = None if in_transform() else self._alone.plan_for((args, kwargs))
+            is_eager = in_transform() or caches_weights(self._module)
+            graphed = None if is_eager else self._alone.plan_for((args, kwargs))
             return _NONE if graphed is None else self._replayed(graphed, args, kwargs)
         index = self._calls
         self._calls = index + 1

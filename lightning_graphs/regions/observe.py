@@ -25,11 +25,13 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.generators import random_place
 from lightning_graphs.private.torch import (
+    caches_weights,
     current_autograd_node,
     in_transform,
     is_strided,
     memory_of,
     nodes_recorded,
+    number_of,
     out_of_sight,
     recorded_before,
     version_of,
@@ -70,7 +72,9 @@ class ObservedCall:
     # The call was made by a backward pass, as activation checkpointing does.
     recomputed: bool = field(default_factory=lambda: current_autograd_node() is not None)
     backwards: int = 0  # how often a backward pass went through its outputs
-    partial: bool = False  # a backward pass was not for all of the module's parameters
+    # A backward pass was not for all of the module's parameters, or goes from the call on to others
+    # of their uses
+    partial: bool = False
     # For each argument, by its index among the tensors of the arguments, earlier calls that have
     # returned it; or, if there are none and it has no gradient, those that were given it, too.
     sources: dict[int, list[Seen]] = field(default_factory=dict)
@@ -80,8 +84,6 @@ class ObservedCall:
     known: KnownOfCall = field(default_factory=KnownOfCall)  # what its capture should know
     # How many nodes autograd had recorded as it began, and as it ended
     nodes: tuple[int, int] | None = None
-    # The gradient of one of its parameters is a sum of uses in it and of others outside
-    shares_parameters: bool = False
     shaped_by: str = ""  # an operator inside of it whose output shape depends on values; or empty
     # Such an operator ran before it in the step: its arguments may have any shape in the next one.
     follows_values: bool = False
@@ -124,6 +126,35 @@ class Observation:
     passes: list[Pass] = field(default_factory=list)
     # The first operator whose output shape depends on values; empty if there is none.
     shaped_by: str = ""
+    # Of each leaf the numbers of the nodes that use it, as far as backward passes go
+    uses: dict[Tensor, list[int]] = field(default_factory=dict)
+
+    def among_uses(self, calls: Sequence[ObservedCall]) -> set[ObservedCall]:
+        """Find those of these calls whose gradients are added up amid those of other code.
+
+        Autograd adds them from the last use of a parameter to the first one. What code outside of
+        all of these calls gives is one sum if graphs write their gradients themselves.
+        """
+        inside = [call.nodes for call in calls if call.nodes is not None]
+        found = set()
+        for call in calls:
+            start, end = call.nodes or (0, 0)
+            for parameter in call.module.parameters():
+                used = self.uses.get(parameter, ())
+                others = [n for n in used if not any(first <= n < last for first, last in inside)]
+                before = sum(number < start for number in others)
+                if before > 1 or (before and max(others) >= end):
+                    found.add(call)
+        return found
+
+    def adds_otherwise(self, call: ObservedCall) -> bool:
+        """Whether a graph would add its own uses of a parameter up before it adds later ones."""
+        start, end = call.nodes or (0, 0)
+        used = [self.uses.get(parameter, ()) for parameter in call.module.parameters()]
+        return any(
+            sum(start <= number < end for number in numbers) > 1 and max(numbers) >= end
+            for numbers in used
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +270,11 @@ class StepObserver:
                 "is made inside of torch.autograd.graph.saved_tensors_hooks (save_on_cpu), which a "
                 "replay would not call"
             )
+        elif caches_weights(module):
+            call.obstacle = (
+                "is made inside of torch.nn.utils.parametrize.cached(), where calls share weights "
+                "that are computed, and their gradient"
+            )
         elif switched := ", ".join(here.changes(call.kernels)):
             call.obstacle = (
                 f"is made under switches of torch that the step has set just for it: {switched}"
@@ -258,16 +294,12 @@ class StepObserver:
     def look_behind(self, loss: Any) -> None:
         """Ahead of a backward pass, see which arguments are used in their call and elsewhere."""
         users: dict[tuple[Node, int], list[Node]] = {edge: [] for edge in self._users}
-        leaves: dict[Tensor, list[Node]] = {}
         for node in nodes_behind(leaves_of(loss, Tensor)):
             for edge in node.next_functions:
                 if edge in users:
                     users[edge].append(node)
                 if edge[0] is not None and (found := leaf_of(edge[0])) is not None:
-                    leaves.setdefault(found, []).append(node)
-        for call in self.observation.calls if leaves else ():
-            used = [leaves.get(parameter, ()) for parameter in call.module.parameters()]
-            call.shares_parameters |= any(0 < call.made(nodes) < len(nodes) for nodes in used)
+                    self.observation.uses.setdefault(found, []).append(number_of(node))
         for edge, calls in self._users.items():
             for call, leaf in calls:
                 if 1 < call.made(users[edge]) < len(users[edge]):
@@ -379,6 +411,12 @@ class StepObserver:
                 made.call.obstacle = (
                     "returns a tensor in the memory of another output or of an argument, and the "
                     "step writes there; what a graph returns has memory of its own"
+                )
+        for call in self.observation.calls:
+            if not call.obstacle and self.observation.adds_otherwise(call):
+                call.obstacle = (
+                    "uses a parameter more than once that later code uses, too, and a graph would "
+                    "add the gradients up in another order"
                 )
         for held in (self._graphs, self._shared, self._open, self._seen):
             held.clear()

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_graphs.autograd.backward import EarlierGradients
 from lightning_graphs.device.rules import may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
 from lightning_graphs.policy.worth import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
 from lightning_graphs.private.exchange import TURN, replaced
+from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.regions.calls import (
     CallRefused,
     CaptureConfig,
@@ -90,6 +92,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         module, options, pool = context.module, context.options, context.pool
         apart = pool.beside()
         self._watches_requests, self._again = facts.direct, facts.again
+        self._earlier = EarlierGradients() if facts.adds else None
         waits = PATIENCE if facts.again.line else 0
         # A step that goes through a graph twice is run once more, or else waited for.
         self._patience, self.insured = (0, waits) if facts.repeats else (waits, 0)
@@ -98,7 +101,6 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._config = CaptureConfig(
             *made_with,
             direct=facts.direct,
-            adds=facts.adds,
             assertions=context.assertions,
             device=facts.device,
         )
@@ -201,10 +203,18 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     def watching(self, loss: Any = None) -> AbstractContextManager[None]:
         """Watch the body, a part of a step or its backward pass, as far as that is needed."""
         direct, observed = self._watches_requests, self._observed
-        requests = _requests_watched(self._asked) if direct else nullcontext()
+        requests = _passes_watched(self._asked, self._passing) if direct else nullcontext()
         if observed is None or observed.observer.is_over:
             return requests
         return self._observing(observed, loss, requests)
+
+    def _passing(self) -> AbstractContextManager[None]:
+        """Surround a backward pass of a step whose graphs write gradients themselves."""
+        earlier, step = self._earlier, self._last if self.state.has_replayed else None
+        # It may be inside of another pass, as a checkpoint's is
+        if earlier is None or step is None or current_autograd_node() is not None:
+            return nullcontext()
+        return earlier.aside(step.direct)
 
     @contextmanager
     def _observing(
@@ -433,10 +443,13 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
 
 
 @contextmanager
-def _requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-    """Call ``asked`` with the inputs of every backward pass that the body starts for some inputs.
+def _passes_watched(
+    asked: Callable[[Sequence[Any]], None], passing: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Surround every backward pass that the body starts by ``passing()``.
 
-    Gradients that a graph writes itself have no edge in autograd: it would call them unused.
+    ``asked`` is called with the inputs of one for some inputs: gradients that a graph writes itself
+    have no edge in autograd, which would call them unused.
     """
 
     def watched(original: Callable[..., Any], place: int) -> Callable[..., Any]:
@@ -444,7 +457,8 @@ def _requests_watched(asked: Callable[[Sequence[Any]], None]) -> Iterator[None]:
             inputs = args[place] if len(args) > place else kwargs.get("inputs")
             if inputs is not None:
                 asked(leaves_of(inputs))
-            return original(*args, **kwargs)
+            with passing():
+                return original(*args, **kwargs)
 
         return call
 

@@ -127,8 +127,13 @@ class Unread:
         return f"a {self.kind.__name__}"
 
     def matches(self, value: Any) -> bool:
-        return self.kind is object or type(value) is self.kind
+        if self.kind is not object:
+            return type(value) is self.kind
+        return value is None or type(value) in _SIMPLE or not leaves_of(value, Tensor)
 
+
+_SIMPLE = frozenset({bool, int, float, str})
+"""Types of values in which no tensor can be."""
 
 Leaf = TensorSpec | Constant | Unread
 

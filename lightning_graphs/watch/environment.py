@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import (
+    CACHED_WEIGHTS,
     CLOCK,
     DRAWN,
     OLD_GRADIENTS,
@@ -42,7 +43,12 @@ from lightning_graphs.errors import (
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import exchanged, replaced
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import current_autograd_node, subclasses_unasked, version_of
+from lightning_graphs.private.torch import (
+    caches_weights,
+    current_autograd_node,
+    subclasses_unasked,
+    version_of,
+)
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.host import Draw
 from lightning_graphs.watch.numbers import StepNumbers
@@ -283,6 +289,8 @@ def code_captured(what: str) -> Iterator[None]:
     What is refused stays refused where an `except` in the captured code goes on without it: in an
     eager step, and so in a replay, there would have been nothing to go on from.
     """
+    if caches_weights():
+        raise CACHED_WEIGHTS.refused("the cache is on")
     with refusals() as refused:
         try:
             yield
