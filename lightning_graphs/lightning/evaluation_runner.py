@@ -60,6 +60,8 @@ class EvaluationWatch(TrainerWatch):
         self.run = getattr(trainer.strategy, name)
         self.name = name
         self.given: Sequence[Any] = ()  # arguments of the present step
+        # Results are collected on the host, as a rule, and no gradient waits for what is read
+        self.kept.keeps_known = True
 
     @property
     def function(self) -> Any:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -176,6 +176,9 @@ class TrainerWatch:
 
     def keeps_back(self, error: CaptureError) -> bool:
         return not self.waits_for_gradients() and self.kept.learn(error)
+
+    def declines(self, frame: FrameType) -> bool:
+        return self.kept.declines(frame)
 
     def is_apart(self, module: nn.Module) -> bool:
         return self.metrics.is_apart(module)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -312,6 +312,9 @@ class ProgramWatch:
         return False
 
     def keeps_back(self, error: CaptureError) -> bool:
+        return False
+
+    def declines(self, frame: FrameType) -> bool:
         return False
 
     def is_apart(self, module: nn.Module) -> bool:

@@ -178,7 +178,7 @@ class StepBody:
         """Run the step's own code; return what it returns, and the loss that is to be reduced."""
         returned = self._call(arguments)
         try:
-            output = StepOutputs(returned)
+            output = self._outputs(returned)
             loss = None
             if not self.client.optimizes_itself:
                 loss = self.client.loss_of(returned)
@@ -187,6 +187,9 @@ class StepBody:
             raise
         recorder.finish()
         return output, loss
+
+    def _outputs(self, returned: Any) -> StepOutputs:
+        return StepOutputs(returned)
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         return self.client.run(*arguments)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -133,6 +133,9 @@ class Client(environment.Client, Protocol):
 
     def keeps_back(self, error: CaptureError) -> bool:
         """Whether the next capture keeps back the call in which a refusal arose."""
+
+    def declines(self, frame: FrameType) -> bool:
+        """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
 
     def is_apart(self, module: torch.nn.Module) -> bool:
         """Whether a module runs after the replay of a step, not in it."""

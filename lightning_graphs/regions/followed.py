@@ -60,6 +60,7 @@ class Followed:
             copies, room = self.copies(tensors), self.room_on_device
             self.tracer = HostTracer(self._device, inputs.tensors, copies, room)
             self.tracer.on_error = partial(_note_refusal, context.pool.backend, self.caught)
+            self.tracer.declines = context.watch.declines
         tape = None if self.tracer is None else self.tracer.tape
         knows = (lambda _: False) if tape is None else tape.knows
         self.assertions = Assertions(self._device, knows)

@@ -169,16 +169,18 @@ class StepOutputs(OutputPlan):
     kept back.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, comes_late: Callable[[str], bool] = lambda _: False) -> None:
         leaves: list[tuple[str, Any]] = []
         flatten(value, "output", leaves)
+        objects = [n for n, leaf in leaves if comes_late(n) and not isinstance(leaf, Tensor)]
         numbers = {name: leaf for name, leaf in leaves if isinstance(leaf, Tracer)}
         # Those that are not there where graphs are compared, with what is inside of them
         late = [name for name, leaf in numbers.items() if isinstance(leaf, LateValue)]
         self._late = {*late}
         self._in_late = tuple(f"{name}{end}" for name in late for end in (" = ", "[", "."))
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        super().__init__(substitute(value, tensors, "output", dict.fromkeys(numbers)), static=False)
+        absent = dict.fromkeys([*numbers, *objects])
+        super().__init__(substitute(value, tensors, "output", absent), static=False)
         if numbers:
             self._build = partial(_with_numbers, self._build, numbers)
 
@@ -186,10 +188,11 @@ class StepOutputs(OutputPlan):
         """List what a step has returned, without what comes late here, to compare it."""
         found = results_in(returned, "output")
         if self._late:
-            found = [r for r in found if not self._is_late(r.name)]
+            found = [r for r in found if not self.comes_late(r.name)]
         return [replace(r, name="the loss") if r.name in _LOSSES else r for r in found]
 
-    def _is_late(self, name: str) -> bool:
+    def comes_late(self, name: str) -> bool:
+        """Whether a call that is kept back gives what has this name, or a part of it."""
         return name in self._late or name.startswith(self._in_late)
 
 

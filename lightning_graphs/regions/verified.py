@@ -31,7 +31,7 @@ from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
 from lightning_graphs.regions.conditions import CaptureKey
 from lightning_graphs.regions.context import Recorder
 from lightning_graphs.regions.gradients import drop_gradients
-from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.plan import StepOutputs, StepPlan
 from lightning_graphs.regions.verify import Comparison, Tolerance, Verifier
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
@@ -64,6 +64,8 @@ class Verification(StepBody):
         self.fits: Callable[[CaptureKey], bool] = lambda _: True
         # Runs the step's code that is compared
         self._run_code: Callable[[Callable[[], Any]], Any] = lambda code: code()
+        # Whether replays get what has a name in its result behind their graphs
+        self._comes_late: Callable[[str], bool] = lambda _: False
         self._verifier = verifier
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
@@ -131,7 +133,7 @@ class Verification(StepBody):
             self._drop_gradients()
         for stores in plan.stores.values():  # another step may have set them otherwise
             set_again(stores)
-        recorder = self.client.mute()
+        recorder, self._comes_late = self.client.mute(), plan.outputs.comes_late
         memory = self._verifier.budget.memory_of(plan.graphs["forward"])
         # The graph's own buffers, and not given away: user code may keep them
         gradients = plan.gradients.taking_over() if self._verifier.ranks.are_one else nullcontext()
@@ -170,6 +172,9 @@ class Verification(StepBody):
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         return self._run_code(partial(super()._call, arguments))
+
+    def _outputs(self, returned: Any) -> StepOutputs:
+        return StepOutputs(returned, self._comes_late)
 
     def _as_captured(self, plan: StepPlan, recorder: Recorder) -> AbstractContextManager[None]:
         """Set up what surrounds a capture, but for its tracers: here every value is real."""

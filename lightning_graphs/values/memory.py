@@ -531,6 +531,9 @@ def gradients_of(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     return [(i, t.grad) for i, t in keeping if t.grad is not None]
 
 
+RETURNED = "A graphed callable must return containers of tensors, None and constants."
+
+
 def tensors_returned(value: Any) -> list[Tensor]:
     """List the tensors in a return value: a replay makes tensors, and no other objects."""
     leaves: list[tuple[str, Any]] = []
@@ -538,7 +541,7 @@ def tensors_returned(value: Any) -> list[Tensor]:
     for name, leaf in leaves:
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
             raise CaptureError(
-                "A graphed callable must return containers of tensors, None and constants.",
+                RETURNED,
                 f"{name} is a {type(leaf).__qualname__}, in which a graph cannot find tensors",
                 _remedy_for(leaf),
             )

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from lightning_graphs.device.rules import DRAWN, has_other_tangents
+from lightning_graphs.device.rules import DRAWN, HOST_READ, has_other_tangents
 from lightning_graphs.device.trace import (
     OperatorCall,
     OperatorMode,
@@ -85,6 +86,7 @@ _DIVISIONS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys((f"{name}_" for name in _QUOTIENTS), Tensor.mul_),
 }
 _MOVING = frozenset({"to", "type_as", "copy_"})
+_TO_HOST = ("cpu", "to", "tolist")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
 FACTORIES = frozenset(
     {"arange", "empty", "eye", "full", "linspace", "logspace"}
@@ -144,6 +146,8 @@ class HostTracer(OperatorMode):
         self.tape = HostTape()
         # Gives what reads the present value of data with live numbers in it; None of other data
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+        # Whether user code in a frame gets no copy of what changes, but later, behind the graph
+        self.declines: Callable[[FrameType], bool] = lambda _: False
         self.in_backward = False  # whether the backward pass copies from the host, too
         self._copies = copies
         self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -192,7 +196,9 @@ class HostTracer(OperatorMode):
         if not (concerned or _is_special(func)):
             return call.run()
         hosts = [t for t in call.inputs if self._is_host(t)]
-        if not hosts and (call.inputs or not self._makes(kwargs)):
+        device = kwargs.get("device")
+        makes = self._makes_on_host if self._emulated else getattr(device, "type", "") == "cpu"
+        if not hosts and (call.inputs or not makes):
             if (found := self._read(call)) is not _UNKNOWN:
                 return found
             with self._noting_draws(func):
@@ -233,13 +239,6 @@ class HostTracer(OperatorMode):
         if self._emulated:
             return self.tape.knows(tensor)
         return tensor.device.type == "cpu"
-
-    def _makes(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether an operator without tensor arguments makes a host tensor."""
-        if self._emulated:
-            return self._makes_on_host
-        device = kwargs.get("device")
-        return device is not None and device.type == "cpu"
 
     # ------------------------------------------------------------------ reads of the device
 
@@ -366,6 +365,9 @@ class HostTracer(OperatorMode):
         """Call a Python function of torch that the dispatcher would not show."""
         name = getattr(func, "__name__", "")
         data = (*args, None, None)[name == "new_tensor"]
+        shadow = None if name not in _TO_HOST or self._is_host(args[0]) else self._shadow(args[0])
+        if shadow is not None and self.tape.changes(shadow):
+            _leave_to_replay(self.declines, name, args, kwargs, emulated=self._emulated)
         if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
             with out_of_sight():
                 return func(value, *args[1:], **kwargs)
@@ -374,8 +376,7 @@ class HostTracer(OperatorMode):
         func = fully_written(func, sys._getframe(2))
         if name in READS_LENGTHS and any(map(self._is_of_host, args)):
             return self._with_packed(func, name, args, kwargs)
-        moves = self._emulated and _asks_for_host(name, args, kwargs) and not self._is_host(args[0])
-        if moves and (shadow := self._shadow(args[0])) is not None:
+        if shadow is not None and self._emulated and _asks_for_host(name, args, kwargs):
             return self.tape.run(OperatorCall(aten.clone.default, (shadow,), {}))
         if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
             return None
@@ -529,10 +530,30 @@ class HostTracer(OperatorMode):
         return result.requires_grad_() if grad else result
 
 
-def _asks_for_host(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function moves a tensor to the host, and calls that by its name."""
-    named = "cpu" in [*(a for a in args[1:] if type(a) is str), kwargs.get("device")]
-    return name == "cpu" or (name == "to" and named)
+def _asks_for_host(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, emulated: bool = True
+) -> bool:
+    """Return whether a function moves a tensor to the host.
+
+    On a CPU only what calls that by its name means the host.
+    """
+    kinds = (str,) if emulated else (str, torch.device)
+    given = [a for a in (*args[1:], kwargs.get("device")) if isinstance(a, kinds)]
+    return name == "cpu" or (name == "to" and "cpu" in [torch.device(a).type for a in given])
+
+
+def _leave_to_replay(
+    declines: Callable[[FrameType], bool],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    emulated: bool,
+) -> None:
+    """Refuse a copy to the host, though it is known, if a call behind the graph can make it."""
+    moves = name == "tolist" or _asks_for_host(name, args, kwargs, emulated=emulated)
+    if moves and declines(calling(sys._getframe(2))):
+        raise HOST_READ.refused_here(f"{name} is called")
 
 
 def _filled(tensor: Tensor, index: Any, number: float) -> bool:

@@ -28,11 +28,13 @@ from lightning_graphs.device.rules import (
     HOST_READ,
     LINEAR_ALGEBRA,
     NOT_RECORDED,
+    STORED,
 )
 from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.exchange import bound, exchanged
-from lightning_graphs.values.memory import clone_all
+from lightning_graphs.values.memory import RETURNED, clone_all
 from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.tracers import FOR_A_WHILE, OURS, Tracer, present
 from lightning_graphs.watch.user_code import UserCode, objects_in
 
@@ -63,6 +65,9 @@ class LateValue(Tracer):
     branch, a torch operator whose result the loss needs, code of libraries.
     """
 
+    sizes: Sequence[int] = ()  # of its dimensions, as far as the capture knows them
+    _sizes_given: Sequence[int] = ()  # those of what it gives if it is called
+
     def __init__(self, use: Use) -> None:
         self._value: Any = None
         self._use = use
@@ -92,19 +97,32 @@ class LateValue(Tracer):
         asks = not _instruction_at(frame).opname.startswith("LOAD_")  # hasattr
         if asks or name.endswith("_") or name in _NOT_LATER:
             self.refuse()
-        return self._kept(getattr, self, name)
+        found = self._kept(getattr, self, name)
+        if name in _OF_ONE_SHAPE:
+            found._sizes_given = self.sizes
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> LateValue:
-        return self._kept(_call, self, *args, **kwargs)
+        returned = self._kept(_call, self, *args, **kwargs)
+        returned.sizes = self._sizes_given
+        return returned
+
+    def __len__(self) -> int:  # type: ignore[override]
+        if not self.sizes:
+            self.refuse()
+        return self.sizes[0]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Give as many parts as the statement that unpacks it has targets."""
+        """Give all rows, or as many parts as the statement that unpacks it has targets."""
         frame = sys._getframe(1)
         unpacks = _instruction_at(frame)
-        if unpacks.opname != "UNPACK_SEQUENCE" or not self._use.is_own(frame):
+        rows = unpacks.arg if unpacks.opname == "UNPACK_SEQUENCE" else (*self.sizes, None)[0]
+        if rows is None or rows > _MOST_ROWS or not self._use.is_own(frame):
             self.refuse()
-        indices = range(unpacks.arg or 0)
-        return iter([self._use.keep(operator.getitem, ((self, i), {}), self._use) for i in indices])
+        found = [self._use.keep(operator.getitem, ((self, i), {}), self._use) for i in range(rows)]
+        for row in found:
+            row.sizes = self.sizes[1:]
+        return iter(found)
 
     @classmethod
     def __torch_function__(
@@ -134,6 +152,9 @@ class LateValue(Tracer):
         return self._kept(getattr(ufunc, method), *inputs, **kwargs)
 
 
+_OF_ONE_SHAPE = ("cpu", "to", "detach", "clone", "float", "numpy", "astype", "tolist")
+"""Methods whose result has the shape of what they are called on."""
+_MOST_ROWS = 1024  # that a loop goes through
 _NOT_LATER = frozenset({"backward", "grad", "data", "grad_fn", "register_hook"})
 """Attributes of tensors that reach into the step."""
 
@@ -264,6 +285,8 @@ def _site(code: CodeType, offset: int) -> Site:
 
 LATE_RULES = {o.rule for o in (HOST_READ, DYNAMIC_SHAPE, LINEAR_ALGEBRA, NOT_RECORDED)}
 """Of what a call may be refused for that is kept back."""
+_KEPT_RULES = {ON_HOST, STORED.rule, RETURNED}
+"""Of what a step is refused for that keeps what it has read on the host."""
 _MOST = 24
 """Calls of one fit that are kept back."""
 
@@ -285,6 +308,10 @@ class KeptCalls:
         self.own = own
         self.known: dict[Site, _Kept] = {}
         self._unfit: set[Site] = set()  # their values are needed by the step
+        # Also reads of what the host has ahead of a replay; else those are no calls behind it
+        self.keeps_known = False
+        self._declined: set[Site] = set()  # such reads
+        self._has_answered = False  # or there were some, whose values the step has got
         self.logged: set[str] = set()  # names under which such values are logged
 
     def learn(self, error: CaptureError) -> bool:
@@ -306,8 +333,30 @@ class KeptCalls:
                         kept.is_used = False
                     return True
                 break
+        # With the values that the host has ahead of a replay it may succeed
+        declined = {site: self.known[site] for site in self._declined & self.known.keys()}
+        answered = {site for site, kept in declined.items() if kept.error == texts}
+        if not answered and error.__cause__ is not None:  # C code may not ask what it is given
+            answered = set(declined)
         self.drop_used()
-        return False
+        for site in answered:
+            self.known.pop(site, None)
+        self._unfit |= answered
+        self._declined -= answered
+        asks = self._has_answered and error.rule in _KEPT_RULES and not self.keeps_known
+        self.keeps_known |= asks
+        return bool(answered) or asks
+
+    def declines(self, frame: FrameType) -> bool:
+        """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
+        if not self.own.runs_in(frame) or len(self.known) >= _MOST:
+            return False
+        site = _site(frame.f_code, frame.f_lasti)
+        self._has_answered |= not self.keeps_known
+        if not self.keeps_known or site in self._unfit:
+            return False
+        self._declined.add(site)
+        return True
 
     def drop_used(self) -> None:
         """Let steps make those calls again whose values were used."""
@@ -408,7 +457,10 @@ class _CallsOfTorch(TorchFunctionMode):
         name = getattr(function, "__name__", "").removeprefix("linalg_")
         if use is None or name not in _READING:
             return function(*args, **(kwargs or {}))
-        return self._keep(function, (args, kwargs or {}), replace(use, is_pure=True))
+        late = self._keep(function, (args, kwargs or {}), replace(use, is_pure=True))
+        if name in _OF_ONE_SHAPE and type(late) is LateValue:  # the doctor makes the call
+            late.sizes = tuple(args[0].shape)
+        return late
 
 
 def _refuse(kept: _Kept, _: str) -> NoReturn:

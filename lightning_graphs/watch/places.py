@@ -215,15 +215,15 @@ class ListAppend(Tracer):
         self.operations.append((method, args))
 
     def __iadd__(self, values: Iterable[Any]) -> ListAppend:  # type: ignore[override, misc]
-        self._note("extend", list(values))
+        self._note("extend", _all_in(values))
         return self
 
     def __ior__(self, values: Iterable[Any]) -> ListAppend:  # type: ignore[override, misc]
-        self._note("update", list(values))
+        self._note("update", _all_in(values))
         return self
 
     def __setitem__(self, key: Any, values: Iterable[Any]) -> None:
-        self._note("__setitem__", self._all_of(key), list(values))
+        self._note("__setitem__", self._all_of(key), _all_in(values))
 
     def __delitem__(self, key: Any) -> None:
         self._note("__delitem__", self._all_of(key))
@@ -240,11 +240,16 @@ class ListAppend(Tracer):
     __contains__ = __copy__ = __deepcopy__ = __reduce_ex__ = Tracer._refuse
 
 
+def _all_in(values: Iterable[Any]) -> Any:
+    """Go through an iterable, which is possible once; what comes late a replay goes through."""
+    return values if isinstance(values, LateValue) else list(values)
+
+
 def _filling(method: str, *, many: bool) -> Callable[..., None]:
     def fill(tracer: ListAppend, *args: Any) -> None:
         if method == "insert" and tracer._kind is not list:  # a full deque raises an error
             tracer.refuse()
-        tracer._note(method, *(map(list, args) if many else args))
+        tracer._note(method, *(map(_all_in, args) if many else args))
 
     return fill
 

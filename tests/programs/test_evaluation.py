@@ -106,6 +106,49 @@ class ByHand(Evaluating):
         optimizer.step()
 
 
+class Copying(Evaluating):
+    """Collects copies on the host, of its batch and of what it computes, in lists, one by one too,
+    and returns some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: list[int] = []
+        self.found: dict[str, list[Any]] = {"scores": [], "pairs": []}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        scores = self.net(batch["x"])
+        self.log("val", nn.functional.cross_entropy(scores.float(), batch["y"]))
+        guess, y = scores.argmax(-1).cpu(), batch["y"].cpu()
+        self.log("hits", (guess == y).float().mean().item())
+        self.outputs.append({"guess": guess.numpy(), "y": y, "loss": scores.detach().mean().cpu()})
+        self.labels.extend(batch["y"].tolist())
+        self.labels += scores.argmin(-1).tolist()
+        self.found["scores"].extend(scores.detach().float().to("cpu").numpy())
+        for probability, label in zip(scores.softmax(-1).tolist(), y.numpy(), strict=True):
+            self.found["pairs"].append((probability[0], label))
+        return {"guess": guess, "y": y.numpy()}
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append((repr(outputs), len(self.labels)))
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(repr((self.outputs, self.labels, self.found)))
+        self.outputs.clear()
+
+
+class Splitting(Evaluating):
+    """Reads numbers of its batch that it needs, and keeps others."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        lengths = (batch["y"] // 3 * 0 + 2).tolist()
+        self.outputs.append(batch["y"].cpu())
+        parts = self.net(batch["x"]).repeat_interleave(2, 0).split(lengths)
+        self.log("val", torch.stack([part.sum() for part in parts]).mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(repr(self.outputs))
+
+
 def replays(fit: Fit) -> bool:
     found = fit.capture.report.evaluation["validation_step"]
     return found.replayed >= 11 and not found.fallbacks
@@ -117,7 +160,7 @@ def program(kind: Any, **expected: Any) -> Program:
 
 ROWS = {
     kind.__name__: program(kind)
-    for kind in (Collecting, Summing, Differentiating, Drawing, Exchanging)
+    for kind in (Collecting, Summing, Differentiating, Drawing, Exchanging, Copying, Splitting)
 }
 ROWS["ByHand"] = program(ByHand, said=None)
 

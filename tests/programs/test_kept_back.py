@@ -132,6 +132,20 @@ def returned(self: Any, batch: Any, batch_idx: int) -> Any:
     return {"loss": loss, "hits": hits, "share": hits / len(batch["y"]), "batch": batch_idx}
 
 
+class Collecting(Predicting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+
+def collected(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Labels and guesses are collected on the host."""
+    loss, logits = self.predicted(batch)
+    self.seen.append((batch["y"].cpu(), logits.argmax(-1).cpu().numpy()))
+    self.seen.extend(logits.argmin(-1).tolist())
+    return loss
+
+
 ROWS = stepping(
     Predicting, checked, also="bf16; verified; cut; accumulated", max_epochs=3,
     data=lambda: batches(6),
@@ -141,10 +155,12 @@ ROWS = stepping(
     max_epochs=3, data=lambda: batches(6),
 ) | stepping(
     Handing, returned, also="verified; cut", max_epochs=3, data=lambda: batches(6),
+) | stepping(
+    Collecting, collected, also="verified", max_epochs=3, data=lambda: batches(6),
 )  # fmt: skip
 
 
 class TestKeptBack(Promises):
     rows = ROWS
     # The doctor's values have their types, and it sees that numbers of NumPy change
-    unlike = ("by_its_type", "text_scores")
+    unlike = ("by_its_type", "text_scores", "collected")
