@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
@@ -174,7 +174,6 @@ class CapturedFunction(Generic[P, R]):
         self._statistics = Statistics()
         self._calls: Calls | None = None
         self._eager = 0  # so many `eager` surround the present call
-        self._finalizer: weakref.finalize[Any, Any] | None = None
         self._name: str = getattr(function, "__name__", type(function).__name__)
         functools.update_wrapper(self, function, updated=())
 
@@ -192,7 +191,6 @@ class CapturedFunction(Generic[P, R]):
         """Prepare, with the first call: models may be moved to their device until then."""
         parts = self._given, self.options, self._statistics
         self._calls = calls = Calls(self.function, self._name, *parts)
-        self._finalizer = weakref.finalize(self, calls.close)
         return calls
 
     @property
@@ -222,6 +220,13 @@ class CapturedFunction(Generic[P, R]):
         if self._calls is not None:
             self._calls.settle()
             self._calls.close()
+
+    def __del__(self) -> None:
+        # No callback of a weak reference: it would keep an object alive that has both the function
+        # and this one. At the end of the program :class:`Calls` sees to it
+        calls = vars(self).get("_calls")
+        if calls is not None and not sys.is_finalizing():
+            calls.close()
 
     def __repr__(self) -> str:
         done = self._statistics

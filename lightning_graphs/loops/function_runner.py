@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,6 +17,7 @@ from lightning_graphs.errors import GraphError
 from lightning_graphs.loops.processes import OWN_COLLECTIVE, Collectives
 from lightning_graphs.loops.program import Several, name_of
 from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
+from lightning_graphs.loops.repeated import CallRecovery
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.agreement import Ranks
@@ -31,29 +33,6 @@ from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.tree import Unread
 from lightning_graphs.watch.batch import BatchValueRead
-
-
-class Unrepeated:
-    """Repairs no call that finds no memory: its error goes to the loop, as an eager one's."""
-
-    def __init__(self, require_room: Callable[[str], None]) -> None:
-        self._require_room = require_room
-
-    def before_capture(self, call: tuple[Any, ...]) -> None:
-        """Require memory for a capture."""
-        self._require_room("A captured function")
-
-    def forget_gradients(self, plan: StepPlan) -> None:
-        """Release old gradients that the function zeroes before it can read them."""
-        plan.gradients.drop_old()
-
-    def gradients_held(self) -> list[int]:
-        """Return the ``id`` of each gradient that is held for a repetition: none."""
-        return []
-
-    def hand_out_without_copies(self, plan: StepPlan, error: Exception) -> Any:
-        """Raise the error of a replay that has no memory for what it returns."""
-        raise error
 
 
 class FunctionCapture(StepCapture):
@@ -80,32 +59,31 @@ class FunctionSteps(StepRegion):
     step = "call"
     captures = FunctionCapture
     _ranks: Ranks
+    _recovery: CallRecovery
 
     def __init__(
         self,
         context: TrainingContext,
         verifier: Verifier,
-        name: str,
         # Surrounds what is no replay
         around: Callable[[], AbstractContextManager[object]],
+        recovery: CallRecovery,
     ) -> None:
-        self._name, self._around = name, around
+        self._name, self._around = context.module.name, around
         self._client = cast(Any, context.watch)
         self._is_apart = self._client.processes.are_apart
         self._collectives = Collectives()
         owners: list[Any] = context.module.owners
         self._bound = tuple(owners)  # read once: captures note what is read of the module
-        super().__init__(context, Unrepeated(context.budget.require_room), verifier)
+        super().__init__(context, recovery, verifier)
+        recovery.runner = self
         self._may_give_up = False
         program = context.module
-        self._run_step = partial(program.arguments.call, program.function)
-        hooked = [one.register_state_dict_post_hook(self._saved) for one in self._optimizers]
+        self._own = partial(program.arguments.call, program.function)
+        self._run_step = self._begun
+        saved = partial(_saved, weakref.ref(self))  # an optimizer may outlive the function
+        hooked = [one.register_state_dict_post_hook(saved) for one in self._optimizers]
         self._saving = [handle.remove for handle in hooked]
-
-    def _saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a saved state of an optimizer as that of an eager loop."""
-        capturable = self.capturables.get(optimizer)
-        return state if capturable is None else capturable.neutral(state)
 
     def close(self) -> None:
         for remove in self._saving:
@@ -119,26 +97,38 @@ class FunctionSteps(StepRegion):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Run, capture or replay a call."""
-        call, life = (given,), self._life
+        call, life, recovery = (given,), self._life, self._recovery
+        if recovery.is_open and recovery.begin_step():
+            return self._module.function(*args, **kwargs)
         self._client.given = given
         self._client.calls += 1
-        if self._warmup_left > 0 or self._policy.is_over or not self._ranks.ready:
-            with self._around():
-                return self._wait(call, args, kwargs)
-        if self._head.now is not None:
-            with self._around():
-                return self._run_head(call)
-        plan = life.find(call)
-        if plan is None or not (self._ranks.are_one and life.is_ready(plan)):
-            with self._around():
-                with self._speaking():
-                    plan = self._agreed(call, plan)
-                if plan is None:
-                    return self._run_eagerly(args, kwargs)
-                plan.present.batch = given
-                return self._replay(plan)
-        plan.present.batch = given
-        return self._replay(plan)
+        before = self._statistics.eager, self._statistics.replayed
+        try:
+            if self._warmup_left > 0 or self._policy.is_over or not self._ranks.ready:
+                with self._around():
+                    return self._wait(call, args, kwargs)
+            if self._head.now is not None:
+                with self._around():
+                    return self._run_head(call)
+            plan = life.find(call)
+            if plan is None or not (self._ranks.are_one and life.is_ready(plan)):
+                with self._around():
+                    with self._speaking():
+                        plan = self._agreed(call, plan)
+                    if plan is None:
+                        return self._run_eagerly(args, kwargs)
+                    plan.present.batch = given
+                    return self._replay(plan)
+            plan.present.batch = given
+            return self._replay(plan)
+        except Exception as error:
+            if not recovery.repeats_after(error):
+                raise
+        # The error's traceback, and what it refers to, is released
+        recovery.undo()
+        self._statistics.eager, self._statistics.replayed = before
+        self._statistics.ran_eagerly()
+        return self._module.function(*args, **kwargs)
 
     def _wait(self, call: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a call ahead of the first that may be captured."""
@@ -177,10 +167,17 @@ class FunctionSteps(StepRegion):
 
     @calls_observed
     def _eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._recovery.begin_eagerly((self._client.given,))
         self._statistics.ran_eagerly()
         if not self._is_apart or self._client.processes.sync():
             return self._module.function(*args, **kwargs)
         return self._collectives.observed(partial(self._module.function, *args, **kwargs))
+
+    @calls_observed
+    def _begun(self, given: Any) -> Any:
+        """Run a call that may begin with a head."""
+        self._recovery.begin_eagerly((given,))
+        return self._own(given)
 
     def _without_head(self, args: tuple[Any, ...]) -> Any:
         self._statistics.ran_eagerly()
@@ -251,6 +248,15 @@ class FunctionSteps(StepRegion):
         client = self._client
         synced = client.processes.key if client.processes.wrappers else bool
         return ClientGuards(self._phase, lambda: client.epoch, (bool, synced), ())
+
+
+def _saved(
+    steps: weakref.ref[FunctionSteps], optimizer: Optimizer, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a saved state of an optimizer as that of an eager loop."""
+    present = steps()
+    capturable = None if present is None else present.capturables.get(optimizer)
+    return state if capturable is None else capturable.neutral(state)
 
 
 class EvaluationCalls(EvaluationSteps, FunctionSteps):

@@ -108,6 +108,7 @@ class Program(nn.Module):
         super().__init__()
         self.owners = _owners_of(function)
         self.function = function
+        self.name: str = getattr(function, "__name__", type(function).__name__)
         self.models = nn.ModuleDict()
         for name, model in models.items():
             self.models[name.replace(".", "_")] = model
@@ -116,7 +117,7 @@ class Program(nn.Module):
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.arguments = Arguments(function)
         inner = inspect.unwrap(function_of(function))
-        inner = inner if inspect.isroutine(inner) else type(inner).__call__
+        self.inner = inner = inner if inspect.isroutine(inner) else type(inner).__call__
         module: str = getattr(inner, "__module__", None) or "__main__"
         self.own = UserCode(self, module.partition(".")[0])
         self.schedulers: list[Any] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from statistics import median
@@ -23,6 +25,7 @@ from lightning_graphs.loops.function_runner import (
 )
 from lightning_graphs.loops.program import Program, ProgramWatch
 from lightning_graphs.loops.remedies import CONFIGURATION
+from lightning_graphs.loops.repeated import CallRecovery
 from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.policy.worth import (
     CapturePolicy,
@@ -48,6 +51,16 @@ _MANY = 10_000
 _LOOK = 64
 """After so many calls all ranks look together at the assertions of their replays."""
 _LOG = logging.getLogger("lightning_graphs")
+
+
+_alive: weakref.WeakSet[Calls] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Release all graphs while there is a device and a process group, at the end of the program."""
+    for calls in [*_alive]:
+        calls.close()
 
 
 def _warn(text: str, stacklevel: int) -> None:
@@ -83,7 +96,8 @@ class Calls:
         self._timing: StepTiming | None = None
         self._assertions: OpenAssertions | None = None
         if self._may_begin(function):
-            self._begin(name, evaluates=optimizers is None)
+            _alive.add(self)
+            self._begin(evaluates=optimizers is None)
 
     @property
     def is_active(self) -> bool:
@@ -126,7 +140,7 @@ class Calls:
         self._messages.note(f"calls run eagerly: {reason}", CONFIGURATION.refused(reason))
         return False
 
-    def _begin(self, name: str, *, evaluates: bool) -> None:
+    def _begin(self, *, evaluates: bool) -> None:
         options, statistics, device = self._options, self._statistics, self._device
         backend = statistics.backend = _BACKENDS[device.type]
         self._stream = None
@@ -145,7 +159,8 @@ class Calls:
         ranks.on_leave = self._leave
         self._open.callback(ranks.close)
         if not ranks.are_one:
-            self._open.enter_context(ahead_of_destruction(self.close))
+            close = weakref.WeakMethod(self.close)
+            self._open.enter_context(ahead_of_destruction(lambda: (close() or nothing)()))
         budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
         pool.is_roomy = lambda: budget.is_roomy
         timed = backend == "cuda"
@@ -170,10 +185,12 @@ class Calls:
             no_whole_step="",
         )
         tolerance = Tolerance(device.type, None)
-        parts = budget, ranks, self._messages
-        verifier = Verifier(options.verify, tolerance, *parts, lambda: watch.calls)
+        listened = budget, ranks, self._messages
+        verifier = Verifier(options.verify, tolerance, *listened, lambda: watch.calls)
         kind = EvaluationCalls if evaluates else FunctionSteps
-        self._steps = kind(context, verifier, name, self._around)
+        parts = self.program, watch, statistics, budget, ranks
+        recovery = CallRecovery(*parts, raises=options.on_failure == "raise")
+        self._steps = kind(context, verifier, self._around, recovery)
         self._stopwatch = Stopwatch(device)
         self._timing = StepTiming(statistics, self._stopwatch, manual=True)
 

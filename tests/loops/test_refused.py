@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import pickle
 import runpy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +172,34 @@ def test_a_closed_function_hands_its_optimizer_back(backend: str, device: torch.
     assert "step" not in vars(optimizer)
     step(batch)
     assert step.report.eager == 6
+
+
+def test_an_object_that_keeps_its_captured_method_is_released(
+    backend: str, device: torch.device
+) -> None:
+    class Learner:
+        def __init__(self, lab: Lab) -> None:
+            self.model = lab.net()
+            self.optimizer = adamw(self.model)
+            self.step = lab.capture(self.train, self.model, self.optimizer)
+
+        def train(self, batch: Any) -> None:
+            self.optimizer.zero_grad()
+            loss_of(self.model, batch).backward()
+            self.optimizer.step()
+
+    lab = Lab(backend, device, {})
+    learner, optimizer = Learner(lab), lab.given[-1]
+    for batch in lab.batches(8):
+        learner.step(batch)
+    assert "step" in vars(optimizer)
+    lab.steps.clear()
+    gone = weakref.ref(learner)
+    del learner
+    gc.collect()
+    assert "step" not in vars(optimizer)
+    gc.collect()  # what was handed back refers to it once more
+    assert gone() is None
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Logging(LightningModule):
 
 EMULATION = ("device/emulated", "device/trace", "device/rules")
 """Stand for what a GPU and its driver do."""
-CAPTURED = 45
+CAPTURED = 46
 """Files that a captured and verified step enters, at most."""
 
 
