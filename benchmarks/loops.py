@@ -117,15 +117,15 @@ class Moments(nn.Module):
 class Sizes:
     """Sizes of the learner."""
 
-    batch: int = 16
+    batch: int = 8
     length: int = 16
     horizon: int = 15
-    width: int = 256
-    variables: int = 16
-    classes: int = 16
+    width: int = 64
+    variables: int = 8
+    classes: int = 8
     observed: int = 32
     actions: int = 6
-    bins: int = 255
+    bins: int = 63
 
 
 SMALL = Sizes(2, 2, 2, 8, 2, 3, 4, 3, 7)
@@ -367,6 +367,7 @@ def differing(eager: Sequence[Any], captured: Sequence[Any]) -> list[str]:
 def measure(name: str, *, tiny: bool = False) -> Found:
     """Train a row both ways, compare, and time."""
     lab = Lab(tiny)
+    torch.set_float32_matmul_precision("high")
     make, limit = ROWS[name]
     learners = []
     for _ in range(3):
@@ -394,6 +395,7 @@ def measure(name: str, *, tiny: bool = False) -> Found:
         "gain": times[0] / times[1],
         "limit": limit,
         "graphs": len(report.graphs),
+        "nodes": sum(graph.nodes or 0 for graph in report.graphs),
         "compared": in_comparison,
         "replayed": report.replayed,
         "why": [*report.fallbacks],
@@ -417,7 +419,8 @@ def line(found: Found) -> str:
     same = "equal to the bit" if not found["differs"] else f"differs: {found['differs'][:3]}"
     return (
         f"{found['row']:20} {found['eager']:9.2f} {found['captured']:9.2f} {found['gain']:6.1f}x "
-        f"{found['verdict']:5} {same}; {found['replayed']} replayed {'; '.join(found['why'])}"
+        f"{found['verdict']:5} {same}; {found['nodes']} nodes, {found['replayed']} replayed "
+        + "; ".join(found["why"])
     )
 
 
