@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from textwrap import shorten
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lightning_graphs.device.graph import Backend, CUDAGraph
+from lightning_graphs.device.inspect import GraphNode
 from lightning_graphs.errors import FIX, GraphError
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.private.torch import PoolHandle
@@ -127,7 +128,7 @@ class Statistics(Report):
             pools = {graph.pool() for graph in graphs}
             record.pool_mib = sum(cost.added.get(pool, 0) for pool in pools) / 2**20
         if graphs[0].is_annotated:
-            record.launches = [*record.launches, *(g.inspection().nodes for g in graphs)]
+            record.launches = [*record.launches, *(_named(g, scope) for g in graphs)]
         self._alive[graphs[0]] = record
         self._uncounted[graphs[0]] = tuple(graphs)
         return record
@@ -158,6 +159,14 @@ class Statistics(Report):
         evaluation = {name: found.report() for name, found in self.evaluation.items()}
         values |= {name: tuple(map(copy, rows)) for name, rows in lists.items()}
         return Report(**values | {"evaluation": evaluation})
+
+
+def _named(graph: CUDAGraph, scope: str) -> list[GraphNode]:
+    """List the nodes of a graph, with the name of the submodule that it is of."""
+    nodes, inside = graph.inspection().nodes, scope.removeprefix("module ")
+    if inside == scope:
+        return [*nodes]
+    return [replace(node, scope=f"{inside}/{node.scope}") for node in nodes]
 
 
 @contextmanager
