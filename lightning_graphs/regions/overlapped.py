@@ -306,11 +306,12 @@ class Overlap:
             words = f"one stream: two take {more // 2**20} MiB more"
         is_kept = policy.is_faster(*times) and not more
         winner, loser = (rival, chain) if is_kept else (chain, rival)
+        pool = chain.graphs["forward"].pool()
         _end_trial(chain, rival)
         winner.uses = max(chain.uses, rival.uses)
         self._steps.plans[winner.key] = winner
         self._steps.release(loser)
         winner.record.overlap = words
-        if is_kept:  # later captures share its memory
-            self._fit.pool.handle = rival.graphs["forward"].pool()
+        if is_kept:  # those of other shapes and of evaluations share its memory
+            self._fit.pool.backend.go_on_in(winner.graphs["forward"].pool(), pool)
         self._memory()
