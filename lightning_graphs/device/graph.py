@@ -268,8 +268,13 @@ class CUDAGraph:
 
 
 @contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    # The collector would find old graphs, and destroying one ends the capture (#161037).
+def without_garbage_collection() -> Iterator[None]:
+    """Let the body leave garbage that refers to itself, a capture or what follows one.
+
+    The collector would find old graphs, and destroying one ends a capture (#161037). A capture
+    makes so many objects that it soon looks at all that there are, which takes as long as many
+    steps.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -357,7 +362,7 @@ class graph:
         refuse_nested(backend, "capture_begin()")
         backend.prepare_capture(keeps_cache=keeps_cache)
         try:
-            with _without_garbage_collection(), self.stream_ctx, stale_gradient_nodes_tolerated():
+            with without_garbage_collection(), self.stream_ctx, stale_gradient_nodes_tolerated():
                 try:
                     captured.capture_begin(
                         self.pool[0] if self.pool else None,

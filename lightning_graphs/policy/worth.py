@@ -567,10 +567,9 @@ class MemoryBudget:
         self.is_tight = False
 
     def require_room(self, what: str, *, lent: bool | None = None) -> None:
-        """Ahead of a capture; the first one looks at what eager steps took.
+        """Ahead of a capture of a fit's step, of which the first looks at what eager steps took.
 
-        ``lent`` is for other steps than a fit's own: whether graphs of those lend their memory.
-        """
+        ``lent`` is for others, such as of validations: whether graphs of the former lend memory."""
         if self._device is None:
             return
         peak, beside = self._peak, self._activations
@@ -651,8 +650,9 @@ class MemoryBudget:
         yield
         if self._device is None or not self.shares:
             return
-        if torch.cuda.memory_allocated(self._device) > before:
-            gc.collect()  # what refers to itself
+        for generation in (1, 2):  # what refers to itself: to look at all takes long
+            if torch.cuda.memory_allocated(self._device) > before:
+                gc.collect(generation)
         if torch.cuda.memory_allocated(self._device) > before:
             self.shares = False
             raise MemoryKept

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_graphs.device.emulated import WriteWatch
+from lightning_graphs.device.graph import without_garbage_collection
 from lightning_graphs.errors import GraphError, VerificationError, first_line, is_out_of_memory
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import is_raised_by_user
@@ -312,6 +313,7 @@ class Verifier:
         """Whether graphs that were verified before are verified again in this step."""
         return self.every > 0 and self.step() % self.every == 0
 
+    @without_garbage_collection()
     def compare(self, ways: Comparison, what: str, tolerance: Tolerance | None = None) -> bool:
         """Compare both ways, or say that there was no memory for it.
 
