@@ -1,0 +1,58 @@
+"""Steps whose graph stays in one stream: work that torch's dispatcher shows incompletely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.device.overlap import DataFlow
+from lightning_graphs.device.schedule import SIDE
+from tests.gpu.test_inspect_cuda import set_bytes
+
+pytestmark = pytest.mark.gpu
+
+
+def seen(between: Callable[[Tensor], object]) -> DataFlow:
+    """The data flow of a step that does something with what its layers have computed."""
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+    x = torch.randn(32, 64, device="cuda")
+
+    def step() -> None:
+        net.zero_grad()
+        y = net(x)
+        between(y.detach())
+        y.square().sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    flow = DataFlow("cuda")
+    with GraphPool(backend="cuda", keep_graphs=True).capture(), flow:
+        step()
+    return flow
+
+
+def test_gradients_of_weights_run_beside() -> None:
+    flow = seen(lambda y: None)
+    assert not flow.why_not
+    found = flow.schedule(2**40)
+    beside = [w.name for w, s in zip(found.works, found.streams, strict=True) if s == SIDE]
+    assert {"aten::mm", "aten::sum"} == {*beside}
+
+
+def test_work_of_other_libraries_is_noticed() -> None:
+    assert "no operator of torch" in seen(set_bytes).why_not
+
+
+def test_streams_of_user_code_are_noticed() -> None:
+    def on_a_stream(y: Tensor) -> None:
+        main, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        stream.wait_stream(main)
+        with torch.cuda.stream(stream):
+            y.mul_(1.0)
+        main.wait_stream(stream)
+
+    assert "stream of user code" in seen(on_a_stream).why_not
