@@ -288,8 +288,14 @@ class _Clocks:
         # The last work of each other stream that used memory of one
         self._visited = [[-1] * 3 for _ in range(3)]
         self._barrier = -1
-        self._pending: list[tuple[int, int]] = []  # works on others, and bytes held for them
+        # Works on others, with the storages of this step that are held for them
+        self._pending: list[tuple[int, list[int]]] = []
         self._held: set[int] = set()
+        self._gone: set[int] = set()  # storages that nothing uses any more
+        self._extra = 0  # bytes of those that are held all the same
+        self._ends: dict[int, list[int]] = {}  # the storages that each work is the last to use
+        for name, i in {n: i for i, w in enumerate(works) for n in w.reads + w.made}.items():
+            self._ends.setdefault(i, []).append(name)
 
     def schedule(self) -> Schedule:
         found = self._found
@@ -314,6 +320,9 @@ class _Clocks:
         self._found.waits.append(waits)
         self._found.releases.append(self._released() if stream == MAIN else ())
         self._note(i, work, stream)
+        ended = self._ends.get(i, ())
+        self._gone.update(ended)
+        self._extra += sum(self._sizes[name] for name in ended if name in self._held)
 
     def _missing(self, stream: int, needs: Sequence[int]) -> tuple[int, ...]:
         """Leave out what a stream knows of already, or by waiting for the others."""
@@ -341,12 +350,12 @@ class _Clocks:
 
     def _to_make_room(self) -> int:
         """Return what the main stream waits for so that less memory is held; -1: for nothing."""
-        taken = sum(size for _, size in self._pending)
-        if taken <= self._room:
+        if self._extra <= self._room:
             return -1
-        for work, size in self._pending:
-            taken -= size
-            if taken <= self._room // 2:
+        left = self._extra
+        for work, names in self._pending:
+            left -= sum(self._sizes[name] for name in names if name in self._gone)
+            if left <= self._room // 2:
                 return work
         return -1
 
@@ -354,8 +363,12 @@ class _Clocks:
         streams, known = self._found.streams, self._known[MAIN]
         released = tuple(work for work, _ in self._pending if work <= known[streams[work]])
         if released:
+            before = self._held
             self._pending = [entry for entry in self._pending if entry[0] not in released]
-            self._held = {n for work, _ in self._pending for n in self._found.held[work]}
+            held = (name for work, _ in self._pending for name in self._found.held[work])
+            self._held = {name for name in held if name in self._home}
+            let_go = (before - self._held) & self._gone
+            self._extra -= sum(self._sizes[name] for name in let_go)
         return released
 
     def _note(self, i: int, work: Work, stream: int) -> None:
@@ -366,7 +379,7 @@ class _Clocks:
         if held:
             new = [n for n in held if n not in self._held and n in self._home]  # of this step
             self._held.update(new)
-            self._pending.append((i, sum(self._sizes[name] for name in new)))
+            self._pending.append((i, new))
         for name in touched:
             if self._home.get(name, stream) != stream:
                 self._visited[self._home[name]][stream] = i
