@@ -58,6 +58,7 @@ class FunctionSteps(StepRegion):
 
     step = "call"
     captures = FunctionCapture
+    shares_heads = False
     _ranks: Ranks
     _recovery: CallRecovery
 

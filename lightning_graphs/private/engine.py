@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.exchange import exchanged, nothing, replaced
 from lightning_graphs.private.torch import has_gradient_hooks, hide_modes
 
 # ------------------ Autograd: its nodes, and the passes through them
@@ -413,6 +413,15 @@ def take_no_more_times(ddp: DistributedDataParallel) -> None:
     """
     never = 2**31 - 1
     ddp._set_ddp_runtime_logging_sample_rate(never)
+
+
+def buffers_left(wrappers: Iterable[DistributedDataParallel]) -> AbstractContextManager[None]:
+    """Let forward passes of the body leave buffers as they are, which rank 0 would send to all.
+
+    No public method does. Without the private one, ranks that run the body unlike times wait for
+    each other.
+    """
+    return exchanged((ddp, "_sync_buffers", nothing) for ddp in wrappers)
 
 
 def buckets_of(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:

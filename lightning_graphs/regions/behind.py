@@ -25,7 +25,7 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
-from lightning_graphs.private.engine import plain
+from lightning_graphs.private.engine import buffers_left, plain
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.body import Begin, Given
@@ -130,12 +130,8 @@ class StepHead:
 
     def learn(self, error: GraphError, args: Sequence[Any]) -> bool:
         """Look for a head after a refused capture; return whether there is another one to try."""
-        context = self.context
         is_read = isinstance(error, BatchValueRead) and self.now is not None
-        is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
-        if not (is_known or is_read) or isinstance(error, DrawnOutsideError):
-            return False
-        if not context.ranks.are_one or context.compiled.runs:
+        if not self.may_learn(error):
             return False
         if self._endings is None:
             self._error, self._endings = error, self._found(args)
@@ -151,6 +147,19 @@ class StepHead:
         if not is_read:
             self.now = self._error = None  # whose traceback has tensors of the step
         return False
+
+    def may_learn(self, error: GraphError) -> bool:
+        """Return whether code that a capture was refused for may run ahead of its graph."""
+        is_read = isinstance(error, BatchValueRead) and self.now is not None
+        is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
+        if not (is_known or is_read) or isinstance(error, DrawnOutsideError):
+            return False
+        # FSDP2 gathers parameters ahead of the statement that uses them
+        return self.context.ranks.units is None and not self.context.compiled.runs
+
+    def forget(self) -> None:
+        """Let no step have a head, since other ranks have none."""
+        self.now, self._error, self._endings = None, None, []
 
     def missed(self) -> GraphError | None:
         """Note that no plan fits what has left the head of a step.
@@ -179,7 +188,8 @@ class StepHead:
         if self.now is not None:
             module, watch = self.context.module, self.context.watch
             tensors, others = (*self._parameters(), *module.buffers()), module.modules()
-            lasting = (*tensors, *others, *watch.optimizers, *watch.schedulers)
+            wrappers = self.context.ranks.wrappers
+            lasting = (*tensors, *others, *watch.optimizers, *watch.schedulers, *wrappers)
             self.now.state = {*map(id, lasting)}
 
     def _found(self, args: Sequence[Any]) -> list[Ending]:
@@ -272,6 +282,10 @@ class StepHead:
             self._due[shape] = key, tries
         return False
 
+    def is_due(self, key: Signature) -> bool:
+        """Return whether a step of this key is to be captured."""
+        return _shape_of(key) in self._due
+
     def due_key(self, phase: Phase) -> Signature | None:
         """Return a key that is to be captured, and may be the coming step's; None if none is."""
         for shape, (key, tries) in self._due.items():
@@ -287,7 +301,7 @@ class StepHead:
             HeadMissed: It is none that is to be captured.
         """
         self._taken = shape = _shape_of(key)
-        if shape not in self._due:
+        if shape not in self._due and self.context.ranks.are_one:  # else all have agreed to it
             raise HeadMissed
 
     def end_capture(self) -> None:
@@ -330,6 +344,8 @@ class StepHead:
             stack.enter_context(torch.set_grad_enabled(records))
             stack.enter_context(quiet)
             quiet.enter_context(self.context.watch.mute().recording())
+            # Each rank runs heads that are undone as often as it has to
+            quiet.enter_context(buffers_left(self.context.ranks.wrappers))
             own = StaticInputs(leaves_of(args[0], Tensor)).tensors  # code may change its batch
             made = quiet.enter_context(Made(own))
             arguments = [substitute(args[0], own), *args[1:]]

@@ -251,6 +251,9 @@ P = TypeVar("P", bound=Plan)
 class Region(ABC, Generic[Call, P]):
     """Code that a life cycle captures; a call is one run of it, with what it is given."""
 
+    captures_later = False
+    """A call that is to be captured runs already: a later one like it is, if all is well."""
+
     def key(self, call: Call) -> Any:
         """Return what tells the call from others; None: it runs eagerly, and is not counted.
 
@@ -366,7 +369,7 @@ class Lifecycle(Generic[Call, P]):
         if plan is not None and choice <= CAPTURE:
             plan.cancel()
         if choice == CAPTURE:
-            if plan is not None:  # another rank has lost it
+            if plan is not None and not region.captures_later:  # another rank has lost it
                 self.cache.drop(plan.key)
             return self.capture(call, region.key(call) if key is None else key)
         if choice <= EAGER or plan is None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import is_
-from time import perf_counter
 from types import CodeType
 from typing import Any
 
@@ -27,7 +26,6 @@ from lightning_graphs.regions.conditions import (
     CaptureKey,
     ClientGuards,
     NewSeeds,
-    Observers,
     Phase,
     ReplayGuards,
     conditions_of,
@@ -37,8 +35,9 @@ from lightning_graphs.regions.conditions import (
     without_values,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recovery, TrainingContext
+from lightning_graphs.regions.headed import HeadedSteps, refuse_unlike
 from lightning_graphs.regions.lengths import padding_for
-from lightning_graphs.regions.lifecycle import Lifecycle, PlanCache, Region
+from lightning_graphs.regions.lifecycle import Lifecycle
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
     StateAwaited,
@@ -50,185 +49,11 @@ from lightning_graphs.regions.overlapped import Overlap
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified import Verification
-from lightning_graphs.regions.verify import Ranks, Verifier
+from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report.messages import Messages, Statistics, capture_cost, listed
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 from lightning_graphs.watch.environment import RaisedInCapture
-from lightning_graphs.watch.head import VARIABLES, HeadEnded, is_callers
-
-# ------------------ Steps that begin with a head: it runs as it is, what follows by graphs
-
-
-class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
-    """What a region of whole steps does for those with a head.
-
-    To the life cycle such a step is what leaves its head. Its plan is looked for when the head has
-    ended; where there is none, the step goes on eagerly from there. A capture or a verification
-    runs the head by itself, and undoes what it does, so both come ahead of a step.
-    """
-
-    _begins_with_head = False  # the coming step does
-    _is_in_head = False  # and runs it now
-    _unverified: StepPlan | None = None  # to be verified ahead of a step
-    _call: tuple[Any, ...] = ()  # what a capture is of
-
-    _fit: TrainingContext
-    _statistics: Statistics
-    _life: Lifecycle[tuple[Any, ...], StepPlan]
-    _cache: PlanCache[Any, StepPlan]
-    _facts: CaptureFacts
-    _head: StepHead
-    _watch: ReplayGuards
-    _values: BatchValues
-    _active: StepPlan | None
-    _verification: Verification
-    _verifier: Verifier
-    _capture: StepCapture
-    _ranks: Ranks
-    _observers: Observers
-    _by_hand: bool
-    verifies: type[Verification]
-    _run_step: Callable[..., Any]  # runs the step's own code eagerly
-    is_undivided: bool
-
-    @abstractmethod
-    def _phase(self) -> Phase: ...
-
-    def _signature_of(
-        self, args: tuple[Any, ...], conditions: CaptureKey
-    ) -> tuple[Signature, list[Tensor]]:
-        refuse_iterator(args[0])
-        modes = Modes.current(self._fit.pool.backend.device_type)
-        extra = (conditions, *self._facts.places.signature())
-        return self._values.signature(args[0], modes, extra)
-
-    @abstractmethod
-    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def _without_head(self, args: tuple[Any, ...]) -> Any:
-        """Run a step eagerly that has no head any more."""
-        return self._eager(args, {})
-
-    def _begin_eagerly(self) -> None:
-        """Note that the coming step begins with code that runs eagerly."""
-
-    @abstractmethod
-    def _replay(self, plan: StepPlan) -> Any: ...
-
-    def _finds_head(self, error: GraphError) -> bool:
-        """Whether a capture with a head may succeed: at another statement, or for another batch."""
-        if isinstance(error, HeadMissed):
-            return True
-        if not self._head.learn(error, self._call):
-            return False
-        self._values = BatchValues(
-            self._fit.watch.function, VARIABLES, is_callers
-        )  # of what leaves the head from now on
-        self._cache.clear()
-        self.is_undivided = False
-        self._facts.has_host_program, self._facts.is_unseen = False, True
-        return True
-
-    def _key_behind(self, leaving: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
-        """Return the key of what follows the head of the step that is captured, and its tensors.
-
-        Raises:
-            HeadMissed: No capture of such a step is due, or there is a plan for it.
-        """
-        with self._head.modes():
-            if any(plan.may_fit((leaving,)) and plan.holds() for plan in self._cache.plans()):
-                raise HeadMissed
-            signature, tensors = self._signature_of((leaving,), self._watch.conditions())
-        self._head.take_due(signature)
-        self._head.refuse_bound(signature.tensor_names, tensors)
-        return signature, tensors
-
-    def _bind_head(self) -> None:
-        """Take note of the present parameters, guards and capture."""
-        body = self._capture, self._facts.places, self._head
-        self._verification = self.verifies(self._verifier, *body)
-        self._verification.fits = self._watch.are_as_in
-        self._head.look_again()
-        is_alone = self._ranks.are_one and not (self._ranks.wrappers or self._by_hand)
-        # Nothing but one graph runs between the batch and the end of the step
-        is_alone &= not self._observers and self._head.now is None
-        self.is_undivided = is_alone and self._fit.watch.scaler is None
-
-    def _gives_up_head(self) -> bool:
-        """Whether too many steps in a row had no graph for what left their head."""
-        error = self._head.missed()
-        if error is not None:
-            self.refuse(error)
-        return error is not None
-
-    def _put_off(self, plan: StepPlan) -> bool:
-        """Verify a plan with the next step, since the head of this one runs already."""
-        self._unverified = plan
-        return True
-
-    def _run_head(self, args: tuple[Any, ...]) -> Any:
-        """Run the head of a step; replay what follows it, or go on eagerly from there."""
-        self._begins_with_head = False
-        self._capture_behind(args)
-        head = self._head.now
-        if head is None:
-            return self._without_head(args)
-        self._begin_eagerly()
-        started = perf_counter()
-
-        def at_end(leaving: dict[str, Any]) -> None:
-            plan = self._active = self._plan_behind(leaving)
-            if plan is not None:
-                plan.present.batch = leaving
-                self._statistics.ran_ahead((perf_counter() - started) * 1e3)
-                raise HeadEnded
-
-        self._is_in_head = True
-        try:
-            returned = head.run(partial(self._run_step, *args), at_end)
-        except HeadEnded:
-            assert self._active is not None, "its graph was found"
-            self._head.was_served()
-            return self._replay(self._active)
-        finally:
-            self._is_in_head = False
-        self._statistics.ran_eagerly()
-        return returned
-
-    def _plan_behind(self, leaving: dict[str, Any]) -> StepPlan | None:
-        """Find the plan for what follows the head of a step, given what leaves that."""
-        return self._life.plan_for((leaving,))
-
-    def _capture_behind(self, args: tuple[Any, ...]) -> None:
-        """Capture or verify what follows the head of the coming step, if that is due."""
-        plan, self._unverified = self._unverified, None
-        if plan is not None and plan.key in self._cache.by_key:
-            if plan.conditions.phase == self._phase():
-                self._life.verified(plan, args)
-            else:
-                self._unverified = plan
-        key = self._head.due_key(self._phase())
-        if key is not None:
-            self._life.capture(args, key)
-            self._head.end_capture()
-
-
-def refuse_unlike(plan: StepPlan) -> bool:
-    """Refuse a plan that was just captured, if the head of its step gives something else now.
-
-    Another one may be right: returns False, since it is not known to be.
-    """
-    if plan.unverified:
-        raise VerificationError(
-            "The head of a step must give the same each time that it runs from one state.",
-            "it gave other shapes or values",
-            "draw from generators of torch, Python and NumPy, or from those in attributes",
-        )
-    return False
-
-
-# ------------------ All steps
 
 _KEEPS = "code of a step keeps tensors that it has computed"
 BY_HAND = Phase(zeroing=False, stepping=True, window=1)
@@ -412,6 +237,14 @@ class StepRegion(HeadedSteps):
 
     # ------------------------------------------------------------------ the region
 
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: CaptureKey
+    ) -> tuple[Signature, list[Tensor]]:
+        refuse_iterator(args[0])
+        modes = Modes.current(self._fit.pool.backend.device_type)
+        extra = (conditions, *self._facts.places.signature())
+        return self._values.signature(args[0], modes, extra)
+
     def key(self, call: tuple[Any, ...]) -> Signature | None:
         """Return the key of a batch in the coming step; None if it begins with a new seed."""
         self._conditions = self._current_conditions(has_graphs=len(self._cache) > 0)
@@ -435,12 +268,16 @@ class StepRegion(HeadedSteps):
         steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
         if steps and not all(one.has_stepped for one in self._in_graphs):
             return False
-        return self._head.now is None or self._head.puts_off(key)
+        is_now = self._head.now is None or not self._ranks.are_one
+        return is_now or self._head.puts_off(key)
 
     def _is_unseen(self, signature: Signature) -> bool:
         return self._policy.measures and self._cache.is_new(signature)
 
     def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
+        if self._is_in_head:
+            self._capture_later(key)
+            return None
         if self._by_hand and self._eager_because:
             raise self._no_update.refused(self._eager_because)
         self._call = call
@@ -522,6 +359,10 @@ class StepRegion(HeadedSteps):
         return True
 
     def may_succeed(self, key: Signature, error: GraphError) -> bool:
+        known = self._may_succeed(key, error)
+        return known if self._ranks.are_one else self._may_have_head(error, known=known)
+
+    def _may_succeed(self, key: Signature, error: GraphError) -> bool:
         if isinstance(error, BatchValueRead):
             if not self._finds_head(error):
                 self._values.read(error)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -72,6 +73,18 @@ class LogsMeans(Net):
         return loss + mean
 
 
+class Sampling(Net):
+    """Filters and draws ahead of its network; on each rank by itself, and not always as many."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = torch.nonzero(batch["x"].sum(1) > -9.0).flatten()
+        size = 6 if self.trainer.current_epoch < 3 or batch_idx % 4 else 5 + self.global_rank
+        rows = rows[np.random.choice(len(rows), size)]
+        loss = nn.functional.cross_entropy(self.net(batch["x"][rows]).float(), batch["y"][rows])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
 Case = Callable[[], dict[str, Any]]
 CASES: dict[str, Case] = {
     "plain": lambda: {"module": Plain},
@@ -93,6 +106,13 @@ CASES: dict[str, Case] = {
     "hooks that look at gradients": lambda: {"trace": GradientTrace},
     "hooks that look before backward": lambda: {"trace": FullTrace},
     "bf16": lambda: {"precision": "bf16-mixed"},
+    "heads": lambda: {"module": Sampling, "max_epochs": 4},
+    "heads and accumulation": lambda: {
+        "module": Sampling,
+        "max_epochs": 4,
+        "accumulate_grad_batches": 2,
+        "capture": {"verify": 5},
+    },
     "means over ranks": lambda: {"module": LogsMeans},
     "a queue of keys": lambda: {"module": Queueing},
     "submodules": lambda: {"capture": {"scope": "modules"}},
@@ -130,6 +150,7 @@ def trained_twice(rank: int, backend: str, root: Path, case: str) -> Any:
     for is_captured in (False, True):
         options = {**DDP, **(CASES | ON_A_GPU)[case]()}  # a strategy serves one trainer
         data = partial(of_rank, rank, last=options.pop("last", None))
+        np.random.seed(rank)
         fits.append(prepare(backend, folder, is_captured, data=data, **options).run())
     eager, captured = fits
     compare(eager, captured)

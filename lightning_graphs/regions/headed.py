@@ -1,0 +1,306 @@
+"""Steps that begin with a head: it runs as it is, and what follows it by graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from lightning_graphs.errors import CaptureError, GraphError, VerificationError
+from lightning_graphs.regions.behind import HeadMissed, StepHead
+from lightning_graphs.regions.conditions import CaptureKey, Observers, Phase, ReplayGuards
+from lightning_graphs.regions.context import CaptureFacts, TrainingContext
+from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, PlanCache, Region
+from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.step import StepCapture
+from lightning_graphs.regions.verified import Verification
+from lightning_graphs.regions.verify import Ranks, Verifier
+from lightning_graphs.report.messages import Statistics
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.watch.batch import BatchValues
+from lightning_graphs.watch.head import VARIABLES, HeadEnded, is_callers
+
+_TRIES, _PAUSE, _LONGEST = 4, 8, 512
+"""How often all ranks try to capture a step together, and some find that it is another one; how
+many steps later they try again, and how many at most."""
+
+
+class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
+    """What a region of whole steps does for those with a head.
+
+    To the life cycle such a step is what leaves its head. Its plan is looked for when the head has
+    ended; where there is none, the step goes on eagerly from there. A capture or a verification
+    runs the head by itself, and undoes what it does, so both come ahead of a step.
+    """
+
+    _begins_with_head = False  # the coming step does
+    _is_in_head = False  # and runs it now
+    _unverified: StepPlan | None = None  # to be verified ahead of a step
+    _call: tuple[Any, ...] = ()  # what a capture is of
+    shares_heads = True  # on several ranks, which then come to the end of their heads together
+    # Of captures by all ranks, equal on all: so many steps are left to try one in this phase, none
+    # are tried for so many steps, and for so many after that
+    _tries, _due = 0, Phase(zeroing=False, stepping=False, window=1)
+    _rest, _pause = 0, _PAUSE
+    _idle = 0  # so many steps in a row had no replay
+    _coming_key: Signature | None = None  # what a capture is for on this rank
+
+    _fit: TrainingContext
+    _statistics: Statistics
+    _life: Lifecycle[tuple[Any, ...], StepPlan]
+    _cache: PlanCache[Any, StepPlan]
+    _facts: CaptureFacts
+    _head: StepHead
+    _watch: ReplayGuards
+    _values: BatchValues
+    _active: StepPlan | None
+    _verification: Verification
+    _verifier: Verifier
+    _capture: StepCapture
+    _ranks: Ranks
+    _observers: Observers
+    _by_hand: bool
+    verifies: type[Verification]
+    _run_step: Callable[..., Any]  # runs the step's own code eagerly
+    is_undivided: bool
+
+    @abstractmethod
+    def _phase(self) -> Phase: ...
+
+    @abstractmethod
+    def _signature_of(
+        self, args: tuple[Any, ...], conditions: CaptureKey
+    ) -> tuple[Signature, list[Tensor]]: ...
+
+    @abstractmethod
+    def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def _without_head(self, args: tuple[Any, ...]) -> Any:
+        """Run a step eagerly that has no head any more."""
+        return self._eager(args, {})
+
+    def _begin_eagerly(self) -> None:
+        """Note that the coming step begins with code that runs eagerly."""
+
+    @abstractmethod
+    def _replay(self, plan: StepPlan) -> Any: ...
+
+    @property
+    def captures_later(self) -> bool:  # type: ignore[override]
+        """Whether the head of a call runs now."""
+        return self._is_in_head
+
+    def _finds_head(self, error: GraphError) -> bool:
+        """Whether a capture with a head may succeed: at another statement, or for another batch."""
+        if isinstance(error, HeadMissed):
+            return True
+        return self._ranks.are_one and self._learns_head(error)
+
+    def _learns_head(self, error: GraphError) -> bool:
+        if not self._head.learn(error, self._call):
+            return False
+        self._values = BatchValues(
+            self._fit.watch.function, VARIABLES, is_callers
+        )  # of what leaves the head from now on
+        self._cache.clear()
+        self.is_undivided = False
+        self._facts.has_host_program, self._facts.is_unseen = False, True
+        return True
+
+    def _key_behind(self, leaving: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
+        """Return the key of what follows the head of the step that is captured, and its tensors.
+
+        Raises:
+            HeadMissed: No capture of such a step is due, or there is a plan for it.
+        """
+        with self._head.modes():
+            if self._ranks.are_one and self._plan_of(leaving) is not None:
+                raise HeadMissed
+            signature, tensors = self._signature_of((leaving,), self._watch.conditions())
+        if not self._ranks.are_one and signature != self._coming_key:
+            raise _unlike()
+        self._head.take_due(signature)
+        self._head.refuse_bound(signature.tensor_names, tensors)
+        return signature, tensors
+
+    def _plan_of(self, leaving: dict[str, Any]) -> StepPlan | None:
+        """Return a plan for what follows a head, of which nothing is prepared."""
+        plans = self._cache.plans()
+        return next((p for p in plans if p.may_fit((leaving,)) and p.holds()), None)
+
+    def _bind_head(self) -> None:
+        """Take note of the present parameters, guards and capture."""
+        body = self._capture, self._facts.places, self._head
+        self._verification = self.verifies(self._verifier, *body)
+        self._verification.fits = self._watch.are_as_in
+        self._head.look_again()
+        is_alone = self._ranks.are_one and not (self._ranks.wrappers or self._by_hand)
+        # Nothing but one graph runs between the batch and the end of the step
+        is_alone &= not self._observers and self._head.now is None
+        self.is_undivided = is_alone and self._fit.watch.scaler is None
+
+    def _gives_up_head(self) -> bool:
+        """Whether too many steps in a row had no graph for what left their head."""
+        if not self._ranks.are_one:  # the others keep theirs
+            return False
+        error = self._head.missed()
+        if error is not None:
+            self.refuse(error)
+        return error is not None
+
+    def _put_off(self, plan: StepPlan) -> bool:
+        """Verify a plan with the next step, since the head of this one runs already."""
+        self._unverified = plan
+        return True
+
+    def _run_head(self, args: tuple[Any, ...]) -> Any:
+        """Run the head of a step; replay what follows it, or go on eagerly from there."""
+        self._begins_with_head = False
+        if self._ranks.are_one:
+            self._capture_behind(args)
+        else:
+            self._capture_together(args)
+        head = self._head.now
+        if head is None:
+            self._ranks.agree(EAGER, False)
+            return self._without_head(args)
+        self._begin_eagerly()
+        started, ended = perf_counter(), False
+
+        def at_end(leaving: dict[str, Any]) -> None:
+            nonlocal ended
+            ended = True
+            plan = self._active = self._plan_behind(leaving)
+            if plan is not None:
+                plan.present.batch = leaving
+                self._statistics.ran_ahead((perf_counter() - started) * 1e3)
+                raise HeadEnded
+
+        self._is_in_head = True
+        try:
+            returned = head.run(partial(self._run_step, *args), at_end)
+        except HeadEnded:
+            assert self._active is not None, "its graph was found"
+            self._head.was_served()
+            self._idle = 0
+            return self._replay(self._active)
+        finally:
+            self._is_in_head = False
+        if not ended:
+            self._ranks.agree(EAGER, False)
+        self._statistics.ran_eagerly()
+        return returned
+
+    def _plan_behind(self, leaving: dict[str, Any]) -> StepPlan | None:
+        """Find the plan for what follows the head of a step, given what leaves that."""
+        return self._life.plan_for((leaving,))
+
+    def _capture_behind(self, args: tuple[Any, ...]) -> None:
+        """Capture or verify what follows the head of the coming step, if that is due."""
+        plan, self._unverified = self._unverified, None
+        if plan is not None and plan.key in self._cache.by_key:
+            if plan.conditions.phase == self._phase():
+                self._life.verified(plan, args)
+            else:
+                self._unverified = plan
+        key = self._head.due_key(self._phase())
+        if key is not None:
+            self._life.capture(args, key)
+            self._head.end_capture()
+
+    # ------------------------------------------------------------------ on several ranks
+
+    def _may_have_head(self, error: GraphError, *, known: bool) -> bool:
+        """Whether a refused capture may succeed; all ranks ask, and begin to have heads together.
+
+        Args:
+            error: The refusal.
+            known: It may on this rank, whatever its head is.
+        """
+        wants = not known and self.shares_heads and self._head.may_learn(error)
+        if self._ranks.any(not wants):
+            return known
+        found = self._learns_head(error)
+        if not self._ranks.any(not found):
+            return True
+        self._head.forget()
+        self._values = BatchValues(self._fit.watch.function)
+        return False
+
+    def _capture_later(self, key: Signature) -> None:
+        """Note that all ranks capture a coming step, since the head of this one runs already."""
+        self._head.puts_off(key)
+        if self._rest <= 0 and not (self._tries and self._due == self._phase()):
+            self._tries, self._due = _TRIES, self._phase()
+
+    def _capture_together(self, args: tuple[Any, ...]) -> None:
+        """Capture or verify what follows the heads of all ranks, if that is due."""
+        self._rest -= 1
+        self._idle += 1
+        plan, self._unverified = self._unverified, None
+        if plan is not None and plan.conditions.phase != self._phase():
+            self._unverified, plan = plan, None
+        captures = self._tries > 0 and self._due == self._phase()
+        if plan is None and not captures:
+            return
+        key, found = self._coming(args)
+        if plan is not None and not self._ranks.any(found is not plan):
+            self._life.verified(plan, args)
+        if not captures:
+            return
+        self._tries -= 1
+        if not self._tries:
+            self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST)
+        # A plan that is replayed time and again stays where others have one beside it
+        is_wanted = key is not None and (found is None or self._idle > _PAUSE)
+        if self._ranks.any(not is_wanted) or key is None:
+            return
+        self._coming_key = key
+        if self._life.capture(args, key) is not None:
+            self._tries, self._rest, self._pause = 0, 0, _PAUSE
+        self._head.end_capture()
+        self._coming_key = None
+
+    def _coming(self, args: tuple[Any, ...]) -> tuple[Signature | None, StepPlan | None]:
+        """Run the head of the coming step, and undo that; return its key and its plan.
+
+        There is no key if it does not end, or is not to be captured.
+        """
+        key: Signature | None = None
+        found: StepPlan | None = None
+
+        def at_end(leaving: dict[str, Any]) -> None:
+            nonlocal key, found
+            with self._head.modes(), contextlib.suppress(CaptureError):
+                key, _ = self._signature_of((leaving,), self._watch.conditions())
+                found = self._plan_of(leaving)
+            raise HeadEnded
+
+        with self._head.undone(args) as undone, contextlib.suppress(HeadEnded):
+            assert self._head.now is not None, "steps have one"
+            self._head.now.run(partial(self._head.step, undone.arguments), at_end)
+        is_known = key is not None and (found is not None or self._head.is_due(key))
+        return (key if is_known else None), found
+
+
+def refuse_unlike(plan: StepPlan) -> bool:
+    """Refuse a plan that was just captured, if the head of its step gives something else now.
+
+    Another one may be right: returns False, since it is not known to be.
+    """
+    if plan.unverified:
+        raise _unlike()
+    return False
+
+
+def _unlike() -> VerificationError:
+    return VerificationError(
+        "The head of a step must give the same each time that it runs from one state.",
+        "it gave other shapes or values",
+        "draw from generators of torch, Python and NumPy, or from those in attributes",
+    )
