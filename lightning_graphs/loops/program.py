@@ -19,14 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.loops.processes import Processes
+from lightning_graphs.loops.recorder import HostReads, Kept, NoLogs
 from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN
 from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
-from lightning_graphs.regions.conditions import Instruction, Observers, in_turn
+from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.evaluation import NO_OBSERVERS
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import item_label, leaves_of
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
+from lightning_graphs.watch.late import KeptCalls
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
 from lightning_graphs.watch.user_code import UserCode, function_of
 
@@ -160,49 +162,6 @@ def _owners_of(function: Any) -> list[Any]:
 # ------------------ The client
 
 
-class NoLogs:
-    """Records what a step logs: nothing, since a plain loop logs what the step has returned."""
-
-    def __init__(self) -> None:
-        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
-        self._at_end: list[Instruction] = []
-
-    def recording(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def keeping(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Called at the end of the step's own code."""
-
-    def reissue(self) -> None:
-        """Log again, after a replay."""
-
-    @property
-    def last(self) -> Instruction | None:
-        return in_turn(self._at_end)
-
-    def logged(self) -> list[tuple[str, Tensor]]:
-        return []
-
-    def at_end(self, instruction: Instruction) -> None:
-        self._at_end.append(instruction)
-
-
-class LeftBehind(NoLogs):
-    """Leaves in wrappers of DDP what the function has left there: whether buffers are sent next."""
-
-    def __init__(self, wrappers: Sequence[Any]) -> None:
-        super().__init__()
-        self._wrappers = wrappers
-
-    def finish(self) -> None:
-        for ddp in self._wrappers:
-            syncs = ddp.require_forward_param_sync
-            self.at_end(partial(setattr, ddp, "require_forward_param_sync", syncs))
-
-
 class ProgramWatch:
     """A plain loop as :class:`~lightning_graphs.regions.context.Client` of the engine."""
 
@@ -218,6 +177,7 @@ class ProgramWatch:
         self._program, self._evaluates = program, evaluates
         self.processes = Processes(program, evaluates=evaluates)
         self.own = program.own
+        self._kept = Kept(KeptCalls(self.own))
         self.watched = program.watched
         self.optimizers = [*optimizers]
         # Here, since nothing of the program may be read in a call
@@ -304,19 +264,19 @@ class ProgramWatch:
         return NO_OBSERVERS
 
     def recorder(self) -> NoLogs:
-        return LeftBehind(self.processes.wrappers) if self.processes.wrappers else NoLogs()
+        return HostReads(self._program, self._kept, self.processes.wrappers)
 
     def mute(self) -> NoLogs:
         return NoLogs()
 
     def learns(self) -> bool:
-        return False
+        return self._kept.learns()
 
     def keeps_back(self, error: CaptureError) -> bool:
-        return False
+        return not self.waits_for_gradients() and self._kept.calls.learn(error)
 
     def declines(self, frame: FrameType) -> bool:
-        return False
+        return self._kept.calls.declines(frame)
 
     def is_apart(self, module: nn.Module) -> bool:
         return False

@@ -19,6 +19,7 @@ from lightning_graphs.device.rules import (
     LINEAR_ALGEBRA,
     MOVED_STORAGE,
     MOVING_VALUE,
+    NOT_RECORDED,
     OLD_GRADIENTS,
     OPTIMIZER_SET,
     SCHEDULED,
@@ -61,8 +62,15 @@ _BEHIND = "loss = step(batch)  # the captured function\n"
 
 WORDS: Mapping[Obstacle, Mapping[str, str]] = {
     HOST_READ: {
-        "remedy": "keep the value on the device (torch.where, masking, tensor arithmetic), or "
-        "return the tensor, and read it behind the call",
+        "remedy": "compute with the value on the device (torch.where, masking, tensor "
+        "arithmetic), or return the tensor, and read it behind the call; what a function only "
+        "returns or stores it may read",
+        "code": f"{_BEHIND}total += loss.item()  # outside of it, every now and then",
+    },
+    NOT_RECORDED: {
+        "remedy": "keep the value on the device, or return the tensor, and read it behind the "
+        "call; typical are .item(), .cpu(), boolean indexing, torch.tensor(...), a copy from "
+        "pageable host memory",
         "code": f"{_BEHIND}total += loss.item()  # outside of it, every now and then",
     },
     LINEAR_ALGEBRA: {

@@ -35,7 +35,13 @@ from lightning_graphs.private.exchange import bound, exchanged
 from lightning_graphs.values.memory import RETURNED, clone_all
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST
-from lightning_graphs.watch.tracers import FOR_A_WHILE, OURS, Tracer, present
+from lightning_graphs.watch.tracers import (
+    FOR_A_WHILE,
+    OURS,
+    Tracer,
+    conversions_kept,
+    present,
+)
 from lightning_graphs.watch.user_code import UserCode, objects_in
 
 Given = tuple[Sequence[Any], Mapping[str, Any]]
@@ -298,6 +304,7 @@ class _Kept:
     name: str
     error: Texts  # the refusal inside of it
     members: Sequence[tuple[Any, str]]  # where its function is found; nowhere if it is torch's in C
+    module: str = ""  # that of the code which calls
     is_used: bool = False  # a capture needs its value
 
 
@@ -388,7 +395,8 @@ class KeptCalls:
             if not members:
                 return ""
         name = f"what is kept back at {frame.f_code.co_filename}:{line}"
-        self.known[site] = _Kept(name, error, members)
+        module = frame.f_globals.get("__name__", "")
+        self.known[site] = _Kept(name, error, members, module)
         return name
 
     @contextlib.contextmanager
@@ -396,7 +404,13 @@ class KeptCalls:
         """Keep back the known calls of Python functions in the body, a capture."""
         members = dict.fromkeys(m for kept in self.known.values() for m in kept.members)
         instead = [(o, name, self._instead(o, name, keep)) for o, name in members]
-        with exchanged(instead):
+        modules = {kept.module for kept in self.known.values() if not kept.members}
+
+        def number(kind: type, tensor: Tensor, asking: FrameType) -> LateValue | None:
+            use = self.use_at(asking, keep)
+            return None if use is None else keep(kind, ((tensor,), {}), replace(use, is_pure=True))
+
+        with exchanged(instead), conversions_kept(number, modules):
             yield
 
     def of_torch(self, keep: Keep) -> contextlib.AbstractContextManager[object]:

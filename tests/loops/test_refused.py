@@ -28,7 +28,9 @@ def reading(model: Any, optimizer: Any, batch: Any) -> Any:
     loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
-    return loss.item()
+    for _ in range(int(loss.item())):
+        loss = loss / 2
+    return loss.detach()
 
 
 def printing(model: Any, optimizer: Any, batch: Any) -> Any:
@@ -82,7 +84,7 @@ REFUSED = {
     counting: r"counting changes Counted.calls, named at .* in counting: Counted.calls \+= 1\n",
     taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
     leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",
-    reading: r"item\(\).* in reading: return loss.item\(\)\n.*return the tensor",
+    reading: r"in reading: for _ in range\(int\(loss.item\(\)\)\):.*\n.*return the tensor",
     printing: r"print is used at .* in printing: print\(end=\"\"\)\n.*behind the call",
     stepping_another: r"a step of SGD is taken at .* in stepping_another.*\n.*capture\(\) every",
 }
