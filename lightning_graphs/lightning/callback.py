@@ -273,8 +273,7 @@ class GraphCapture(Callback):
         rank_zero_info(f"GraphCapture: the first graph comes after {steps} at the earliest ({why})")
 
     def _evaluates(self, trainer: Trainer) -> bool:
-        is_served = trainer.world_size == 1 or is_ddp(trainer.strategy)
-        return self.options.evaluation and is_served
+        return self.options.evaluation and _serves_evaluations(trainer)
 
     def _begin_evaluation(self, trainer: Trainer, module: LightningModule, name: str) -> None:
         """Take over the strategy's method for an evaluation that is no part of a fit."""
@@ -456,3 +455,14 @@ class GraphCapture(Callback):
         self._handler = self._summary = self._stream = self._assertions = self._evaluation = None
         self._rate = None
         self._fit.close()
+
+
+def _serves_evaluations(trainer: Trainer) -> bool:
+    """Tell whether steps of evaluations may have graphs; say it if not."""
+    is_served = trainer.world_size == 1 or is_ddp(trainer.strategy)
+    if not is_served and (trainer.enable_validation or trainer.state.fn != TrainerFn.FITTING):
+        rank_zero_info(
+            "GraphCapture: evaluations run eagerly with FSDP2, which gathers parameters in each "
+            "step, since ranks do not agree on replays there"
+        )
+    return is_served
