@@ -309,8 +309,8 @@ class _Clocks:
         for wait in self._needed(work, stream):
             if wait >= 0:
                 needs[streams[wait]] = max(needs[streams[wait]], wait)
-        if stream != MAIN and max(self._known[stream]) < 0 and max(needs) < 0:
-            needs[MAIN] = streams.index(MAIN)  # the fork itself
+        if stream != MAIN and max(self._known[stream]) < 0 and max(needs) < 0 and i > 0:
+            needs[streams[0]] = 0  # the fork itself
         waits = self._missing(stream, needs)
         known = self._known[stream]
         for wait in waits:

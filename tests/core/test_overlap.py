@@ -184,9 +184,10 @@ def test_memory_that_is_used_later_takes_no_room() -> None:
     makes = Work(0, "aten::gelu_backward", (), born=(0,), **back)
     update = Work(8, "aten::_fused_sgd_", (0, 1))
     works = [makes, Work(1, "aten::mm", (0,), born=(1,), **back)]
-    works += [Work(i, "aten::gelu_backward", (), born=(i,), **back) for i in range(2, 8)]
+    works += [Work(2, "aten::gelu_backward", (0,), born=(2,), **back)]
+    works += [Work(i, "aten::gelu_backward", (i - 1,), born=(i,), **back) for i in range(3, 8)]
     waits = [schedule([*works, *last], [8] * 9, 0).waits for last in ([], [update])]
-    assert [[i for i, wait in enumerate(found) if wait] for found in waits] == [[1, 2], [1, 8]]
+    assert [[i for i, wait in enumerate(found) if wait] for found in waits] == [[1, 3], [1, 8]]
 
 
 def test_a_new_allocation_beside_waits_for_what_used_the_last_one_there() -> None:
