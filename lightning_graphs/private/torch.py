@@ -264,10 +264,16 @@ def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None
     step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ALL_MODULES = [getattr(nn.modules.module, f"_global{name}", {}) for name in _HOOKS]
+
+
 def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the tables of hooks around a module's forward and backward; torch has no reader."""
-    names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return [getattr(module, name, {}) for name in names]
+    """Return the tables of hooks around a module's forward and backward; torch has no reader.
+
+    Those of all modules are among them.
+    """
+    return [*(getattr(module, name, {}) for name in _HOOKS), *_OF_ALL_MODULES]
 
 
 hooks_registered: Callable[[], int] = (

@@ -179,7 +179,7 @@ class CapturedStep(Plan):
             elif call.grad_enabled:
                 self.graphed_calls.setdefault(call.module, []).append(made.get(call))
         # Tables of hooks inside of the modules, all empty: a replay calls no hook.
-        self.hook_tables = [
+        tables = [
             table
             for module in dict.fromkeys(call.module for call in calls)
             for inner in module.modules()
@@ -187,6 +187,7 @@ class CapturedStep(Plan):
             for table in hook_tables(inner)
             if not table
         ]
+        self.hook_tables = [*{id(table): table for table in tables}.values()]
         signature = kind.signature
         self._call = CallPlan(signature, check_modes=True) if signature is not None else None
 

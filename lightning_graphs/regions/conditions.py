@@ -477,7 +477,8 @@ class _Hooks:
     """The hooks on the modules and parameters of a fit, which a capture makes part of a graph."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables = [table for inner in module.modules() for table in hook_tables(inner)]
+        tables = (table for inner in module.modules() for table in hook_tables(inner))
+        self._tables = [*{id(table): table for table in tables}.values()]
         self._parameters = list(module.parameters())
         self._known = self._now()
         self._in_use = [table for table in self._tables if table]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import partial
+from itertools import chain
+from operator import is_, itemgetter
 
 import torch
 from torch.optim import Optimizer
@@ -35,6 +37,8 @@ from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.watch.environment import code_captured, rates_exchanged
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
+
+_members = itemgetter("params")
 
 
 class CapturedUpdate(Region[Hashable, Plan]):
@@ -120,6 +124,9 @@ class CapturedUpdate(Region[Hashable, Plan]):
         reason = capturable.guard.changed(self._context.watch.epoch)
         if not (reason or self._guard.is_in_place() or self._guard.bring_back()):
             reason = "a parameter has moved"
+        members = chain.from_iterable(map(_members, capturable.guard.groups))
+        if not (reason or all(map(is_, members, self._parameters))):
+            reason = "a parameter group has other parameters"
         numbers = capturable.guard.numbers()
         if reason or self._churn.are_too_many(numbers):
             if self._churn.obstacle:

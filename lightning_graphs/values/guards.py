@@ -7,8 +7,10 @@ import reprlib
 import sys
 import weakref
 import zlib
+from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
@@ -16,6 +18,8 @@ from enum import Enum
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from queue import Queue
+from threading import local
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -122,6 +126,7 @@ _WRITTEN = frozenset(
 )
 """Types of values that nothing changes, and that are equal where their texts are."""
 
+_BUFFERS = (bytearray, array, memoryview)
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
 _OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
@@ -208,15 +213,17 @@ class Constant:
 
 
 class ArrayValue(NamedTuple):
-    """The contents of a NumPy array, comparable and hashable."""
+    """The contents of a NumPy array, or of one of Python's, comparable and hashable."""
 
     dtype: Any
     shape: tuple[int, ...]
     content: bytes
 
     @classmethod
-    def of(cls, array: Any) -> ArrayValue:
-        return cls(array.dtype, array.shape, array.tobytes())
+    def of(cls, value: Any) -> ArrayValue:
+        if isinstance(value, _BUFFERS):
+            return cls(memoryview(value).format, (len(value),), memoryview(value).tobytes())
+        return cls(value.dtype, value.shape, value.tobytes())
 
     def __repr__(self) -> str:
         kind = f"{self.dtype}{list(self.shape)}"
@@ -255,10 +262,13 @@ def is_still(now: Any, before: Any) -> bool:
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is a NumPy array whose contents a snapshot copies.
+    """Return whether a value is an array of NumPy or Python whose contents a snapshot copies.
 
     Larger ones are data, and arrays of objects hold addresses only. Subclasses may hold more.
     """
+    if type(value) in _BUFFERS:
+        is_plain_view = memoryview(value).ndim == 1 and memoryview(value).contiguous
+        return is_plain_view and _bytes_of(value) <= _LARGEST_BYTES
     numpy = sys.modules.get("numpy")
     return (
         numpy is not None
@@ -269,8 +279,13 @@ def is_array(value: Any) -> bool:
 
 
 def is_small_array(value: Any) -> bool:
-    """Return whether a value is a NumPy array that is compared by its contents in replays, too."""
-    return is_array(value) and value.nbytes <= _MOST_BYTES
+    """Return whether a value is an array that is compared by its contents in replays, too."""
+    return is_array(value) and _bytes_of(value) <= _MOST_BYTES
+
+
+def _bytes_of(value: Any) -> int:
+    nbytes: int = (memoryview(value) if isinstance(value, _BUFFERS) else value).nbytes
+    return nbytes
 
 
 def is_object(value: Any) -> bool:
@@ -279,7 +294,7 @@ def is_object(value: Any) -> bool:
     Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
     """
     kind: Any = type(value)  # what an object says to be its class may be another one
-    if issubclass(kind, SimpleNamespace) or kind in (UserDict, UserList, ChainMap):
+    if issubclass(kind, (SimpleNamespace, local)) or kind in (UserDict, UserList, ChainMap):
         return True
     if issubclass(kind, (type, nn.Module, Enum)) or is_of_library(kind):
         return False
@@ -312,7 +327,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     try:
         table: Any = object.__getattribute__(value, "__dict__")
     except AttributeError:
-        return {}
+        return value.__dict__ if isinstance(value, local) else {}  # those of this thread
     return table if isinstance(table, dict) else {}
 
 
@@ -332,6 +347,8 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
         return [(label_of(key, place), key, held) for place, (key, held) in named]
     if isinstance(value, _SEQUENCES):
         return [(f"[{index}]", index, held) for index, held in enumerate(value)]
+    if isinstance(value, Queue):  # what it holds; its own attributes are locks
+        return [(".queue", "queue", value.queue)]
     own = [*members_of(value).items()] if has_attributes(value) else brought_along(value)
     return None if own is None else [(f".{key}", key, held) for key, held in own]
 
@@ -415,7 +432,7 @@ def _shape_in(get: Callable[[Any], Any], key: Any) -> Any:
 class ValueGuards:
     """Guards for values that captures have baked in: by name, comparable and hashable.
 
-    Plain values and NumPy arrays of up to 64 KiB are compared by value, also inside of containers
+    Plain values and arrays of up to 64 KiB are compared by value, also inside of containers
     and objects; everything else, larger arrays too, by identity. As long as nothing has changed,
     asking costs one comparison an entry.
     """
@@ -507,6 +524,12 @@ class ValueGuards:
             self._values.append((name, Identity(value)))
             return
         self._seen[id(value)] = value
+        if isinstance(value, ContextVar):
+            held = value.get(Absence.ABSENT)
+            self._checks.append((value.get, Absence.ABSENT, held))
+            self._values.append((name, Identity(value)))
+            self._describe(f"{name}.get()", held, depth - 1, most)
+            return
         of_set = isinstance(value, (set, frozenset)) and len(value) <= _MOST
         if of_set or is_small_array(value):
             content: Callable[[Any], Any] = frozenset if of_set else ArrayValue.of

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -130,7 +132,7 @@ class Binding(NamedTuple):
 class PythonSnapshot:
     """Snapshot of named containers and objects, and of module attributes.
 
-    Containers are lists, dicts, sets and NumPy arrays of up to 16 MiB; other values are left out.
+    Containers are lists, dicts, sets and arrays of up to 16 MiB; other values are left out.
     """
 
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
@@ -151,7 +153,7 @@ class PythonSnapshot:
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
         elif is_array(value):
-            self._containers.append((name, value, value, value.copy()))
+            self._containers.append((name, value, value, _copy(value)))
 
     def add_place(self, name: str, owner: Any, key: str) -> Binding:
         """Add the binding of a key with its present value; a known one keeps its first value."""
@@ -258,8 +260,11 @@ def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:
 def _copy(container: Any) -> Any:
     if isinstance(container, dict):
         return dict(container)
+    if isinstance(container, memoryview):
+        format_: Any = container.format
+        return memoryview(container.tobytes()).cast(format_)
     if is_array(container):
-        return container.copy()
+        return copy.copy(container)
     return set(container) if isinstance(container, set) else list(container)
 
 
@@ -267,7 +272,10 @@ def refill(container: Any, before: Any) -> None:
     """Replace the contents of a container."""
     # Past methods of its own: some containers forbid their own change.
     if is_array(container):
-        container[...] = before
+        everything: Any = (
+            slice(None) if isinstance(container, (bytearray, array, memoryview)) else ...
+        )
+        container[everything] = before
         return
     kind: Any = next(kind for kind in _CHANGEABLE if isinstance(container, kind))
     kind.clear(container)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from array import array
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
+from queue import Queue
+from threading import local
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,7 +197,7 @@ class Dumping(Net):
 class InAnArray(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.kept = {"counts": numpy.zeros(2)}
+        self.kept: dict[str, Any] = {"counts": numpy.zeros(2)}
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -202,6 +206,29 @@ class InAnArray(Net):
 
     def on_train_epoch_end(self) -> None:
         self.seen.append(self.kept["counts"][1])
+
+
+class InBytes(InAnArray):
+    """Marks what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"counts": bytearray(4)}
+
+
+class IntoAQueue(InAnArray):
+    """Hands what another thread writes down to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: Queue[int] = Queue()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.waiting.put(1)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen.append(self.waiting.qsize())
 
 
 class InALargeArray(InAnArray):
@@ -276,12 +303,33 @@ def reading(first: Any, second: Any, used: Any) -> type[Reading]:
     return type("Reading", (Reading,), {**members, "used": staticmethod(used)})
 
 
+def _set(variable: ContextVar[float], scale: float = 1.0) -> ContextVar[float]:
+    variable.set(scale)
+    return variable
+
+
+def _of_this_thread(values: Any, scale: float = 1.0) -> Any:
+    values.scale = scale
+    return values
+
+
 VALUES: dict[str, tuple[Any, Any, Any, str]] = {
     "number": (lambda: 1.0, lambda _: 3.0, lambda w: w, "self._held: 1.0 -> 3.0"),
     "tuple": (lambda: (1.0,), lambda _: (3.0,), lambda w: w[0], "self._held[0]: 1.0 -> 3.0"),
     "list": (lambda: [1.0], lambda _: [3.0], lambda w: w[0], "self._held[0]: 1.0 -> 3.0"),
     "growing list": (
         lambda: [1.0], lambda w: w.append(2.0), sum, "self._held: list of 1 -> list of 2",
+    ),
+    "context variable": (
+        lambda: _set(ContextVar("scale")), lambda w: _set(w, 3.0), lambda w: w.get(),
+        "self._held.get(): 1.0 -> 3.0",
+    ),
+    "of a thread": (
+        lambda: _of_this_thread(local()), lambda w: _of_this_thread(w, 3.0), lambda w: w.scale,
+        "self._held.scale: 1.0 -> 3.0",
+    ),
+    "array of Python": (
+        lambda: array("d", [1.0]), lambda w: w.append(2.0), sum, "self._held: d[1] of [1.0] -> ",
     ),
     "set": (lambda: {1.0}, lambda w: w.add(2.0), sum, "self._held: frozenset({1.0}) -> "),
     "dict": (lambda: {"a": 1.0}, lambda _: {"a": 3.0}, lambda w: w["a"], "self._held['a']: "),
@@ -448,6 +496,7 @@ ROWS = (
     | table(
         each={
             InAnArray: r"changes self.kept\['counts'\]",
+            IntoAQueue: "changes self.waiting.queue", InBytes: r"changes self.kept\['counts'\]",
             InALargeArray: r"changes self.kept\['counts'\]", ReadIntoAnArray: "host",
             OfAnIterator: "self.source, an iterator, is read at",
         },

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import nn
 
 from tests.training.fits import Net, compare, fit_twice
 
@@ -51,7 +52,25 @@ def _fewer_parameters(trainer: Any, module: Any) -> None:
     group["params"] = group["params"][:-2]
 
 
+def _hook_of_all_modules(trainer: Any, module: Any) -> None:
+    def halve(inner: Any, _: Any, output: Any) -> Any:
+        return output * 0.5 if inner is module.net[2] else None
+
+    module.on_fit_end = nn.modules.module.register_module_forward_hook(halve).remove
+
+
+def _another_layer(trainer: Any, module: Any) -> None:
+    layer = module.net[4] = nn.Linear(16, 3, device=module.device)
+    optimizer = trainer.optimizers[0]
+    members = optimizer.param_groups[0]["params"]
+    for old, new in zip(members[-2:], layer.parameters(), strict=True):
+        optimizer.state[new] = optimizer.state.pop(old)
+    members[-2:] = layer.parameters()
+
+
 CHANGES: dict[str, Change] = {
+    "hook of all modules": _hook_of_all_modules,
+    "another layer": _another_layer,
     "forward hook": _forward_hook,
     "gradient hook": _gradient_hook,
     "fresh moments": _fresh_moments,
