@@ -97,7 +97,7 @@ class NoRoomError(CaptureError):
 def no_room(what: str, observed: str) -> NoRoomError:
     """Make the error for a capture of ``what``, with what was observed."""
     return NoRoomError(
-        f"{what} needs memory of its own, beside that of eager steps.",
+        f"{what} needs memory of its own, next to that of eager steps.",
         observed,
         "allow fewer graphs (max_graphs=...), or make the batch smaller",
     )

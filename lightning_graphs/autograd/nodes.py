@@ -311,7 +311,7 @@ def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
                 raise _refusal(f"a backward pass inside of it adds to `.grad` of {name}")
 
     def refuse_reentry() -> None:
-        raise _refusal("a backward pass inside of it computes a part of it anew (use_reentrant)")
+        raise _refusal("a backward pass inside of it computes a part of it again (use_reentrant)")
 
     with backward_passes_observed(refuse_pass, refuse_reentry):
         try:
@@ -350,8 +350,7 @@ def require_plain_gradients(gradients: Sequence[Tensor | None]) -> None:
         if gradient is not None and local(gradient) is gradient and is_composed(gradient):
             kind = type(gradient).__name__
             raise CaptureError(
-                "A graph can write gradients that are plain tensors, also those of a tensor "
-                "subclass.",
+                "A graph can write plain gradients only, also of parameters of a tensor subclass.",
                 f"the backward pass computes a {kind}",
                 f"return plain tensors from the backward pass of operators on {kind}",
             )

@@ -228,7 +228,7 @@ class _Seen(OperatorMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         if not (error[0] or self.why_not) and self._streams.nodes() != self._nodes:
-            self.refuse("behind the last operator work is launched that is no operator of torch")
+            self.refuse("after the last operator, work is launched that is no operator of torch")
 
     def refuse(self, why: str) -> None:
         self.why_not = self.why_not or why

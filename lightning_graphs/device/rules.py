@@ -197,19 +197,19 @@ CACHED_WEIGHTS = Obstacle(
 
 STORED = Obstacle(
     "A replay runs no Python code, and cannot set the attribute.",
-    "set the attribute behind the captured code, from the values that it returns; change buffers "
+    "set the attribute after the captured code, from the values that it returns; change buffers "
     "in place",
     kind="python-state",
 )
 STORED_OUTSIDE = Obstacle(
     "A replay runs no Python code, and cannot set global or enclosing variables or attributes of "
     "classes.",
-    "set the variable behind the captured code, from the values that it returns",
+    "set the variable after the captured code, from the values that it returns",
     kind="python-state",
 )
 SIDE_EFFECT = Obstacle(
     "A replay runs no Python code, and cannot print, write files or call loggers.",
-    "move that code behind the captured code, with what it returns",
+    "move that code after the captured code, with what it returns",
     kind="python-state",
 )
 DRAWN = Obstacle(
@@ -234,11 +234,11 @@ COUNTER = Obstacle(
 OLD_GRADIENTS = Obstacle(
     "A captured step cannot use gradients before its backward pass, because those of the step "
     "before are set aside.",
-    "use gradients behind the backward pass, and keep what the next step needs of them in a buffer",
+    "use gradients after the backward pass, and keep what the next step needs of them in a buffer",
     kind="python-state",
 )
 SCHEDULED = Obstacle(
-    "A replay steps a scheduler at its end, behind all steps of the scheduler's optimizer.",
+    "A replay steps a scheduler at its end, after all steps of the scheduler's optimizer.",
     "step the scheduler at the end of the step; one that takes a value, in a hook",
     kind="python-state",
 )
@@ -263,7 +263,7 @@ GRADIENTS_CHANGED = Obstacle(
 BATCH_CHANGED = Obstacle(
     "A replay can put tensors and plain values into dicts, lists and dataclasses of its batch, and "
     "change no other objects there.",
-    "return the value, and use it behind the captured code",
+    "return the value, and use it after the captured code",
     kind="python-state",
 )
 BATCH_VALUE = Obstacle(
@@ -277,7 +277,7 @@ BATCH_VALUE = Obstacle(
 )
 FILLED = Obstacle(
     "A captured step can fill a list, but cannot compute with the list.",
-    "compute with the list behind the captured code, or keep the last few entries in a deque",
+    "compute with the list after the captured code, or keep the last few entries in a deque",
     kind="python-state",
 )
 

@@ -398,7 +398,7 @@ def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:
         raise ReplayError(
             "A graph cannot replay after a tensor that it reads was freed or moved.",
             "; ".join(map(str, dead[:3])),
-            "keep a reference to the tensor beside the graph, and copy new values into it",
+            "keep a reference to the tensor as long as the graph, and copy new values into it",
         )
 
 

@@ -443,7 +443,7 @@ class GraphCapture(Callback):
         self._release()
         if failed is not None:
             if failed is not exception:
-                rank_zero_warn(f"GraphCapture: ahead of that, {in_one_line(failed)}")
+                rank_zero_warn(f"GraphCapture: before this error, {in_one_line(failed)}")
             save_nothing(trainer)
 
     @override

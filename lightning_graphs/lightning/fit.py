@@ -80,7 +80,7 @@ def save_nothing(trainer: Trainer) -> None:
 
 def _refuse_save() -> bool:
     rank_zero_warn(
-        "GraphCapture: no checkpoint is saved, since its state lies behind a failed assertion; "
+        "GraphCapture: no checkpoint is saved, since its state comes after a failed assertion; "
         "go on from the one before"
     )
     return False

@@ -103,4 +103,4 @@ class ScheduleWatch:
     def behind(self, optimizer: Any) -> None:
         """Look at an optimizer that is about to step."""
         if any(one is optimizer for one in self._scheduled):
-            self._note(SCHEDULED, "an optimizer behind its scheduler", self._sites.here())
+            self._note(SCHEDULED, "an optimizer after its scheduler", self._sites.here())

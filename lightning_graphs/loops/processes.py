@@ -45,14 +45,14 @@ _REFUSED = {
 OWN_COLLECTIVE = Obstacle(
     "A captured function can exchange data with other processes only through DDP or FSDP2, whose "
     "ranks decide together.",
-    "give capture() the wrapped model that the function trains; or call collectives behind the "
+    "give capture() the wrapped model that the function trains; or call collectives after the "
     "function",
     kind="collective",
-    code="loss = step(batch)\ntorch.distributed.all_reduce(loss)  # behind the captured function",
+    code="loss = step(batch)\ntorch.distributed.all_reduce(loss)  # after the captured function",
 )
 JOINED = (
     "a wrapper's join() lets ranks end after different numbers of calls, but each call waits for "
-    "all ranks; give every rank as many batches"
+    "all ranks; give every rank the same number of batches"
 )
 
 

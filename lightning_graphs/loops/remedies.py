@@ -43,7 +43,7 @@ OPTIMIZER_NOT_GIVEN = Obstacle(
     code="step = capture(train_step, [generator, critic], [of_generator, of_critic])",
 )
 HISTORY = Obstacle(
-    "No backward pass behind a captured call can begin with a tensor that the call returns.",
+    "No backward pass after a captured call can begin with a tensor that the call returns.",
     "run the backward pass in the function, of which capture() is then given the optimizer, or "
     "optimizer=[]; else evaluate under torch.no_grad(), or return detached tensors",
     kind="autograd",
@@ -63,7 +63,7 @@ _BEHIND = "loss = step(batch)  # the captured function\n"
 WORDS: Mapping[Obstacle, Mapping[str, str]] = {
     HOST_READ: {
         "remedy": "compute with the value on the device (torch.where, masking, tensor "
-        "arithmetic), or return the tensor, and read it behind the call; what a function only "
+        "arithmetic), or return the tensor, and read it after the call; what a function only "
         "returns or stores it may read",
         "code": f"{_BEHIND}total += loss.item()  # outside of it, every now and then",
     },
@@ -90,16 +90,15 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
         "self.memory[: len(x)].copy_(x)  # in forward",
     },
     STORED: {
-        "remedy": "return the value, and set the attribute behind the call; change buffers in "
-        "place",
+        "remedy": "return the value, and set the attribute after the call; change buffers in place",
         "code": f"{_BEHIND}self.calls += 1",
     },
     STORED_OUTSIDE: {
-        "remedy": "return the value, and set the variable behind the call",
+        "remedy": "return the value, and set the variable after the call",
         "code": f"{_BEHIND}losses.append(loss)",
     },
     SIDE_EFFECT: {
-        "remedy": "return the value, and print, write or log it behind the call",
+        "remedy": "return the value, and print, write or log it after the call",
         "code": f"{_BEHIND}print(loss.item())",
     },
     DRAWN: {
@@ -111,7 +110,7 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
     },
     CLOCK: {
         "remedy": "only return or store what a function of `time` gives, or numbers that follow "
-        "from it, which replays read anew; compute or decide with it ahead of the call, and pass a "
+        "from it, which replays read again; compute or decide with it before the call, and pass a "
         "tensor",
         "code": "step(batch, torch.full((), time.monotonic() - began, device=device))",
     },
@@ -121,12 +120,12 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
         "code": "step(batch, torch.full((), 1 / (1 + i), device=device))",
     },
     OLD_GRADIENTS: {
-        "remedy": "give capture() the optimizer of a function that trains; use gradients behind "
+        "remedy": "give capture() the optimizer of a function that trains; use gradients after "
         "its backward pass",
         "code": "step = capture(train_step, model, optimizer)",
     },
     SCHEDULED: {
-        "remedy": "step the scheduler in the loop, behind the call",
+        "remedy": "step the scheduler in the loop, after the call",
         "code": f"{_BEHIND}scheduler.step()",
     },
     BATCH_VALUE: {
@@ -134,11 +133,11 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
         "code": "step(batch, torch.full((), weight, device=device))",
     },
     BATCH_CHANGED: {
-        "remedy": "return the value, and put it into the batch behind the call",
+        "remedy": "return the value, and put it into the batch after the call",
         "code": 'batch["info"].score = step(batch)',
     },
     FILLED: {
-        "remedy": "compute with the list behind the call, or keep the last few entries in a deque",
+        "remedy": "compute with the list after the call, or keep the last few entries in a deque",
         "code": "losses = deque(maxlen=10)  # outside of the function\n"
         "losses.append(loss.detach())  # in it",
     },

@@ -346,7 +346,7 @@ class CapturePolicy:
         if self._step_times is None:
             return "" if history.seen > self._sightings else TOO_RARE
         if history.moved and history.seen <= self._sightings:
-            return "values that the step reads have moved on"
+            return "values that the step reads keep changing"
         if not self._step_times.eager:
             return NOT_TIMED
         saving, remaining = self._saving(self._step_times), self._steps_left()
@@ -362,7 +362,7 @@ class CapturePolicy:
             self.is_over = not self._costs and remaining < at_best
             if saving <= _LEAST_SAVED * self._part * eager:
                 return _BUSY
-            return f"fewer steps are left than repay a capture (about {wanted:.0f})"
+            return f"too few steps are left to repay a capture (about {wanted:.0f})"
         if remaining < safe:
             is_settled = len(self._step_times.eager) >= SAMPLES or self._in_vain > 0.0
             self.is_over = remaining < (1.0 if is_settled else _SURE) * safe

@@ -211,7 +211,7 @@ class Ranks:
         if unfinished:
             for ddp in self.wrappers:
                 forget_backward(ddp)
-            self.ready, self.lost = False, "DDP makes its buckets anew"
+            self.ready, self.lost = False, "DDP makes its buckets again"
         if worst != _WELL:
             rank, said = self._first_said(error)
             error_text, _, fix = str(said).partition(FIX)

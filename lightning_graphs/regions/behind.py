@@ -258,9 +258,10 @@ class StepHead:
 
     def _bound(self, what: str) -> CaptureError:
         return CaptureError(
-            "What leaves the head of a step must be tensors of its own, without gradients.",
+            "Tensors that pass from the head of a step to its graph must be made there, without "
+            "gradients.",
             f"{what}, and the graph begins at {self.site.describe()}",
-            "use parameters behind the code that reads on the host, and clone() buffers",
+            "use parameters after the code that reads on the host, and clone() buffers",
         )
 
     @property

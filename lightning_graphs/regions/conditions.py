@@ -558,7 +558,7 @@ def refuse_new_seeds(dropout: CapturedDropout | None) -> None:
     """Refuse a captured step that draws dropout if each step begins with a new seed."""
     if dropout is not None and not dropout.is_current():
         raise CaptureError(
-            "A replay cannot make the random state anew from which cuDNN draws the dropout between "
+            "A replay cannot seed the random state again from which cuDNN draws dropout between "
             "recurrent layers.",
             "a generator of torch's is set before each step, which makes torch seed that state",
             "set seeds once, before the fit",

@@ -49,7 +49,7 @@ _WORK = 5
 which is one and a cast, takes 1.6 to 2 times as long, that of a Linear with its casts, 8, 0.6 to
 0.8 times."""
 
-_BOUND = "a hook of torch.nn.utils sets a weight anew in each call"
+_BOUND = "a hook of torch.nn.utils sets a weight again in each call"
 
 
 class ModuleSelection:

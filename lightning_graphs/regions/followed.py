@@ -121,7 +121,7 @@ class Followed:
     def _refuse_beside_compiled(self) -> None:
         if self.tracer is not None and self._context.compiled.runs:
             raise CaptureError(  # and once more without: it runs eagerly while that is done
-                "A capture cannot record what the host computes beside compiled code.",
+                "A capture cannot record what the host computes next to compiled code.",
                 "the step calls code that torch.compile has made",
                 "move what is compiled, or what the host computes, out of the step",
             )

@@ -342,7 +342,7 @@ class StepObserver:
         outputs = {i: t for i, t in returned.items() if not any(t is one for one in begun.given)}
         call.requires_grad = bool(returned)
         if returned and not outputs and not call.obstacle:
-            call.obstacle = "returns nothing but what it was given, which is no work for a graph"
+            call.obstacle = "returns only its arguments, so that a graph would compute nothing"
         if outputs and not call.recomputed:
             self._await_backward(call, outputs)
 

@@ -294,7 +294,7 @@ def follow_moving(capturables: Iterable[CapturableOptimizer], churn: HyperParame
 def rounded_otherwise(error: VerificationError) -> UpdateRefused:
     """Return why an optimizer whose numbers were followed steps eagerly after all."""
     return UpdateRefused(
-        "A number that moves in every step must give the same bits on the device.",
+        "A number that changes in every step must give the same bits on the device.",
         f"with the numbers of the optimizer on the device {error.observed}",
         "keep counters in tensors on the device of the parameters, and change learning rates once "
         "an epoch; the step of this optimizer runs eagerly until then",
@@ -421,7 +421,7 @@ class CapturableOptimizer:
         if moved := before.moved():
             before.restore()
             names = ", ".join(f"`{name}`" for name in moved[:3])
-            refusal = self._refused(f"it computes {names} on the host, anew in every step")
+            refusal = self._refused(f"it computes {names} on the host in every step")
             may_follow = self._number is not None and not scaled
             if may_follow and numbers_of(self.optimizer).issuperset(moved):
                 refusal.may_succeed = self.follow(moved)

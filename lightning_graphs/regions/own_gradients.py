@@ -114,7 +114,7 @@ class OwnGradients:
         if moved:
             raise CaptureError(
                 "A captured step must leave requires_grad of parameters as it has found it.",
-                f"requires_grad of {moved} parameter(s) is another one at its end",
+                f"requires_grad of {moved} parameter(s) has changed at its end",
                 "put it back at the end of the step, as untoggle_optimizer does, or set it in a "
                 "hook between steps",
             )

@@ -229,7 +229,7 @@ class MemoryRecovery(ABC):
     def _give_up(self, reason: str) -> None:
         self._reason, self._begin = "", None
         self._ranks.leave(
-            f"{self.step}s run eagerly from now on: one found no memory beside what graphs hold: "
+            f"{self.step}s run eagerly from now on: one found no memory next to that of graphs: "
             f"{reason}"
         )
         gc.collect()  # frees what the error's traceback refers to

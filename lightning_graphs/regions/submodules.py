@@ -183,7 +183,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             note("steps run eagerly that call no graphed module")
             self._forget("steps run that call no graphed module")
         elif self._idle == FEW and self._useful > _USEFUL:  # arguments may always differ
-            self._forget("no graph fits what steps call by now")
+            self._forget("no graph fits what steps call now")
 
     def begin_again(self, error: ReplayError) -> None:
         """Begin a step again that graphs could not serve: eagerly, and observed."""
@@ -311,7 +311,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             self._patience -= 1
             self._context.messages.note(
                 "steps run eagerly until one shows which module create_graph=True or "
-                f"retain_graph=True is about, {PATIENCE} steps at most: {self._again.describe()}"
+                f"retain_graph=True concerns, {PATIENCE} steps at most: {self._again.describe()}"
             )
             return
         note = self._context.messages.note

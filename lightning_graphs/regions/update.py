@@ -165,7 +165,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
                     self._body.update()
         if numbers.has_guards:
             raise UpdateRefused(
-                "A captured optimizer step must not go another way by a number that moves.",
+                "A captured optimizer step must not branch on a number that changes.",
                 f"{type(self.optimizer).__name__} compares one",
                 "keep it in a tensor on the device of the parameters, and use torch.where; the "
                 "step of this optimizer runs eagerly until then",

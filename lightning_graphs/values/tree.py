@@ -87,7 +87,7 @@ class TensorSpec:
         """
         if tensor.numel() > _MOST_ON_HOST:
             raise CaptureError(
-                "A tensor of the host that a graphed callable is given beside those of the device "
+                "A tensor of the host among the device tensors given to a graphed callable "
                 "must be small, because a graph has its values.",
                 f"got {self} as {name}",
                 "move the tensor to the device ahead of the call",

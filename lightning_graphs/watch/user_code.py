@@ -151,7 +151,7 @@ def obstacle_in(module: nn.Module) -> str | None:
 def hidden_in(tensor: Tensor) -> str:
     """Say why nothing finds a tensor's values."""
     kind = type(tensor).__name__
-    return f"is of the class {kind}, whose values are not found without its __tensor_flatten__"
+    return f"is of the class {kind}, which lacks __tensor_flatten__: its values cannot be found"
 
 
 def with_own_graphs(module: nn.Module) -> Iterator[str]:

@@ -121,9 +121,7 @@ def test_what_is_handed_out_without_copies_is_not_overwritten(
     assert_same(expected, found)
     assert failed == [1]
     (reason,) = loop.step.report.fallbacks
-    assert reason.startswith(
-        "calls run eagerly from now on: one found no memory beside what graphs"
-    )
+    assert reason.startswith("calls run eagerly from now on: one found no memory next to that")
 
 
 def test_what_does_not_fit_without_graphs_either_is_raised(

@@ -85,7 +85,7 @@ REFUSED = {
     taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
     leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",
     reading: r"in reading: for _ in range\(int\(loss.item\(\)\)\):.*\n.*return the tensor",
-    printing: r"print is used at .* in printing: print\(end=\"\"\)\n.*behind the call",
+    printing: r"print is used at .* in printing: print\(end=\"\"\)\n.*after the call",
     stepping_another: r"a step of SGD is taken at .* in stepping_another.*\n.*capture\(\) every",
 }
 

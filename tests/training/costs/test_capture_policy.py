@@ -160,7 +160,7 @@ def test_too_few_steps_are_left(monkeypatch: pytest.MonkeyPatch, steps: int) -> 
     assert fit.graphs == []
     assert fit.seconds == pytest.approx(steps * 0.04)
     # 3 steps and 80 ms for a first capture, 3 and 20 ms to compare, one and a half times, at 28 ms.
-    assert "fewer steps are left than repay a capture (about 18)" in fit.cache.why_not
+    assert "too few steps are left to repay a capture (about 18)" in fit.cache.why_not
     assert fit.policy.is_over
 
 
@@ -224,7 +224,7 @@ def test_little_to_save_now_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> N
     for left, is_over in ((50, False), (10, True)):
         fit.done = 100 - left
         assert not fit.cache.is_due("x")
-        assert "fewer steps are left" in fit.cache.why_not
+        assert "too few steps are left" in fit.cache.why_not
         assert fit.policy.is_over == is_over
 
 

@@ -271,7 +271,7 @@ def test_draws_beside_compiled_code_are_refused_with_their_line(
     compare(*fits, replayed=False)
     (reason,) = fits[1].statistics.fallbacks
     here = line(module.training_step, "draws")
-    assert f"draws on the host, beside code that is compiled, at {__file__}:{here} in" in reason
+    assert f"draws on the host, next to compiled code, at {__file__}:{here} in" in reason
 
 
 def test_a_draw_of_torchs_on_the_host_is_refused_with_its_line() -> None:

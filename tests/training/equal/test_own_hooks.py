@@ -62,7 +62,7 @@ def test_of_submodules_with_old_hooks_run_and_doctor_say_what_replaces_them(
     compare(eager, captured, replayed=False)
     (said,) = captured.statistics.fallbacks
     assert said == (
-        "calls of `net.0` run eagerly: a hook of torch.nn.utils sets a weight anew in each "
+        "calls of `net.0` run eagerly: a hook of torch.nn.utils sets a weight again in each "
         f"call; use torch.nn.utils.{new}"
     )
     assert "net.0" not in captured.statistics.modules

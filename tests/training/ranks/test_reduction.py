@@ -75,7 +75,7 @@ def reduced_both_ways(rank: int, adds: bool) -> None:
         work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
-    for step in range(STEPS):  # DDP makes its buckets anew after the first
+    for step in range(STEPS):  # DDP makes its buckets again after the first
         _loss(ddp, _batch(rank, step)).backward()
         ddp.zero_grad()
     x = _batch(rank, STEPS)
