@@ -21,7 +21,13 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
 from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning.logs import LoggedNumbers, LogRecorder, log_exchanged, refuse_log
+from lightning_graphs.lightning.logs import (
+    LOGGED_NUMBER,
+    LoggedNumbers,
+    LogRecorder,
+    log_exchanged,
+    refuse_log,
+)
 from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import StepMetrics
 from lightning_graphs.lightning.oom import OomRecovery
@@ -43,7 +49,7 @@ from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.verify import Tolerance, Verifier
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import AsRead, Effect, Environment, rates_exchanged
-from lightning_graphs.watch.late import KeptCalls
+from lightning_graphs.watch.late import CallAt, KeptCalls
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import refuse_tracers
 from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
@@ -120,7 +126,7 @@ class TrainerWatch:
         self._progress = progress
         self.own = UserCode(module)
         self.metrics = StepMetrics(module)
-        self.kept = KeptCalls(self.own)
+        self.kept = KeptCalls(self.own, LOGGED_NUMBER.rule)
         self.logged = LoggedNumbers()  # Python numbers that change from step to step
         self.run = trainer.strategy.training_step  # also if user code has set it
         self._calls = calls_of(trainer.strategy)
@@ -174,8 +180,8 @@ class TrainerWatch:
     def learns(self) -> bool:
         return self.metrics.learn()
 
-    def keeps_back(self, error: CaptureError) -> bool:
-        return not self.waits_for_gradients() and self.kept.learn(error)
+    def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
+        return not self.waits_for_gradients() and self.kept.learn(error, reads)
 
     def declines(self, frame: FrameType) -> bool:
         return self.kept.declines(frame)

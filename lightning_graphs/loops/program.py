@@ -28,7 +28,7 @@ from lightning_graphs.regions.evaluation import NO_OBSERVERS
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import item_label, leaves_of
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
-from lightning_graphs.watch.late import KeptCalls
+from lightning_graphs.watch.late import CallAt, KeptCalls
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
 from lightning_graphs.watch.user_code import UserCode, function_of
 
@@ -272,8 +272,8 @@ class ProgramWatch:
     def learns(self) -> bool:
         return self._kept.learns()
 
-    def keeps_back(self, error: CaptureError) -> bool:
-        return not self.waits_for_gradients() and self._kept.calls.learn(error)
+    def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
+        return not self.waits_for_gradients() and self._kept.calls.learn(error, reads)
 
     def declines(self, frame: FrameType) -> bool:
         return self._kept.calls.declines(frame)

@@ -27,6 +27,7 @@ from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.late import CallAt
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.reads import AttributeGuards
@@ -131,8 +132,8 @@ class Client(environment.Client, Protocol):
     def learns(self) -> bool:
         """Whether a refusal has shown how the next capture of the step may succeed."""
 
-    def keeps_back(self, error: CaptureError) -> bool:
-        """Whether the next capture keeps back the call in which a refusal arose."""
+    def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
+        """Whether the next capture keeps back the call in which a refusal arose, or these reads."""
 
     def declines(self, frame: FrameType) -> bool:
         """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""

@@ -9,12 +9,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import FrameType
 
 from torch import Tensor
 
 from lightning_graphs.device.graph import Backend
 from lightning_graphs.device.rules import NOT_RECORDED, with_known_remedy
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import frames_from
 from lightning_graphs.regions.conditions import Instruction
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.plan import Mechanism, Watcher
@@ -23,6 +25,7 @@ from lightning_graphs.watch.assertions import Assertions
 from lightning_graphs.watch.environment import Readings, clocks_exchanged
 from lightning_graphs.watch.host import HostProgram
 from lightning_graphs.watch.host_trace import HostTracer, draws_recorded, draws_refused
+from lightning_graphs.watch.late import CallAt
 from lightning_graphs.watch.mirrors import FollowedState, held_numbers
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.tracers import Conversion, DrawingFunction, calls_followed
@@ -49,6 +52,7 @@ class Followed:
         self.assertions: Assertions  # what it reads only to raise
         self._state: FollowedState  # numbers that it reads and writes in tensors
         self._clocks = Readings()
+        self.reads: list[CallAt] = []  # by which it has read numbers that the host knows
         self._advance: Instruction | None = None  # advances the numbers of its state
         self._program: HostProgram | None = None
 
@@ -56,9 +60,11 @@ class Followed:
         """Prepare to follow what the coming capture computes on the host."""
         context, facts = self._context, self._facts
         self.tracer, self._program, self._clocks = None, None, Readings()
+        self.reads.clear()
         if facts.has_host_program and not context.compiled.runs:
             copies, room = self.copies(tensors), self.room_on_device
             self.tracer = HostTracer(self._device, inputs.tensors, copies, room)
+            self.tracer.on_read = self._note_read
             self.tracer.on_error = partial(_note_refusal, context.pool.backend, self.caught)
             self.tracer.declines = context.watch.declines
         tape = None if self.tracer is None else self.tracer.tape
@@ -105,6 +111,12 @@ class Followed:
         self.numbers.note_guards()
         self._has_branched |= self.numbers.has_guards
         return first and self._has_branched
+
+    def _note_read(self, frame: FrameType) -> None:
+        runs_in = self._context.watch.own.runs_in
+        inside = next(filter(runs_in, frames_from(frame)), None)
+        if inside is not None:
+            self.reads.append(CallAt.of((inside, inside.f_lasti, inside.f_lineno)))
 
     def _could_follow(self, asked: Conversion) -> bool:
         own = self._context.watch.own

@@ -210,7 +210,9 @@ class Attempts(StepBody):
             error = caught[0] if caught and AFTERMATH in raised.observed else raised
             try:
                 outcome = self._outcome_of(error, compiled=compiled)
-                if outcome is Outcome.REFUSED and self.client.keeps_back(error):
+                if outcome is Outcome.REFUSED and self.client.keeps_back(
+                    error, self._followed.reads
+                ):
                     self._facts.is_unseen = True  # once more as an eager step, to begin with
                     return Outcome.LEARNED
                 if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:

@@ -141,14 +141,14 @@ class HostTracer(OperatorMode):
         self._needed = 0
         self._constants: list[tuple[Tensor, Tensor]] = []
         self._read_in_place: list[Tensor] = []
-        self._makes_on_host = False
-        self._device_draws = False
+        self._makes_on_host = self._device_draws = False
         self.tape = HostTape()
-        # Gives what reads the present value of data with live numbers in it; None of other data
+        # Reads the present value of data with live numbers in it
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
         # Whether user code in a frame gets no copy of what changes, but later, behind the graph
         self.declines: Callable[[FrameType], bool] = lambda _: False
         self.in_backward = False  # whether the backward pass copies from the host, too
+        self.on_read: Callable[[FrameType], object] = id  # hears who reads numbers of the host
         self._copies = copies
         self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
@@ -299,6 +299,7 @@ class HostTracer(OperatorMode):
             return _UNKNOWN
         found = self.tape.run(self._in_shadow(call))
         if not shapes:
+            self.on_read(sys._getframe())
             return found
         found = self._of_a_known_shape(func, found)
         return mapped(found, lambda tensor: self._copied(tensor, {}))
@@ -506,6 +507,7 @@ class HostTracer(OperatorMode):
             self.tape.refuse(f"{name} is called on a tensor that changes from step to step")
         with out_of_sight():
             self.tape.compare(numbers, shadow)
+        self.on_read(sys._getframe())
         return shadow
 
     def _from_python(
@@ -515,11 +517,9 @@ class HostTracer(OperatorMode):
         caller: str = calling(sys._getframe(2)).f_globals.get("__name__", "")
         if caller.partition(".")[0] in LIBRARIES.framework:
             self.tape.refuse("a number that may change in each step is logged")
-        device = kwargs.get("device")
-        if device is None and name == "new_tensor":
-            device = args[0].device
-        host = {**kwargs, "device": "cpu"}
+        device, host = kwargs.get("device"), {**kwargs, "device": "cpu"}
         if name == "new_tensor":
+            device = args[0].device if device is None else device
             host["dtype"] = kwargs.get("dtype") or args[0].dtype
         grad = bool(host.pop("requires_grad", False))
         value = self.tape.made_by(func, args, host, [self.reader_of(arg) for arg in args])

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,9 @@ from lightning_graphs.watch.tracers import (
     FOR_A_WHILE,
     OURS,
     Tracer,
-    conversions_kept,
+    calls_followed,
     present,
+    tensors_as_numbers,
 )
 from lightning_graphs.watch.user_code import UserCode, objects_in
 
@@ -77,6 +78,7 @@ class LateValue(Tracer):
     def __init__(self, use: Use) -> None:
         self._value: Any = None
         self._use = use
+        self.kind: type | None = None  # ``float`` or ``int``, where it is known to be one
         itself = weakref.ref(self)  # no cycle: a pure call is dropped once its tracer is gone
         super().__init__(use.name, lambda: getattr(itself(), "_value", None), use.refuse)
 
@@ -90,6 +92,15 @@ class LateValue(Tracer):
         if self._use.is_own(frame):  # it goes one way or the other by the type
             self.refuse()
         return type(self)
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> LateValue:
+        """Keep back ``float``, ``int`` and functions of ``math``."""
+        if function is self.kind:
+            return self
+        frame = _caller_past(OURS)
+        if frame is None or not self._use.is_own(frame):
+            self.refuse()
+        return self._use.keep(function, (args, {}), self._use)
 
     def _kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> LateValue:
         if not self._use.is_own(sys._getframe(2)):
@@ -280,6 +291,21 @@ Site = tuple[CodeType, object]
 Entry = tuple[FrameType, int, int]
 """A frame of a stack, with the offset of its instruction and its line."""
 
+
+class CallAt(NamedTuple):
+    """A call in user code."""
+
+    code: CodeType
+    offset: int  # of its instruction
+    line: int
+    module: str  # whose code it is
+
+    @classmethod
+    def of(cls, entry: Entry) -> CallAt:
+        frame, offset, line = entry
+        return cls(frame.f_code, offset, line, frame.f_globals.get("__name__", ""))
+
+
 Texts = tuple[str, str, str]
 """Rule, what was observed, and remedy."""
 
@@ -303,16 +329,17 @@ class _Kept:
 
     name: str
     error: Texts  # the refusal inside of it
-    members: Sequence[tuple[Any, str]]  # where its function is found; nowhere if it is torch's in C
-    module: str = ""  # that of the code which calls
+    members: Sequence[tuple[Any, str]]  # where its function is found; nowhere if it is in C
+    module: str  # whose code calls it
     is_used: bool = False  # a capture needs its value
 
 
 class KeptCalls:
     """Learns which calls of a fit's steps are kept back, and keeps them back in captures."""
 
-    def __init__(self, own: UserCode) -> None:
+    def __init__(self, own: UserCode, freezing: str = "") -> None:
         self.own = own
+        self._freezing = freezing  # the rule against numbers that a graph would log for ever
         self.known: dict[Site, _Kept] = {}
         self._unfit: set[Site] = set()  # their values are needed by the step
         # Also reads of what the host has ahead of a replay; else those are no calls behind it
@@ -321,11 +348,12 @@ class KeptCalls:
         self._has_answered = False  # or there were some, whose values the step has got
         self.logged: set[str] = set()  # names under which such values are logged
 
-    def learn(self, error: CaptureError) -> bool:
+    def learn(self, error: CaptureError, reads: Iterable[CallAt] = ()) -> bool:
         """Find the call that a refusal arose in; whether the next capture keeps back another one.
 
         A call whose value was used is a part of the step again, unless what used it is a call that
-        can be kept back in turn.
+        can be kept back in turn. Of reads which the host has answered, a number that is only logged
+        needs no answer: all of them are kept back where the step logs one that changes.
         """
         used = {site: kept for site, kept in self.known.items() if kept.is_used}
         texts = next((kept.error for kept in used.values()), None)
@@ -345,13 +373,15 @@ class KeptCalls:
         answered = {site for site, kept in declined.items() if kept.error == texts}
         if not answered and error.__cause__ is not None:  # C code may not ask what it is given
             answered = set(declined)
-        self.drop_used()
+        dropped = self.drop_used()
         for site in answered:
             self.known.pop(site, None)
         self._unfit |= answered
         self._declined -= answered
         asks = self._has_answered and error.rule in _KEPT_RULES and not self.keeps_known
         self.keeps_known |= asks
+        if error.rule == self._freezing:
+            return self._learn_reads(error, reads) or dropped
         return bool(answered) or asks
 
     def declines(self, frame: FrameType) -> bool:
@@ -365,11 +395,13 @@ class KeptCalls:
         self._declined.add(site)
         return True
 
-    def drop_used(self) -> None:
-        """Let steps make those calls again whose values were used."""
-        for site in [site for site, kept in self.known.items() if kept.is_used]:
+    def drop_used(self) -> bool:
+        """Let steps make those calls again whose values were used; tell if there are any."""
+        used = [site for site, kept in self.known.items() if kept.is_used]
+        for site in used:
             del self.known[site]
             self._unfit.add(site)
+        return bool(used)
 
     def learn_call(self, frames: Sequence[Entry], error: Texts, *, anyway: bool) -> str:
         """Keep back the innermost call from user code; its name, empty if that cannot be.
@@ -394,9 +426,19 @@ class KeptCalls:
             members = _members_of(callee)
             if not members:
                 return ""
-        name = f"what is kept back at {frame.f_code.co_filename}:{line}"
-        module = frame.f_globals.get("__name__", "")
-        self.known[site] = _Kept(name, error, members, module)
+        return self._keep_at(CallAt.of((frame, offset, line)), error, members)
+
+    def _learn_reads(self, error: CaptureError, reads: Iterable[CallAt]) -> bool:
+        texts = error.rule, error.observed, error.remedy
+        sites = {_site(at.code, at.offset): at for at in reads}
+        new = [at for site, at in sites.items() if site not in self._unfit | self.known.keys()]
+        for at in new[: _MOST - len(self.known)]:
+            self._keep_at(at, texts, ())
+        return bool(new) and len(self.known) < _MOST
+
+    def _keep_at(self, at: CallAt, error: Texts, members: Sequence[tuple[Any, str]]) -> str:
+        name = f"what is kept back at {at.code.co_filename}:{at.line}"
+        self.known[_site(at.code, at.offset)] = _Kept(name, error, members, at.module)
         return name
 
     @contextlib.contextmanager
@@ -404,20 +446,43 @@ class KeptCalls:
         """Keep back the known calls of Python functions in the body, a capture."""
         members = dict.fromkeys(m for kept in self.known.values() for m in kept.members)
         instead = [(o, name, self._instead(o, name, keep)) for o, name in members]
-        modules = {kept.module for kept in self.known.values() if not kept.members}
-
-        def number(kind: type, tensor: Tensor, asking: FrameType) -> LateValue | None:
-            use = self.use_at(asking, keep)
-            return None if use is None else keep(kind, ((tensor,), {}), replace(use, is_pure=True))
-
-        with exchanged(instead), conversions_kept(number, modules):
+        with exchanged(instead):
             yield
 
-    def of_torch(self, keep: Keep) -> contextlib.AbstractContextManager[object]:
-        """Keep back the known calls of torch's functions in C in the body, code under capture."""
-        if all(kept.members for kept in self.known.values()):
-            return contextlib.nullcontext()
-        return _CallsOfTorch(self, keep)
+    @contextlib.contextmanager
+    def of_torch(self, keep: Keep) -> Iterator[None]:
+        """Keep back the known calls of functions in C in the body, code under capture.
+
+        These are torch's, and ``float`` and ``int`` of a tensor.
+        """
+        asking = {kept.module for kept in self.known.values() if not kept.members}
+        if not asking:
+            yield
+            return
+
+        def number(tensor: Tensor) -> LateValue | None:
+            frame = _caller_past(OURS)
+            use = None if frame is None else self.use_at(frame, keep)
+            if use is None or tensor.numel() != 1:
+                return None
+            late = keep(_ITEM, ((tensor,), {}), replace(use, is_pure=True))
+            if (
+                type(late) is LateValue
+                and tensor.dtype is not torch.bool
+                and not tensor.is_complex()
+            ):
+                late.kind = float if tensor.is_floating_point() else int
+            return late
+
+        modules = asking & sys.modules.keys()
+        conversions = {(name, kind) for name in modules for kind in (float, int)}
+        chosen = [(sys.modules[m], f.__name__, _among_late(f)) for m in modules for f in (max, min)]
+        with (
+            calls_followed(conversions),
+            tensors_as_numbers(number, chosen),
+            _CallsOfTorch(self, keep),
+        ):
+            yield
 
     def use_at(self, frame: FrameType, keep: Keep) -> Use | None:
         """Return what is to be kept back of the call that a frame makes; None for another call."""
@@ -475,6 +540,21 @@ class _CallsOfTorch(TorchFunctionMode):
         if name in _OF_ONE_SHAPE and type(late) is LateValue:  # the doctor makes the call
             late.sizes = tuple(args[0].shape)
         return late
+
+
+def _among_late(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        late = next((a for a in args if isinstance(a, LateValue)), None)
+        if late is None or kwargs:
+            return function(*args, **kwargs)
+        return late.applied(function, args)
+
+    vars(call)[FOR_A_WHILE] = True
+    return call
+
+
+_ITEM = Tensor.item
 
 
 def _refuse(kept: _Kept, _: str) -> NoReturn:

@@ -11,10 +11,10 @@ import math
 import operator
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -365,8 +365,10 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for argument in args:
-            if isinstance(argument, TracedNumber):
-                return argument.applied(function, args)
+            if isinstance(argument, (TracedNumber, Tracer)):
+                applied = getattr(type(argument), "applied", None)
+                if applied is not None:
+                    return applied(argument, function, args)
         return function(*args, **kwargs)
 
     return call
@@ -400,41 +402,15 @@ def tensors_as_numbers(
         _numbers_of.pop()
 
 
-_kept_back: list[Callable[[type, Tensor, FrameType], Any]] = []
-
-
-@contextlib.contextmanager
-def conversions_kept(
-    keep: Callable[[type, Tensor, FrameType], Any], modules: Iterable[str]
-) -> Iterator[None]:
-    """Let ``float`` and ``int`` of these modules ask, given a tensor, what stands for its number.
-
-    Args:
-        keep: Gives the tracer, for the class, the tensor and the frame that asks; None: it is read.
-        modules: Names of modules.
-    """
-    _kept_back.append(keep)
-    owners = [sys.modules[name] for name in modules if name in sys.modules]
-    members = [(o, k.__name__, stand_in) for o in owners for k, stand_in in _CONVERSIONS.items()]
-    try:
-        with exchanged(members):
-            yield
-    finally:
-        _kept_back.pop()
-
-
 def _conversion(kind: Any) -> type:
     """Replacement for ``float`` or ``int`` in a module; torch does not know it as a dtype."""
     following = _following(kind)
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if _kept_back and args and isinstance(args[0], Tensor):
-                late = _kept_back[-1](kind, args[0], sys._getframe(1))
-                if late is not None:
-                    return late
             if _numbers_of and args and isinstance(args[0], Tensor):
-                found = _numbers_of[-1](args[0])
+                asked = (number(args[0]) for number in reversed(_numbers_of))
+                found = next((each for each in asked if each is not None), None)
                 args = args if found is None else (found, *args[1:])
             return following(*args, **kwargs)
 
