@@ -210,15 +210,23 @@ class AttributeGuards(ValueGuards):
 
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
+            if key not in OF_ALL_MODULES:
+                note(owner, key, value)
+            elif key == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
+                for each, held in [*value.items()] if id(owner) in paths else ():
+                    if not each.startswith("_") and each not in OF_ALL_MODULES:
+                        note(owner, each, held)
+            return value
+
+        def note(owner: Any, key: str, value: Any) -> None:
             place = id(owner), key
-            if key in OF_ALL_MODULES or place in noted:
-                return value
+            if place in noted:
+                return
             own = place in self._stored and (is_plain(value) or isinstance(value, Tensor))
             # A copy that the body makes has the watched class, too, and no path.
             if not own and place[0] in paths and self._is_mine():
                 self._note(owner, kind, key, value, paths[place[0]])
                 noted.add(place)
-            return value
 
         def missing(owner: Any, key: str) -> Any:
             try:
