@@ -221,8 +221,8 @@ def training(lab: Lab, **options: Any) -> tuple[Callable[..., Tensor], Any, Any]
         optimizer.zero_grad()
         loss = loss_of(model, batch)
         loss.backward()
-        if reads:
-            loss.item()
+        for _ in range(int(loss.item()) if reads else 0):
+            loss = loss / 2
         optimizer.step()
         return loss.detach()
 
@@ -304,7 +304,7 @@ def evaluated(lab: Lab) -> Any:
 DECISIONS: dict[Callable[[Lab], Any], str] = {
     other_shapes: "",
     evaluated: "",
-    reading_on_one: r"on rank 1: .*item\(\)",
+    reading_on_one: r"on rank 1: .*in train_step: for _ in range\(int\(loss.item",
     leaving_out: "find_unused_parameters=True reads on the host.*requires_grad_",
     joined: "lets ranks end after different numbers of calls",
     gathering: "its eager calls exchange data with other processes",
