@@ -68,6 +68,7 @@ from lightning_graphs.private.generators import PythonGenerator
 from lightning_graphs.private.torch import (
     announced_as_cuda_capture,
     current_autograd_node,
+    deepcopies_cloned,
     is_compiled,
 )
 from lightning_graphs.regions.evaluation import outside_inference_mode
@@ -291,6 +292,8 @@ class Doctor:
             reads = self._bound if self._only_submodules else None
             stack.enter_context(around.reading(reads, self._numbers.number))
             stack.enter_context(around.old_gradients())
+            if not self._only_submodules:
+                stack.enter_context(deepcopies_cloned())
             stack.enter_context(draws_exchanged(self._drawing, self._functions))
             if not self._compiled.runs:
                 stack.enter_context(calls_followed())

@@ -380,6 +380,27 @@ def makes_own_graphs(compiled: object) -> bool:
     return any(isinstance(c, dict) and c.get("triton.cudagraphs") for c in configs)
 
 
+def deepcopies_cloned() -> AbstractContextManager[None]:
+    """Let ``copy.deepcopy`` of plain tensors, in the body and this thread, be ``clone()``.
+
+    torch copies the storage, and puts the copy into a new tensor by ``set_``, which no capture can
+    hold: the values, the strides and the memory are the same. Others are copied by torch.
+    """
+    own: Callable[..., Any] = Tensor.__deepcopy__
+    thread = threading.get_ident()
+
+    def copied(tensor: Any, memo: dict[int, Any]) -> Any:
+        is_whole = type(tensor) is Tensor and tensor.is_contiguous() and not tensor.requires_grad
+        if not is_whole or id(tensor) in memo or threading.get_ident() != thread:
+            return own(tensor, memo)
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or vars(tensor):
+            return own(tensor, memo)
+        memo[id(tensor)] = found = tensor.clone()
+        return found
+
+    return exchanged([(Tensor, "__deepcopy__", copied)])
+
+
 def current_autograd_node() -> Node | None:
     """Return the autograd node that runs backward on this thread; None if torch lacks it."""
     getter: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", _nothing)

@@ -33,6 +33,7 @@ from lightning_graphs.private.engine import (
 from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.private.torch import (
     capture_unseen,
+    deepcopies_cloned,
     hooks_registered,
     version_of,
 )
@@ -538,6 +539,7 @@ class StepCapture(Attempts):
             Watcher(partial(objects_undone, begun.arguments[0], listed, known)),
             Watcher(inside=self._unseen),
             Watcher(inside=nullcontext if self._reduction is None else self._reduction.unprepared),
+            Watcher(inside=deepcopies_cloned),
             Watcher(inside=unused.watching, finish=partial(unused.tell, self._facts.reads)),
             *self._followed.watchers(),
             Watcher(

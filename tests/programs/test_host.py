@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -108,6 +109,16 @@ class Drawn(Plain):
 
     def scale(self, x: Tensor) -> float:
         return 2.0 if torch.rand((), device="cpu").mul(2).gt(1.9).item() else 1.0
+
+
+class Copied(Plain):
+    """As metrics copy the defaults of their states, of which a step makes some anew."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        default = torch.tensor(2.0, device="cpu")
+        made = copy.deepcopy({"losses": default, "again": default, "rows": x * 1.0})
+        assert made["losses"] is made["again"] is not default
+        return made["losses"].to(x.device) + made["rows"].mean() * 0.1
 
 
 class AMask(Plain):
@@ -362,6 +373,7 @@ class ReadOfWhatWasWritten(Plain):
 
 
 SERVED = [
+    Copied,
     ANumber, Numbers, WrittenInPlace, NewTensor, ATable, Draw, ADrawnNumber, DrawnPlaces,
     DrawnFromItsOwn, NeverDropped, AMask, Lengths, Places, WrittenPlaces, Unique, Counted, AsList,
     Shifted, Global, IndexedByAList, ConstantMask, Spoken, SpokenWithPadding,
