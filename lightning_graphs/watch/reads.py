@@ -211,14 +211,14 @@ class AttributeGuards(ValueGuards):
         def read(owner: Any, key: str) -> Any:
             value = inherited(owner, key)
             if key not in OF_ALL_MODULES:
-                note(owner, key, value)
+                remember(owner, key, value)
             elif key == "__dict__" and not is_library(sys._getframe(1).f_code.co_filename):
                 for each, held in [*value.items()] if id(owner) in paths else ():
                     if not each.startswith("_") and each not in OF_ALL_MODULES:
-                        note(owner, each, held)
+                        remember(owner, each, held)
             return value
 
-        def note(owner: Any, key: str, value: Any) -> None:
+        def remember(owner: Any, key: str, value: Any) -> None:
             place = id(owner), key
             if place in noted:
                 return
