@@ -29,9 +29,8 @@ _EXPLAINS = re.compile(r"Why |.*what to say", re.DOTALL)
 """The docstrings of functions that return such sentences."""
 
 REFUSALS = {
-    "refused": "",
-    "refused_here": " at <...>",
-    **dict.fromkeys(("on_use", "refuse_use"), " at <...>"),
+    **dict.fromkeys(("refused", "refuse"), ""),
+    **dict.fromkeys(("refused_here", "refuse_here", "refuse_use"), " at <...>"),
 }
 """What makes an error of an obstacle and of what was observed, and adds this to it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 FIX = "\n  Fix: "  # begins the second line of a message
 OF_PACKAGE = "of the installed package"  # precedes a package's name behind a line of its code
@@ -68,6 +68,9 @@ class GraphError(RuntimeError):
 
 class CaptureError(GraphError):
     """Something in the captured code cannot become part of a graph."""
+
+    others: Sequence[CaptureError] = ()  # all refusals of a capture that takes notes, this first
+    is_noted = False  # the captured code went on
 
     def __init__(self, rule: str, observed: str = "", remedy: str = "") -> None:
         super().__init__(rule, observed, remedy)

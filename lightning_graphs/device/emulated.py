@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from torch.autograd.graph import Node
 
 from lightning_graphs.device.inspect import GraphInfo, from_recording
-from lightning_graphs.device.rules import MOVED_STORAGE
+from lightning_graphs.device.rules import COMPILED, MOVED_STORAGE, MOVES_STORAGE, Obstacle
 from lightning_graphs.device.trace import (
     KnownStorage,
     Operation,
@@ -36,6 +36,7 @@ from lightning_graphs.device.trace import (
     wait_for,
 )
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
+from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.torch import (
     PoolHandle,
     announced_as_cuda_capture,
@@ -247,16 +248,18 @@ def _spreads_evenly(node: object) -> bool:
     return type(node).__name__ in _OF_LARGEST
 
 
-class RecordingCapture(Recorder):
-    """Recorder of a capture: records operations for replays, and undoes writes.
+class UndoneCapture(Recorder):
+    """Recorder of a capture that runs, refuses what CUDA does, and undoes writes; it keeps nothing.
 
     It copies memory from before its entry ahead of the first write to it.
     """
 
+    is_rehearsal = True  # of what a GPU captures; else the GPU may capture more
+
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)
-        self._born: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        self._drawn: dict[torch.Generator, Tensor] = {}  # states of those that are not registered
 
     @out_of_sight()  # of a function that is traced while it is captured, as ``linearize`` does
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
@@ -266,17 +269,14 @@ class RecordingCapture(Recorder):
 
     def restore(self) -> None:
         """Restore the value of every written storage; may be called again."""
+        for generator, state in self._drawn.items():
+            generator.set_state(state)
         for known in self.storages:
             known.note_release()
         # Backwards: where two storages share memory, the first one saved has the oldest value.
         for key, (storage, value) in reversed(self._saved.items()):
             if self.storages[key].address is not None:
                 _put_back(storage, value)
-
-    def operator(self, call: OperatorCall) -> Any:
-        if call.func is aten.mul.Tensor and _spreads_evenly(current_autograd_node()):
-            call = OperatorCall(aten.where.ScalarOther, (*call.args, 0), {})
-        return super().operator(call)
 
     def _run(self, call: OperatorCall) -> Any:
         result = super()._run(call)
@@ -286,6 +286,47 @@ class RecordingCapture(Recorder):
                 if storage.nbytes() != value.nbytes():
                     self.refuse(str(call.func), MOVED_STORAGE)
         return result
+
+    def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
+        """Refuse what a capture cannot contain, and what a rehearsal cannot, if it is one.
+
+        Compiled code runs eagerly under a dispatch mode, and so in full sight.
+        """
+        if self.is_rehearsal or not (obstacle.rehearsal or obstacle is COMPILED):
+            super().refuse(operator, obstacle, site)
+
+    def _check(self, call: OperatorCall) -> None:
+        generator = call.kwargs.get("generator")
+        if isinstance(generator, torch.Generator) and generator not in self._generators:
+            self._drawn.setdefault(generator, generator.get_state())
+        # As cuDNN's layers do; a rehearsal cannot follow that
+        moves_own = call.func.overloadpacket in MOVES_STORAGE and not self.is_rehearsal
+        if not (moves_own and all(self.know(tensor).born for tensor in call.written)):
+            super()._check(call)
+
+    def keep(self, operation: Operation) -> None:
+        """Keep the names of collectives alone."""
+        if is_collective(operation.func):
+            super().keep(operation)
+
+    def finish(self) -> Recording:
+        """Restore every storage that existed before the capture."""
+        self.restore()
+        self._saved.clear()
+        return Recording(self.operations, [])
+
+
+class RecordingCapture(UndoneCapture):
+    """Recorder of a capture: records operations for replays."""
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        super().__init__(generators)
+        self._born: dict[int, tuple[UntypedStorage, torch.dtype]] = {}
+
+    def operator(self, call: OperatorCall) -> Any:
+        if call.func is aten.mul.Tensor and _spreads_evenly(current_autograd_node()):
+            call = OperatorCall(aten.where.ScalarOther, (*call.args, 0), {})
+        return super().operator(call)
 
     @out_of_sight()
     def keep(self, operation: Operation) -> None:
@@ -307,9 +348,7 @@ class RecordingCapture(Recorder):
         return _ExternalTensor(known, _Geometry.of(tensor))
 
     def finish(self) -> Recording:
-        """Restore every storage that existed before the capture."""
-        self.restore()
-        self._saved.clear()
+        super().finish()
         return Recording(self.operations, [*self._born.values()])
 
 
@@ -317,7 +356,10 @@ class EmulatedBackend:
     """Captures and replays on the CPU, in the calling thread."""
 
     name: Literal["emulated"] = "emulated"
-    device_type: Literal["cpu"] = "cpu"
+    device_type = "cpu"
+    capture: type[UndoneCapture] = RecordingCapture
+    generators: Sequence[torch.Generator] = (torch.default_generator,)
+    """Those that operators of a capture may draw from."""
 
     def __init__(self) -> None:
         self._pools = itertools.count(1)
@@ -351,7 +393,7 @@ class EmulatedBackend:
         """Return None: the recorder has already refused."""
 
     def is_capturing(self) -> bool:
-        return any(isinstance(mode, RecordingCapture) for mode in dispatch_modes())
+        return any(isinstance(mode, UndoneCapture) for mode in dispatch_modes())
 
     @contextlib.contextmanager
     def revealed(self) -> Iterator[None]:
@@ -370,6 +412,22 @@ class EmulatedBackend:
                 recording.poison()
 
 
+class _CaptureOfGPU(UndoneCapture):
+    is_rehearsal = False
+
+
+class UndoingBackend(EmulatedBackend):
+    """Runs what is captured on a CPU or a GPU, and undoes it: there is nothing to replay."""
+
+    def __init__(self, device: torch.device, *, is_rehearsal: bool) -> None:
+        super().__init__()
+        self.device_type = device.type
+        self.capture = UndoneCapture if is_rehearsal else _CaptureOfGPU
+        if device.type == "cuda":
+            own = torch.cuda.default_generators[device.index or 0]
+            self.generators = (torch.default_generator, own)
+
+
 _captures = itertools.count()
 
 
@@ -383,7 +441,7 @@ class EmulatedGraph:
         self._backend = backend
         self._generators: list[torch.Generator] = []
         self._pool: PoolHandle | None = None
-        self._capture: RecordingCapture | None = None
+        self._capture: UndoneCapture | None = None
         self._around = contextlib.ExitStack()
 
     def capture_begin(
@@ -391,21 +449,21 @@ class EmulatedGraph:
     ) -> None:
         # Annotations and input liveness cost nothing here: a recording always knows both.
         self._pool = pool if pool is not None else self._backend.new_pool()
-        generators = [torch.default_generator, *self._generators]
+        generators = [*self._backend.generators, *self._generators]
         try:
             for generator in generators:  # code that rewinds one to another capture's state is seen
                 self._around.callback(generator.set_state, generator.get_state())
                 generator.manual_seed(next(_captures))
             self._around.enter_context(self._backend.revealed())
             self._around.enter_context(announced_as_cuda_capture())
-            self._capture = RecordingCapture(generators)
+            self._capture = self._backend.capture(generators)
             self._capture.__enter__()
         except BaseException:
             if not self._backend.is_capturing():  # interrupted before it began
                 self._around.close()
             raise
 
-    def _leave_capture(self, capture: RecordingCapture) -> Recording:
+    def _leave_capture(self, capture: UndoneCapture) -> Recording:
         self._capture = None
         with self._around:
             capture.__exit__(None, None, None)

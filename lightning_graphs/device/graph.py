@@ -44,8 +44,10 @@ def _backend(name: str) -> Backend:
     return CudaBackend() if name == "cuda" else EmulatedBackend()
 
 
-def get_backend(name: BackendName = "auto") -> Backend:
+def get_backend(name: BackendName | Backend = "auto") -> Backend:
     """Return the backend of a name; ``"auto"`` is CUDA when torch sees a GPU, else emulated."""
+    if not isinstance(name, str):
+        return name
     if name == "emulated" or (name == "auto" and not torch.cuda.is_available()):
         return _backend("emulated")
     if name not in ("auto", "cuda"):
@@ -98,7 +100,9 @@ class CUDAGraph:
         ReplayError: By methods that need a capture, or the template, where there is none.
     """
 
-    def __init__(self, keep_graph: bool = False, *, backend: BackendName = "auto") -> None:
+    def __init__(
+        self, keep_graph: bool = False, *, backend: BackendName | Backend = "auto"
+    ) -> None:
         self.backend = get_backend(backend)
         """The backend that captures and replays this graph."""
         self._keep_graph = keep_graph
@@ -427,7 +431,7 @@ class GraphPool:
         stream: torch.cuda.Stream | None = None,
         keep_graphs: bool = False,
         capture_error_mode: str = "thread_local",
-        backend: BackendName = "auto",
+        backend: BackendName | Backend = "auto",
     ) -> None:
         self.backend = get_backend(backend)
         self.handle = pool if pool is not None else self.backend.new_pool()
@@ -449,7 +453,7 @@ class GraphPool:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[CUDAGraph]:
-        captured = CUDAGraph(self._keep_graphs, backend=self.backend.name)
+        captured = CUDAGraph(self._keep_graphs, backend=self.backend)
         mode, annotates = self._capture_error_mode, self.annotates
         capture = graph(captured, self.handle, self.stream, mode, annotates)
         keeps_cache = bool(self._graphs) and self.is_roomy()

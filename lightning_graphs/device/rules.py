@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack, walk_tb
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.nn import functional
 
 from lightning_graphs.errors import CODE, CaptureError
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.callsite import CallSiteFinder, frames_of_region
 from lightning_graphs.private.torch import generator_identity, in_forward_mode
 
 aten = torch.ops.aten
@@ -35,6 +35,7 @@ class Obstacle:
 
     def __post_init__(self) -> None:
         CODE[self.remedy] = self.code
+        OBSTACLES.setdefault(self.rule, self)
 
     def refused(self, observed: str) -> CaptureError:
         """Return the error for an observed use."""
@@ -43,6 +44,45 @@ class Obstacle:
     def refused_here(self, what: str) -> CaptureError:
         """Return the error for a use by the user's current line."""
         return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
+
+    def refuse(self, observed: str) -> None:
+        """Refuse an observed use; see :func:`refuse`."""
+        refuse(self.refused(observed))
+
+    def refuse_here(self, what: str) -> None:
+        """Refuse a use by the user's current line; see :func:`refuse`."""
+        refuse(self.refused_here(what))
+
+
+OBSTACLES: dict[str, Obstacle] = {}
+"""Rule -> its obstacle."""
+_noting: list[bool] = []
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[None]:
+    """Let captures in the body note what they refuse, and the captured code go on if it can."""
+    _noting.append(True)
+    try:
+        yield
+    finally:
+        _noting.pop()
+
+
+def are_noted() -> bool:
+    """Return whether refusals are noted."""
+    return bool(_noting)
+
+
+def refuse(error: CaptureError) -> None:
+    """Refuse what captured code does: raise, or return if that is noted and the code can go on."""
+    if not _noting:
+        raise error
+    error.is_noted = True
+    traceback: types.TracebackType | None = None
+    for frame in frames_of_region(sys._getframe(1)):
+        traceback = types.TracebackType(traceback, frame, frame.f_lasti, frame.f_lineno)
+    error.__traceback__ = traceback
 
 
 _IN_WORDS = dict.fromkeys(
@@ -56,14 +96,9 @@ def in_words(operator: str) -> str:
     return operator if words is None else f"{words} ({operator})"
 
 
-OnUse = Callable[[Obstacle, str, str, CallSite], object]
-"""What becomes of code under watch that does what no replay can do. It is called with an obstacle,
-a name, what is done in words, and the user's line; if it returns, the code goes on."""
-
-
-def refuse(obstacle: Obstacle, _: str, what: str, site: CallSite) -> NoReturn:
-    """Raise the refusal of a capture."""
-    raise obstacle.refused(f"{what} at {site.describe()}")
+def as_operator(words: str) -> str:
+    """Return the operator that was named in words; other words are returned."""
+    return next((operator for operator in _IN_WORDS if in_words(operator) == words), words)
 
 
 HOST_READ = Obstacle(
@@ -459,11 +494,6 @@ def known_remedy(error: BaseException, otherwise: str) -> str:
     """Return the remedy for the library function that raised an error."""
     found = _remedy_for(walk_tb(error.__traceback__))
     return otherwise if found is None else found.remedy
-
-
-def has_known_remedy(code: types.CodeType) -> bool:
-    """Return whether this is the code of a library function that cannot be captured."""
-    return _remedy_of(code) is not None
 
 
 def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> Remedy | None:

@@ -28,6 +28,7 @@ from lightning_graphs.device.rules import (
     CONTROL_FLOW,
     FUNCTION_RULES,
     HOST_DATA,
+    MOVED_STORAGE,
     OF_TWO_FORMULAS,
     READ_IN_BACKWARD,
     REHEARSED,
@@ -40,6 +41,7 @@ from lightning_graphs.device.rules import (
     name_of_node,
     operator_obstacle,
     reads_in_backward,
+    refuse,
     with_known_remedy,
 )
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -525,8 +527,6 @@ class Recorder(OperatorMode):
             as it does during a real capture, where CUDA itself refuses.
     """
 
-    raises = True  # with False :meth:`refuse` takes a note, and the code goes on
-
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
         super().__init__()
         self.sees_functions = strict
@@ -569,7 +569,10 @@ class Recorder(OperatorMode):
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
         observed = f"{in_words(operator)} at {(site or self._sites.here()).describe()}"
         self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
-        raise self._refused()
+        if obstacle is MOVED_STORAGE:  # which no capture could undo
+            raise self._refused()
+        refuse(self._refused())
+        self._refused = None  # it is noted
 
     def refuse_what_was_refused(self) -> None:
         """Raise an earlier refusal again at the end of a capture: code may have caught it."""
@@ -660,7 +663,7 @@ class Recorder(OperatorMode):
         draws = torch.Tag.nondeterministic_seeded in call.func.tags
         if draws and not all(map(torch.equal, before, self._as_left)):
             self.refuse(str(call.func), SET_GENERATOR)
-        if self._strict and self.raises and is_collective(call.func):
+        if self._strict and is_collective(call.func):
             return returned_alone(call.func, call.args)
         result = call.run()
         after = self._states()

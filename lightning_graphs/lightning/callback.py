@@ -38,10 +38,8 @@ from lightning_graphs.lightning.ranks import (
 from lightning_graphs.lightning.shown import StepRate, shown
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
-    calls_of,
 )
 from lightning_graphs.lightning.submodules_runner import ModuleRunner
-from lightning_graphs.lightning.trainer import TrainerWatch
 from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.private.callsite import stacklevel_of_user
@@ -363,8 +361,7 @@ class GraphCapture(Callback):
         if strategy.root_device.type == "cuda" and not moves_batches_itself(trainer, module):
             self._fit.enter_context(BatchTransfer(trainer).installed())
         why = why_no_whole_step(trainer, module, self.options.optimizer_kernel)
-        watch = TrainerWatch(trainer, module)
-        doctor = Doctor(trainer, watch, calls_of(strategy), self.options, why_none, why)
+        doctor = Doctor(trainer, module, self.options, why_none, why)
         self._fit.callback(doctor.finish)
         self._statistics.diagnosis = doctor.diagnosis
         self._observe_evaluation(trainer, module, "validation_step")

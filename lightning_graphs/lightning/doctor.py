@@ -1,211 +1,354 @@
-"""The doctor: observes real steps, and lists everything that hinders their capture."""
+"""The doctor: captures the first steps of a fit, and lists all that is refused in these captures.
+
+The steps themselves stay eager. Each is captured as without the doctor, but on a backend that
+undoes everything and keeps nothing, and code goes on where it is refused, as far as it can.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
-from operator import attrgetter
+from itertools import pairwise
+from traceback import walk_tb
 from types import CodeType
 from typing import Any
 
-import numpy
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.utils._pytree import tree_map_only
 
+from lightning_graphs.device.emulated import UndoingBackend
 from lightning_graphs.device.rules import (
-    CLOCK,
-    COLLECTIVE,
-    DRAWN,
-    DYNAMIC_SHAPE,
-    HOST_COPY,
-    HOST_DATA,
-    HOST_READ,
-    OLD_GRADIENTS,
-    READ_BEFORE,
-    STORED,
-    STORED_OUTSIDE,
+    BATCH_VALUE,
+    MOVING_VALUE,
+    OBSTACLES,
     Obstacle,
-    has_known_remedy,
+    as_operator,
+    noting,
 )
-from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning import words as findings
-from lightning_graphs.lightning.evaluation_runner import EvaluationWatch, remedy_for
-from lightning_graphs.lightning.later import NotedCalls
-from lightning_graphs.lightning.logs import LOGGED_NUMBER, LoggedNumbers
-from lightning_graphs.lightning.manual import ScheduleWatch
-from lightning_graphs.lightning.private import takes_no_closure
-from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE
-from lightning_graphs.lightning.strategy import (
-    StrategyCalls,
-    calls_of,
-    copies_on_host,
-    intercepted,
+from lightning_graphs.errors import CODE, CaptureError, GraphError
+from lightning_graphs.lightning import words
+from lightning_graphs.lightning.evaluation_runner import (
+    EvaluationRunner,
+    EvaluationWatch,
+    remedy_for,
 )
-from lightning_graphs.lightning.trainer import TrainerWatch
+from lightning_graphs.lightning.fit import fit_context
+from lightning_graphs.lightning.oom import OomRecovery
+from lightning_graphs.lightning.private import is_lightnings_closure
+from lightning_graphs.lightning.runner import StepRunner
+from lightning_graphs.lightning.strategy import NAMES, calls_of
+from lightning_graphs.lightning.submodules_runner import ModuleRunner
+from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.policy.options import Options
+from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import (
+    LIBRARIES,
+    NO_LINE,
     CallSite,
-    CallSiteFinder,
-    calls_observed,
+    add_line,
     definition_of,
-    frames_from,
-    returned_by,
-    site_naming,
+    named_at,
+    site_in,
 )
-from lightning_graphs.private.exchange import TURN, replaced
-from lightning_graphs.private.generators import PythonGenerator
-from lightning_graphs.private.torch import (
-    announced_as_cuda_capture,
-    current_autograd_node,
-    deepcopies_cloned,
-    is_compiled,
+from lightning_graphs.private.exchange import nothing, replaced
+from lightning_graphs.regions.calls import CallRefused, CapturedStep, StepCall
+from lightning_graphs.regions.conditions import (
+    Values,
+    conditions_of,
+    moved_values,
+    moving,
+    read_otherwise,
+    tensors_moved,
 )
-from lightning_graphs.regions.evaluation import outside_inference_mode
-from lightning_graphs.regions.step import refuse_iterator
+from lightning_graphs.regions.optimizer import NoStateError, UpdateRefused
+from lightning_graphs.regions.submodules import ModuleGraphs
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
-from lightning_graphs.values.memory import tensors_returned
-from lightning_graphs.values.signature import Modes, Signature
-from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.assertions import Question, truths_exchanged
-from lightning_graphs.watch.batch import BatchValues
-from lightning_graphs.watch.choices import NotedChoices
-from lightning_graphs.watch.environment import Environment, clocks_exchanged
-from lightning_graphs.watch.mirrors import reads_noted
-from lightning_graphs.watch.noted import (
-    BatchReads,
-    BatchValue,
-    Call,
-    Noted,
-    NotedNumbers,
-    NotedValue,
-    Observer,
-    are_live,
-    changes,
-    parts_of,
-)
-from lightning_graphs.watch.places import place_of, trained_parameters
-from lightning_graphs.watch.reads import ReadsInCalls, iterators_in
-from lightning_graphs.watch.tracers import (
-    SETTERS,
-    DrawingFunction,
-    calls_followed,
-    drawing_functions,
-    drawn_by,
-    draws_exchanged,
-)
-from lightning_graphs.watch.user_code import (
-    CompiledCode,
-    UnregisteredTensors,
-    bound_by_hooks,
-    iter_objects,
-)
+from lightning_graphs.report.messages import Messages, Statistics, listed
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.watch.batch import BatchValueRead
+from lightning_graphs.watch.environment import RaisedInCapture
+from lightning_graphs.watch.host import HostReads
 
-_SCALAR = "aten._local_scalar_dense.default"  # by which a branch reads the device
 _BETWEEN: Effect = "stays eager between them"
+_TRIES = 16
+"""So often one step is captured at most, until nothing is learned any more."""
+
+Refused = Sequence[CaptureError]
+
+# ------------------ What is captured
+
+
+class Judge(StepRunner):
+    """Captures steps as whole graphs, undoes that, and tells what was refused."""
+
+    has_stepped = False  # optimizers have their state
+    _found: Any = None  # key of the step that was captured last
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.answered: list[CaptureError] = []  # what the host does ahead of the graph
+
+    def diagnose(self, call: tuple[Any, ...]) -> Refused:
+        """Capture a step until nothing more is learned; return the refusals that are left."""
+        refused: Refused = ()
+        self._obstacle = None
+        self._rebind()
+        if self._by_hand and not self.has_stepped:
+            return refused
+        self._facts.has_host_program, self.answered = False, []
+        try:
+            with noting():
+                for _ in range(_TRIES):
+                    refused = self._refused(call)
+                    if not (refused and self._may_go_on(*refused)):
+                        break
+        finally:
+            self.answered += self._capture.notes.answered
+            for capturable in filter(None, self.capturables.values()):
+                capturable.restore()
+        return [e for e in refused if e.rule and not isinstance(e, NoStateError)]
+
+    def _refused(self, call: tuple[Any, ...]) -> Refused:
+        try:
+            self._conditions = self._current_conditions(has_graphs=False)
+            self._found = None
+            if self._head.now is None:
+                self._found = self._signature_of(call, self._conditions)[0]
+            plan = self.capture(call, self._found)
+        except CaptureError as error:
+            first, *others = error.others or (error,)
+            return [first, *(e for e in others if not isinstance(e, RaisedInCapture))]
+        assert plan is not None, "there is no policy by which it would cost too much"
+        self._found = plan.key
+        self.discard(plan)
+        return ()
+
+    def _may_go_on(self, first: CaptureError, *others: CaptureError) -> bool:
+        read = [error for error in others if isinstance(error, BatchValueRead)]
+        for error in read:
+            self._values.read(error)
+        return self.may_succeed(self._found, first) or bool(read)
+
+    def _key_behind(self, leaving: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
+        self._head.puts_off(self._signature_of((leaving,), self._watch.conditions())[0])
+        return super()._key_behind(leaving)
+
+    def _obstacle_of(self, optimizer: Any) -> str | None:
+        return super()._obstacle_of(optimizer) if self.has_stepped else "it has no state yet"
+
+    def observing(self) -> contextlib.AbstractContextManager[None]:
+        """Observe the body, an eager step, as one of a warm-up."""
+        return self._observing(is_last=True)
+
+    def step_key(self, call: tuple[Any, ...]) -> Signature | None:
+        """Return the key of a step, with what Python has read; None of one with a head."""
+        with contextlib.suppress(CaptureError):
+            if self._head.now is None:
+                found = self._signature_of(call, self._watch.conditions())[0]
+                further = () if self._found is None else self._found.extra
+                reads = [part for part in further if isinstance(part, HostReads)]
+                # Values that steps store and read may come to a rest, as a window that is full
+                return replace(found, extra=(*found.extra[:1], *reads))
+        return None
+
+    def changes(self, keys: Sequence[Signature]) -> CaptureError | None:
+        """Return the refusal of steps of which none has a key that came before."""
+        if len({key.specs for key in keys}) == len(keys) > 2:
+            change = "; ".join(keys[-2].diff(keys[-1]))
+            return words.CHANGING_SHAPE.refused(change[:400])
+        if len(set(keys)) < len(keys) or len(keys) < 3:
+            return None
+        read = [conditions_of(key).attributes for key in keys]
+        comes_back = len(set(read)) < len(read) or bool(tensors_moved(*read[-2:]))  # or is state
+        for why in (moving, read_otherwise)[comes_back:]:
+            found = [why(*pair, self._facts.reads.codes) for pair in pairwise(keys)]
+            if None not in found:
+                return found[-1]
+        return None
+
+    def batch_values(self, keys: Sequence[Signature]) -> Iterator[tuple[list[str], str, Effect]]:
+        """Yield names of values that differ between batches, the line that reads one, an effect."""
+        read = self._values.is_guarded
+        tables = [dict(zip(key.names, key.leaves, strict=True)) for key in keys]
+        ways = [tuple(map(table.get, sorted(read))) for table in tables]
+        is_new = len(set(ways)) == len(ways) > 2
+        yield sorted(read), self._values.observed, "eager step" if is_new else "further graph"
+        yield sorted(self._values.unread), "", "left out unless it is read"
+
+
+class EvaluationJudge(Judge, EvaluationRunner):
+    """Captures steps of an evaluation."""
+
+
+class JudgedModules(ModuleGraphs):
+    """Captures the calls of submodules that it has observed, and releases the graphs."""
+
+    calls_any = False  # there is a submodule that could be a graph
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._values: list[Values] = []  # what captures have read
+        self._codes: Sequence[CodeType] = ()
+
+    def capture(self, call: StepCall, key: Any) -> CapturedStep | None:
+        assert call.observation is not None
+        self.calls_any |= bool(call.observation.calls)
+        with noting(), contextlib.suppress(CaptureError):
+            plan = super().capture(call, key)
+            if plan is not None:
+                self._values.append(plan.guards.values)
+                self._codes = plan.guards.environment.outside.codes
+                self.discard(plan)
+        return None
+
+    def diagnose(self) -> None:
+        """Capture what the last step has shown."""
+        if self._observed is not None:
+            self._look_back(self._observed)
+
+    def changes(self) -> CaptureError | None:
+        """Return the refusal of values that calls read, and that have changed in each step."""
+        moved = [moved_values(*pair) for pair in pairwise(self._values)]
+        if len(set(self._values)) < len(self._values) or len(moved) < 2 or not all(moved):
+            return None
+        return MOVING_VALUE.refused(listed(moved[-1]) + named_at(moved[-1][0], self._codes))
+
+
+class JudgedCalls(ModuleRunner):
+    """Observes steps, and captures what submodules they call."""
+
+    graphs = JudgedModules
+    updates = False
+    _graphs: JudgedModules
+
+    @property
+    def judged(self) -> JudgedModules:
+        return self._graphs
+
+
+class Refusals(Messages):
+    """Keeps why submodules cannot be captured; nothing is said."""
+
+    def __init__(self) -> None:
+        super().__init__(Statistics(), say=nothing, warn=nothing)
+        self.of_modules: list[CaptureError] = []
+
+    def note(self, reason: str, error: GraphError | None = None, *, after: str = "") -> None:
+        what, _, remedy = reason.partition("; ")
+        if what.startswith("calls of "):
+            self.of_modules.append(CaptureError(_CALLS, what, remedy))
+
+    def refused(self, name: str, error: GraphError) -> None:
+        assert isinstance(error, CallRefused)
+        own = getattr(error.__cause__, "others", ()) or [error]
+        for each in own:
+            add_line(each, "in the code of", definition_of(error.call.original))
+        self.of_modules += own
+
+
+# ------------------ What is told
+
+_CALLS = "A graph of a submodule must be able to stand for its calls."
+_HOW = r",? ?\b(at|see|is|named at|returned at|taken at|(stored or returned, )?in the code of)? ?$"
+_USED = r"(, on which the way of the step depends,)? is (read|used|called|set)$"
+_OF_HOST = ("host-read", "host-data", "host-copy", "data-dependent-shape")
+"""Kinds of what the host may do ahead of a graph."""
+
+
+def site_of(error: CaptureError) -> tuple[str, CallSite]:
+    """Return what an error is about, in its words or an operator's name, and the user's line."""
+    site = CallSite() if NO_LINE in error.observed else site_in(error.observed)
+    what = error.observed.partition(f"{site} in " if site.line else NO_LINE)[0]
+    return as_operator(re.sub(_USED, "", re.sub(_HOW, "", what))), site
+
+
+def _is_inside(error: CaptureError, root: nn.Module) -> bool:
+    """Return whether an error arose in the forward of a submodule."""
+    for frame, _ in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
+        if isinstance(owner, nn.Module) and owner is not root:
+            return True
+    return False
 
 
 class Doctor:
-    """Observes the first training steps of a fit, which run eagerly and train as without it.
+    """Judges training steps at the begin of a fit, which run eagerly and train as without it.
 
-    It takes the place of the strategy's methods until :meth:`finish`.
+    It takes the place of the strategy's methods until :meth:`finish`. The first step, which fills
+    caches and makes the optimizer's state, is not judged: none is captured as the first one.
 
     Args:
-        options: The callback's options; ``warmup_steps`` steps are observed.
+        options: The callback's options; ``warmup_steps`` steps are judged.
         reason: Why the fit is not captured at all; empty if it may be.
         no_whole_step: Why its steps are no whole graphs; empty if they may be.
     """
 
+    names: Sequence[str] = NAMES
+    kind = "training"
+
     def __init__(
         self,
         trainer: Trainer,
-        watch: TrainerWatch,
-        calls: StrategyCalls,
+        module: LightningModule,
         options: Options,
-        reason: str,
-        no_whole_step: str,
+        reason: str = "",
+        no_whole_step: str = "",
     ) -> None:
-        self.diagnosis = Diagnosis()
-        self._trainer = trainer
-        self._module = module = trainer.lightning_module
-        self._calls = calls
-        self._all = options.warmup_steps
-        self._rehearsal = options.backend == "emulated"
+        self.diagnosis = Diagnosis(kind=self.kind)
+        self._trainer, self._module, self._all = trainer, module, options.warmup_steps
+        self._begun, self._finished = False, False
+        self._is_whole = not (reason or no_whole_step)  # steps can be judged as whole ones
         no_whole_step = "" if options.by_submodules else no_whole_step
         falls_back = bool(no_whole_step) and options.scope != "step"
         self._only_submodules = options.by_submodules or falls_back
-        self._calls_any = False  # a submodule that could be a graph
-        self._bound = ReadsInCalls(module)
-        self._compiled = CompiledCode()
-        self._compiled.runs = any(map(is_compiled, module.modules()))  # as far as is known
-        self._between: set[CallSite] = set()
-        self._active = self._finished = False
-        device = trainer.strategy.root_device
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        self._sites = sites = CallSiteFinder()
-        self._observer = Observer(self._note, self._look, generators, sites, self._rehearsal)
-        self._watch = watch
-        told = functools.partial(self._note, _SCALAR, HOST_READ)
-        self._choices = NotedChoices(device, self._observer.looking_away, told)
-        self._step = definition_of(self._watch.function)
-        self._returned = returned_by(self._watch.function)
-        self._numbers = NotedNumbers(self._used, follow=not self._only_submodules)
-        known = self._observer, self._numbers, self.diagnosis, self._all
-        self._later = NotedCalls(self._watch.metrics, self._watch.kept, *known)
-        self._logs = LoggedNumbers(
-            self._is_live,
-            self._observer.looking_away,
-            lambda metric: self._later.metric_logged(metric, sites.here()),
+        self._open = contextlib.ExitStack()
+        self._keys: list[Signature] = []
+        self._calls = {name: getattr(trainer.strategy, name) for name in self.names}
+        self._refusals = Refusals()
+        self._seen: set[object] = set()  # in this step
+        with contextlib.ExitStack() as stack:
+            fit = self._context(options, stack)
+            self._judge = self._judged(fit)
+            self._submodules = JudgedCalls(fit, 0, True) if self._only_submodules else None
+            fit.recovery.runner = self._submodules or self._judge
+            given = reason, no_whole_step, self._only_submodules, options.backend == "emulated"
+            self._judge_fit(*given, options.optimizer_kernel)
+            for name in self.names:
+                stack.enter_context(replaced(trainer.strategy, name, getattr(self, name)))
+            self._open = stack.pop_all()
+
+    def _context(self, options: Options, stack: contextlib.ExitStack) -> LightningContext:
+        device, statistics = self._trainer.strategy.root_device, Statistics()
+        given = replace(
+            options, verify=False, only_if_faster=False, min_repeats=0, on_failure="eager"
         )
-        self._schedules = ScheduleWatch(self._used, sites, self._observer.looking_away)
-        self._drawn: set[str] = set()
-        self._following: set[tuple[str, str]] = set()  # files and functions; see `_followed`
-        self._drawing_functions: set[DrawingFunction] = set()  # have drawn
-        self._functions: set[DrawingFunction] = set()  # are called by replays
-        self._values = BatchValues(self._watch.function)
-        self._reads = BatchReads(self._observer, sites)
-        self._signatures: list[Signature] = []
-        # Path that a step took -> the calls of the last step on it, and its index
-        self._earlier: dict[Hashable, tuple[list[Call], int]] = {}
-        self._before: tuple[PythonSnapshot, ...] = ()  # the state before the last step
-        self._has_moved = False  # a value in it changed, in a step or between two
-        given = reason, no_whole_step, self._only_submodules, self._rehearsal
-        findings.judge_fit(self.diagnosis, trainer, *given, options.optimizer_kernel)
-        self._methods = intercepted(trainer.strategy, self)
+        backend = UndoingBackend(device, is_rehearsal=options.backend == "emulated")
+        fit = fit_context(self._trainer, self._module, given, statistics, None, stack, backend)
+        budget = MemoryBudget(torch.device("cpu"))  # of a GPU nothing is kept
+        calls = replace(calls_of(self._trainer.strategy), training_step=self._calls[self.names[0]])
+        parts = statistics, budget, fit.ranks
+        recovery = OomRecovery(self._trainer, calls, *parts, raises=True)
+        return replace(fit, budget=budget, recovery=recovery, messages=self._refusals)
+
+    def _judged(self, fit: LightningContext) -> Judge:
+        return Judge(fit)
+
+    def _judge_fit(self, *given: Any) -> None:
+        words.judge_fit(self.diagnosis, self._trainer, *given)
 
     def finish(self) -> None:
         """Give the strategy back and print what was found; may be called again."""
         if self._finished:
             return
         self._finished = True
-        self._methods.close()
-        self._later.finish()
-        changing = {} if self._is_followed else self._logs.changing
-        for name, site in changing.items():
-            if (site.file, site.function) in self._following:
-                continue
-            self.diagnosis.add(LOGGED_NUMBER, f"self.log({name!r})", site)
-        if not self._only_submodules:
-            self._reads.judge(self.diagnosis, self._values.unread, self._step)
-        elif self.diagnosis.steps and not self._calls_any:
-            self.diagnosis.add(findings.NO_SUBMODULE, "scope='modules'")
-        known = {(signature.specs, signature.extra) for signature in self._signatures}
-        if len(known) == len(self._signatures) > 2:
-            change = "; ".join(self._signatures[-2].diff(self._signatures[-1]))
-            self.diagnosis.add(findings.CHANGING_SHAPE, "batch", observed=change[:400])
+        self._judge_all()
+        if self._submodules is not None:
+            self._submodules.close()
+        self._judge.close()
+        self._open.close()
         is_told = self.diagnosis.kind == "training" or self.diagnosis.findings
         if self._trainer.is_global_zero and is_told:
             print(self.diagnosis)
@@ -213,320 +356,107 @@ class Doctor:
     # ------------------------------------------------------------------ strategy methods
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Observe a step; after the last one, finish and run the step unobserved."""
+        """Judge a step, and run it; after the last one, finish."""
+        step = self._calls[self.names[0]]
+        if self._finished:
+            return step(*args, **kwargs)
+        self._judge_calls()
         if self.diagnosis.steps == self._all:
             self.finish()
-            return self._calls.training_step(*args, **kwargs)
-        self.diagnosis.steps += 1
-        self._later.begin()
-        batch, *rest = args
-        self._numbers.begin()
-        watched = self._watch.arguments(rest, self._numbers.number)
-        # The observer sees what torch draws.
-        self._has_moved |= any(any(held.changes()) for held in self._before)
-        around = self._watch.environment(on_use=self._met, seen=())
-        around.outside.on_clock = functools.partial(self._used, CLOCK)
-        around.outside.on_iterator = functools.partial(self._used, DRAWN)
-        attributes = PythonSnapshot(around.held)
-        self._before = attributes, around.outside.contents
-        self._observer.begin(self._judge_batch(batch))
-        compiled = CompiledCode()
-        with TURN, compiled.watching(), self._watching(around), self._reads.of_step(batch) as noted:
-            returned = self._run(self._calls.training_step, noted, *watched, **kwargs)
-        self._compiled = compiled
-        self._judge_state(attributes, around)
-        self._judge_returned(returned)
-        self._compare()
-        return tree_map_only(NotedValue, lambda noted: noted.value, returned)
+            return step(*args, **kwargs)
+        if self._begun:
+            self.diagnosis.steps += 1
+            self._judge_step(args)
+            if self._submodules is not None:
+                return self._submodules.training_step(*args, **kwargs)
+        self._begun = True
+        with self._judge.observing():
+            return step(*args, **kwargs)
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Observe a backward pass, but not the hooks around it."""
-        if self._active or self._finished:
-            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
-        plugin = self._trainer.precision_plugin
-        backward = plugin.backward
-
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            with self._observing():
-                return self._run(backward, *args, **kwargs)
-
-        with replaced(plugin, "backward", observed):
-            return self._calls.backward(closure_loss, optimizer, *args, **kwargs)
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the backward pass of a step."""
+        run = self._calls["backward"] if self._submodules is None else self._submodules.backward
+        return run(closure_loss, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Let the strategy step: the optimizer's obstacles are known without observation."""
-        steps = takes_no_closure(closure)
-        self._schedules.behind(optimizer)
-        with self._observer.looking_away() if steps else contextlib.nullcontext():
-            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
-
-    @calls_observed
-    def _run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call what is observed; it bounds the frames that are searched for user code."""
-        return function(*args, **kwargs)
-
-    # ------------------------------------------------------------------ watching
-
-    @contextlib.contextmanager
-    def _observing(self) -> Iterator[None]:
-        self._active = True
+        """Take an optimizer step, whose closure runs the step that is judged."""
+        self._judge._stepping = is_lightnings_closure(closure)
         try:
-            # Libraries that ask whether a capture runs leave out what it refuses.
-            with (
-                announced_as_cuda_capture(),
-                truths_exchanged(self._asked),
-                self._observer,
-            ):
-                yield
+            return self._calls["optimizer_step"](optimizer, closure, model, **kwargs)
         finally:
-            self._active = False
-
-    @contextlib.contextmanager
-    def _watching(self, around: Environment) -> Iterator[None]:
-        """Watch a whole ``training_step``, except for its calls of loggers and metrics."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._logs.watching(self._module))
-            stack.enter_context(self._later.watching())
-            reads = self._bound if self._only_submodules else None
-            stack.enter_context(around.reading(reads, self._numbers.number))
-            stack.enter_context(around.old_gradients())
-            if not self._only_submodules:
-                stack.enter_context(deepcopies_cloned())
-            stack.enter_context(draws_exchanged(self._drawing, self._functions))
-            if not self._compiled.runs:
-                stack.enter_context(calls_followed())
-                clock = functools.partial(self._numbers.number, obstacle=CLOCK)
-                stack.enter_context(clocks_exchanged(self._watch.own, clock))
-            if not self._only_submodules:
-                named = ((f"self.{n}", b) for n, b in self._module.named_buffers())
-                stack.enter_context(reads_noted(named, self._followed))
-                stack.enter_context(self._schedules.watching(self._watch.schedulers))
-            if self._only_submodules:
-                stack.enter_context(register_module_forward_pre_hook(self._look_at_call))
-                hook = register_module_forward_hook(self._bound.leave, always_call=True)
-                stack.enter_context(hook)
-            stack.enter_context(self._observing())
-            stack.enter_context(self._later.of_torch())
-            stack.enter_context(around.acting())
-            yield
-
-    def _followed(self, code: CodeType) -> AbstractContextManager[None]:
-        """Note code that reads a number which the state holds, as replays do on the host.
-
-        A library function that is known for what it makes of one is not followed.
-        """
-        if has_known_remedy(code):
-            return contextlib.nullcontext()
-        self._following.add((code.co_filename, code.co_name))
-        return self._observer.looking_away()
-
-    def _asked(self, asked: Question) -> Any:
-        """Answer code that asks for a truth, or compares a number, only to raise or to choose."""
-        if self._observer.silent or current_autograd_node() is not None:
-            return None
-        with self._observer.looking_away():
-            return asked.answer(self._module.device, self._choices.note)
-
-    def _look_at_call(self, module: nn.Module, given: object) -> None:
-        self._bound.enter(module, given)
-        if not self._calls_any and module is not self._module:
-            self._calls_any = next(module.parameters(), None) is not None
-
-    @property
-    def _traces_host(self) -> bool:
-        return not (self._only_submodules or self._compiled.runs)
-
-    @property
-    def _is_inside(self) -> bool:
-        """Whether the forward of a submodule runs now, not the code between submodules."""
-        run, frames = Doctor._run.__code__, frames_from(sys._getframe(1))
-        step = takewhile(lambda frame: frame.f_code is not run, frames)
-        owners = (f.f_locals.get("self") for f in step if f.f_code.co_name == "forward")
-        return any(isinstance(o, nn.Module) and o is not self._module for o in owners)
-
-    @property
-    def _effect(self) -> Effect:
-        return _BETWEEN if self._only_submodules and not self._is_inside else "eager step"
-
-    def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
-        if obstacle is HOST_COPY and any(f.kind == HOST_DATA.kind for f in self.diagnosis.at(site)):
-            return  # one remedy mends both
-        if obstacle is COLLECTIVE and not (self._only_submodules and self._is_inside):
-            return  # a part of whole steps
-        if self._active and not self._only_submodules:
-            run = Doctor._run.__code__
-            stack = [*takewhile(lambda f: f.f_code is not run, frames_from(sys._getframe(1)))]
-            if self._later.postpones((operator, obstacle, site), stack):
-                return
-        made = obstacle in (HOST_COPY, HOST_DATA) and current_autograd_node() is None
-        effect, where = self._effect, ""
-        if (made or self._observer.answered) and self._traces_host:
-            if obstacle is DRAWN:
-                return  # replays draw, too
-            effect = "runs ahead of the graph"
-        elif not site.line:
-            effect, where = "eager step", "in the backward pass"
-        self.diagnosis.add(obstacle, operator, site, observed=where, effect=effect)
-
-    def _look(self, function: Any, args: Any, kwargs: Any) -> list[float]:
-        """Look at a call of torch; return the numbers in it that stay live in a replay."""
-        for value in parts_of((args, kwargs), BatchValue):
-            value.read()
-        numbers = parts_of((args, kwargs), Noted)
-        call, device = (function, args, kwargs), self._module.device
-        live = numbers and are_live(call, device, ahead=self._traces_host)
-        if live and not self._only_submodules:
-            return [number.value for number in numbers]
-        for number in numbers:
-            number.bare()
-        if self._only_submodules and not self._is_inside:
-            self._between.add(self._sites.here())
-        return []
-
-    def _is_live(self, number: Any) -> bool:
-        """Tell whether a captured step would log the present number: a counter or a rate."""
-        groups = (g for optimizer in self._trainer.optimizers for g in optimizer.param_groups)
-        return self._numbers.is_live(number) or any(number is group["lr"] for group in groups)
-
-    def _used(self, obstacle: Obstacle, name: str, site: CallSite | None = None) -> None:
-        if self._later.is_used(name):
-            return
-        if obstacle is DRAWN and self._traces_host and self._drawing_functions - self._functions:
-            self._functions |= self._drawing_functions  # replays call them: so does the next step
-        elif self._active and not self._observer.silent:
-            self.diagnosis.add(obstacle, name, site or self._sites.here(), effect=self._effect)
-
-    def _met(self, obstacle: Obstacle, name: str, _: str, site: CallSite) -> None:
-        # Of manual optimization only graphs of submodules have other gradients than an eager step.
-        by_hand = not self._module.automatic_optimization
-        is_old = by_hand and not (self._only_submodules and self._is_inside)
-        if not (is_old and obstacle is OLD_GRADIENTS):
-            self._used(obstacle, name, site)
-
-    def _drawing(
-        self, name: str, function: Callable[..., Any], generator: PythonGenerator
-    ) -> Callable[..., Any]:
-        """Make what takes the place of a function that draws, with tracers as results."""
-
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            given = tree_map_only(Noted, attrgetter("value"), (args, kwargs))
-            once = functools.partial(drawn_by, function, *given)
-            value = once()
-            value = value.item() if isinstance(value, numpy.generic) else value
-            if self._active and not self._observer.silent and not name.endswith(SETTERS):
-                self._drawing_functions.update(drawing_functions(generator))
-                self._drawn.add(generator.name)
-                if not self._traces_host or value is None:  # which is drawn in place
-                    self._used(DRAWN, name)
-                else:
-                    return self._numbers.drawn(name, generator, once, value)
-            return value
-
-        return draw
+            self._judge._stepping, self._judge.has_stepped = False, True
 
     # ------------------------------------------------------------------ judging
 
-    def _judge_batch(self, batch: Any) -> list[Tensor]:
-        """Take a batch's signature; return its tensors of which the host has a copy."""
-        tensors: list[Tensor] = []
-        with self._refusals_noted("batch", self._step):
-            refuse_iterator(batch)
-            modes = Modes.current(self._trainer.strategy.root_device.type)
-            signature, tensors = self._values.signature(batch, modes)
-            self._signatures.append(signature)
-        copies = copies_on_host(self._trainer, tensors)
-        return [t for t, copy in zip(tensors, copies, strict=True) if copy is not None]
+    def _judge_calls(self) -> None:
+        """Judge the calls of submodules that the last step has made."""
+        if self._submodules is not None:
+            self._submodules.judged.diagnose()
+            self._seen.clear()
+            for error in self._refusals.of_modules:  # each module is tried until it is refused
+                self._add(error)
 
-    def _judge_returned(self, returned: Any) -> None:
-        self._observer.tell_used(leaves_of(returned, Tensor), "it is returned")
-        loss = None
-        if self._module.automatic_optimization:
-            with self._refusals_noted("training_step", self._returned):
-                loss = self._watch.loss_of(returned)
-                if not (self._only_submodules or leaves_of(returned, Noted)):
-                    tensors_returned(returned)
-
-        self._choices.judge(None if self._only_submodules else loss)
-
-    @contextlib.contextmanager
-    def _refusals_noted(self, what: str, site: CallSite) -> Iterator[None]:
-        try:
-            yield
-        except CaptureError as error:
-            obstacle = Obstacle(error.rule, error.remedy, kind="contract")
-            site = self._values.taken_at if what == "batch" and self._values.taken_at else site
-            self.diagnosis.add(obstacle, what, site, observed=error.observed)
-
-    def _judge_state(self, attributes: PythonSnapshot, around: Environment) -> None:
-        """Judge the side effects of a step in Python."""
-        outside = around.outside
-        # Lightning itself sets the second in toggle_optimizer.
-        metrics = (f"self.{name}." for name, _ in self._watch.metrics.apart())
-        ours = ("self._metric_attributes", "self._param_requires_grad_state", *metrics)
-        trained, whole = trained_parameters(self._trainer.optimizers), not self._only_submodules
-        found = []
-        for change in attributes.changes():
-            stored = whole and place_of(change, attributes, trained)  # by replays, too
-            if not (stored or change.name.startswith(ours)):
-                bound_anew = isinstance(change.now, Tensor) and not whole
-                if not (bound_anew and self._bound.is_served(change.owner, change.key)):
-                    found.append((READ_BEFORE if bound_anew else STORED, change.name))
-        found += [(STORED_OUTSIDE, name) for name in outside.contents.changed()]
-        iterators = iterators_in(around.held)
-        found += [(DRAWN, n) for n in iterators if n.rpartition(".")[2] in outside.words]
-        bound = bound_by_hooks(self._module)
-        for obstacle, name in found:
-            site = named if (named := site_naming(name, outside.codes)).line else self._step
-            in_step = self._only_submodules and site.function == "training_step"
-            if new := bound.get(name.removeprefix("self.")):
-                remedy = "use what replaces this hook of torch.nn.utils, and sets no attribute"
-                obstacle, in_step = replace(STORED, remedy=remedy, code=f"{new}(layer)"), False
-            self.diagnosis.add(obstacle, name, site, effect=_BETWEEN if in_step else "eager step")
-        for name in sorted({*around.generators.drawn()} - self._drawn):  # its line is not known
-            self.diagnosis.add(DRAWN, name, self._step)
-        self._later.judge()
-
-    @property
-    def _is_followed(self) -> bool:
-        """Whether only counters and rates can explain numbers that differ between steps."""
-        hindered = any(finding.effect == "eager step" for finding in self.diagnosis.findings)
-        other = self._has_moved or self._drawn or self._values.unread
-        return not (other or hindered or self._only_submodules)
-
-    def _compare(self) -> None:
-        """Report numbers that differ from those of an earlier step on the same path."""
-        if len(self._signatures) < self.diagnosis.steps:
+    def _judge_step(self, args: tuple[Any, ...]) -> None:
+        if not self._is_whole:
             return
-        answers = self._observer.answers if self._traces_host else ()
-        signature = replace(self._signatures[-1], extra=tuple(answers))
-        self._signatures[-1], calls = signature, [*self._observer.calls]
-        dynamic = any(f.kind == DYNAMIC_SHAPE.kind for f in self.diagnosis.findings)
-        way = signature.specs, signature.extra, tuple(self._numbers.outcomes), self._reads.way
-        is_followed = self._is_followed
-        before, step = self._earlier.get(way, (calls, -1))
-        for change in changes(before, calls):
-            site = change.site
-            consequence = dynamic and change.whole
-            others = [f for f in self.diagnosis.at(site) if f.operator != change.operator]
-            backward = self._only_submodules and not site.line  # its forward has a line
-            followed = is_followed and not change.whole  # C code reads whole ones
-            state = change.whole and (site.file, site.function) in self._following
-            known = consequence or others or backward or followed or state
-            known = known or site in self._later.sites
-            if not (known or self._reads.unseen(step, site)):
-                effect = _BETWEEN if site in self._between else "eager step"
-                row = findings.CHANGING_NUMBER, change.operator, site
-                self.diagnosis.add(*row, observed=change.what, effect=effect)
-        if self.diagnosis.steps > 1 or self._all < 3:  # the first step fills caches
-            self._earlier[way] = calls, self.diagnosis.steps - 1
+        self._seen.clear()
+        for error in self._judge.diagnose(args):
+            if not self._only_submodules:
+                is_update = isinstance(error, UpdateRefused)
+                self._add(error, "eager optimizer step" if is_update else "eager step")
+            elif not _is_inside(error, self._module):
+                self._add(error, _BETWEEN)
+        for error in self._judge.answered:
+            if self._only_submodules and not _is_inside(error, self._module):
+                self._add(error, _BETWEEN)
+            elif not self._only_submodules and OBSTACLES[error.rule].kind in _OF_HOST:
+                self._add(error, "runs ahead of the graph")
+        if (key := self._judge.step_key(args)) is not None:
+            self._keys.append(key)
+
+    def _judge_all(self) -> None:
+        """Judge all steps together."""
+        if self._submodules is not None:
+            found = self._submodules.judged.changes()
+            if self.diagnosis.steps and not self._submodules.judged.calls_any:
+                self.diagnosis.add(words.NO_SUBMODULE, "scope='modules'")
+        else:
+            found = self._judge.changes(self._keys)
+            for names, observed, effect in self._judge.batch_values(self._keys):
+                if names:
+                    further = f"likewise {len(names) - 1} more" if names[1:] else ""
+                    row = BATCH_VALUE, names[0], site_in(observed)
+                    self.diagnosis.add(*row, observed=further, effect=effect)
+        if found is not None:
+            at = self.diagnosis.at(site_in(found.observed))
+            if not any(finding.effect == "eager step" for finding in at):
+                self._add(found)
+
+    def _add(self, error: CaptureError, effect: Effect = "eager step") -> None:
+        what, site = site_of(error)
+        known, observed, code = OBSTACLES.get(error.rule), "", CODE.get(error.remedy, "")
+        if known is None or known.kind == "contract":
+            known = Obstacle(error.rule, error.remedy, "contract", code)
+            what, observed = LIBRARIES.step, what
+        elif known.remedy != error.remedy:
+            known = replace(known, remedy=error.remedy, code=code)
+        elif known.kind == "changing-shape":
+            what, observed = "batch", error.observed
+        elif NO_LINE in error.observed:
+            observed = "in the backward pass"
+        # One use may break a rule by several operators
+        seen = error.rule, site, "" if known.kind in _OF_HOST else what
+        if seen not in self._seen:
+            self._seen.add(seen)
+            self.diagnosis.add(known, what, site, observed=observed, effect=effect)
+        error.__traceback__ = error.__context__ = error.__cause__ = None  # they hold frames
+        error.others = ()
 
 
 class EvaluationDoctor(Doctor):
-    """Observes the first steps of an evaluation; its findings are told if there are any.
-
-    The steps run outside of inference mode, in which operators of torch are not seen one by one.
+    """Judges the first steps of an evaluation; its findings are told if there are any.
 
     Args:
         name: The method of strategy and module, one of
@@ -536,54 +466,25 @@ class EvaluationDoctor(Doctor):
     def __init__(
         self, trainer: Trainer, module: LightningModule, options: Options, name: str
     ) -> None:
-        self._name, strategy = name, trainer.strategy
-        self._evaluation = EvaluationWatch(trainer, module, name)
-        calls = replace(calls_of(strategy), training_step=getattr(strategy, name))
+        self.names, self.kind = (name,), name.removesuffix("_step")
+        setattr(self, name, self.training_step)
         whole = replace(options, scope="step", modules=None, exclude=())
-        super().__init__(trainer, self._evaluation, calls, whole, "", "")
-        self._methods.close()
-        self._methods.enter_context(replaced(strategy, name, self.training_step))
-        self.diagnosis.findings.clear()  # those are of training
-        self.diagnosis.kind = name.removesuffix("_step")
+        super().__init__(trainer, module, whole)
 
-    def finish(self) -> None:
-        """Give the strategy back and print what was found; may be called again."""
-        super().finish()
-        self._name_hooks()
+    def _judged(self, fit: LightningContext) -> Judge:
+        watch = EvaluationWatch(self._trainer, self._module, self.names[0])
+        return EvaluationJudge(replace(fit, watch=watch), watch)
 
-    def _note(self, operator: str, obstacle: Obstacle, site: CallSite) -> None:
-        if obstacle is COLLECTIVE and self._calls_of_own(site):
-            obstacle = COLLECTIVE_ALONE
-        super()._note(operator, obstacle, site)
+    def _judge_fit(self, *_: Any) -> None:
+        """Leave out what hinders every step: it is of training."""
 
-    def _calls_of_own(self, site: CallSite) -> bool:
-        """Whether a step of one of several ranks calls a collective, and not DDP or ``log``."""
-        return self._trainer.world_size > 1 and bool(site.line)
+    def _judge_step(self, args: tuple[Any, ...]) -> None:
+        assert isinstance(self._judge, EvaluationJudge)
+        self._judge.client.given = args
+        super()._judge_step(args)
 
-    def _name_hooks(self) -> None:
-        for finding in self.diagnosis.findings:
-            finding.remedy = remedy_for(self._name, finding.remedy)
-            finding.code = remedy_for(self._name, finding.code)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Observe a step; after the last one, finish and run the step unobserved."""
-        self._evaluation.given = args
-        module = self._module
-        held = UnregisteredTensors(module, iter_objects(module)).tensors
-        known = (*module.parameters(), *module.buffers(), *held)
-        if any(tensor.is_inference() for tensor in known):  # they can be written in it alone
-            self.finish()
-        if self._finished:
-            return self._calls.training_step(*args, **kwargs)
-        with outside_inference_mode():
-            # A batch that was moved to a GPU was made in that mode
-            own = [t.clone() if t.is_inference() else t for t in leaves_of(args, Tensor)]
-            returned = super().training_step(*substitute(args, own), **kwargs)
-        self._name_hooks()
-        return returned
-
-    def _judge_returned(self, returned: Any) -> None:
-        """Judge nothing but objects: replays return values of the batch and counters, too."""
-        if not (leaves_of(returned, Noted) or leaves_of(returned, BatchValue)):
-            with self._refusals_noted(self._name, self._returned):
-                tensors_returned(returned)
+    def _add(self, error: CaptureError, effect: Effect = "eager step") -> None:
+        code = CODE.get(error.remedy, "")
+        error.remedy = remedy_for(self.names[0], error.remedy)
+        CODE.setdefault(error.remedy, remedy_for(self.names[0], code))
+        super()._add(error, effect)

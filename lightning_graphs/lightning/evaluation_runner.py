@@ -89,7 +89,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
     """Runs the steps of an evaluation as whole graphs."""
 
     def __init__(self, fit: LightningContext, watch: EvaluationWatch) -> None:
-        self._client = watch
+        self.client = watch
         self.scope, self.step = watch.name, _in_words(watch.name)
         super().__init__(fit)
         self._may_give_up = False
@@ -121,7 +121,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
 
     def _phase(self) -> Phase:
         """Tell which data loader the coming batch is of."""
-        given = self._client.given
+        given = self.client.given
         return Phase(False, False, 1, given[2] if len(given) > 2 else 0)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run, capture or replay the step for this batch."""
-        self._client.given = args
+        self.client.given = args
         plan = self._plan_for(args, kwargs)
         if plan is None:
             return self._eager(args, kwargs)
@@ -141,7 +141,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
 
         Empty: :meth:`training_step` is to run it. It goes on from what was found here.
         """
-        life, self._client.given = self._life, args
+        life, self.client.given = self._life, args
         if self._warmup_left > 0 or self._is_synced() or self._head.now is not None:
             return ()
         plan = life.find(args)
@@ -174,23 +174,23 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
 
     def capture(self, call: tuple[Any, ...], key: Any) -> StepPlan | None:
         called = self._collectives
-        with replaced(LIBRARIES, "step", self._client.name):
+        with replaced(LIBRARIES, "step", self.client.name):
             if called is not None and called.are_called:
-                raise COLLECTIVE_ALONE.refused(f"{self._client.name} calls some")
+                raise COLLECTIVE_ALONE.refused(f"{self.client.name} calls some")
             plan = super().capture(call, key)
         graphs = [] if plan is None else [*plan.graphs.values()]
         if plan is not None and called is not None and any(g.has_collectives for g in graphs):
             self.discard(plan)
-            raise COLLECTIVE_ALONE.refused(f"{self._client.name} calls some")
+            raise COLLECTIVE_ALONE.refused(f"{self.client.name} calls some")
         return plan
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
-        with replaced(LIBRARIES, "step", self._client.name):
+        with replaced(LIBRARIES, "step", self.client.name):
             return super().compare(plan, call)
 
     def refuse(self, error: GraphError) -> None:
         """Tell that such steps run eagerly, or raise, with remedies for an evaluation."""
-        code, name = CODE.get(error.remedy, ""), self._client.name
+        code, name = CODE.get(error.remedy, ""), self.client.name
         error.remedy = remedy_for(name, error.remedy)
         CODE.setdefault(error.remedy, remedy_for(name, code))
         super().refuse(error)

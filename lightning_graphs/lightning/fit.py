@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_graphs.device.cuda import joined_stream
-from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.device.graph import Backend, GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.handler import Runner
 from lightning_graphs.lightning.oom import OomRecovery
@@ -101,10 +101,11 @@ def fit_context(
     statistics: Statistics,  # of this fit or evaluation
     stream: torch.cuda.Stream | None,  # for captures; None: a new one
     stack: contextlib.ExitStack,  # gets what is to be put back
+    backend: Backend | None = None,  # None: that of the device
 ) -> LightningContext:
     """Make what the runners of a fit or of an evaluation share."""
     device, calls = trainer.strategy.root_device, calls_of(trainer.strategy)
-    name = statistics.backend = BACKEND_OF[device.type]
+    name = statistics.backend = "emulated" if backend else BACKEND_OF[device.type]
     own_stream = progress = None
     if name == "cuda":
         own_stream = stack.enter_context(joined_stream(device, stream))
@@ -115,8 +116,8 @@ def fit_context(
             stack.enter_context(BatchTransfer(trainer).installed())
     stack.enter_context(cheap_contexts(trainer))
     stack.enter_context(flattened_once())
-    pool = GraphPool(stream=own_stream, keep_graphs=True, backend=name)
-    pool.annotates = options.annotate
+    pool = GraphPool(stream=own_stream, keep_graphs=True, backend=backend or name)
+    pool.annotates = options.annotate and backend is None
     stack.callback(pool.close)
     is_fit = trainer.state.fn == TrainerFn.FITTING
     budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer, alone=not is_fit)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from numbers import Number
 from operator import is_
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -72,9 +72,9 @@ LOGGED_INSIDE = Obstacle(
 )
 
 
-def refuse_log(*_: Any, **__: Any) -> NoReturn:
+def refuse_log(*_: Any, **__: Any) -> None:
     """Refuse ``self.log`` where no replay could call it again."""
-    raise LOGGED_INSIDE.refused_here("self.log is called")
+    LOGGED_INSIDE.refuse_here("self.log is called")
 
 
 @contextlib.contextmanager
@@ -288,6 +288,7 @@ class LogRecorder:
     def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if current_autograd_node() is not None:
             refuse_log()
+            return
         self._dtype = torch.get_default_dtype()  # precision plugins set it for the step's own code
         arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
@@ -306,7 +307,7 @@ class LogRecorder:
             site = None if self._numbers is None else self._numbers.changing.get(name)
             if site is not None:
                 what = f"self.log({name!r}, ...) logged different numbers during warm-up"
-                raise LOGGED_NUMBER.refused(f"{what}, at {site.describe()}")
+                LOGGED_NUMBER.refuse(f"{what}, at {site.describe()}")
             value = _tensor_of(value, device)
         elif now is None and isinstance(value, Tensor):
             # The rest of the step may change it in place. No replay copies a tensor of the host.
@@ -388,11 +389,11 @@ class LogRecorder:
         for name, tensor, version in self._versions:
             if version_of(tensor) != version:  # the next capture gives it a copy
                 self._metrics.changes(name)
-                raise METRIC_VALUE.refused(f"a tensor given to {name} is changed in place")
+                METRIC_VALUE.refuse(f"a tensor given to {name} is changed in place")
         self._versions.clear()
         for call, logged, line in self._objects:
             if call.value._forward_cache is not logged:
-                raise METRIC_LATER.refused(f"a metric is logged, and called again, at {line}")
+                METRIC_LATER.refuse(f"a metric is logged, and called again, at {line}")
         if self._progress is not None:
             shown = [call for call in self._calls if isinstance(call, _LogCall)]
             values = {c.name: c.value for c in shown if c.options.get("prog_bar")}
@@ -475,11 +476,6 @@ class QuickLog:
 class LoggedNumbers:
     """Finds Python numbers in logs of warm-up steps that change: a capture refuses them."""
 
-    # Tells whether a captured step would log the present number
-    is_live: Callable[[Any], bool] = lambda _: False
-    # Entered around Lightning's own ``log``
-    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    on_metric: Callable[[Metric], object] = lambda _: None  # called with a metric that is logged
     values: dict[str, Any] = field(default_factory=dict)  # name -> number that was logged last
     changing: dict[str, CallSite] = field(default_factory=dict)
 
@@ -489,14 +485,11 @@ class LoggedNumbers:
     def _watched(
         self, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any
     ) -> None:
-        if isinstance(value, Number) and not self.is_live(value):
+        if isinstance(value, Number):
             if self.values.get(name, value) != value:
                 self.changing[name] = CallSiteFinder().here()
             self.values[name] = value
-        elif isinstance(value, Metric):
-            self.on_metric(value)
-        with self.around():
-            log(name, value, *args, **kwargs)
+        log(name, value, *args, **kwargs)
 
 
 def _tensor_of(number: Any, device: torch.device) -> Tensor:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_graphs.device.rules import SCHEDULED, Obstacle
 from lightning_graphs.lightning.private import count_step, counting_optimizers, own_counts
 from lightning_graphs.lightning.strategy import StrategyCalls
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import exchanged, nothing
-from lightning_graphs.regions.optimizer import takes_value
 
 
 class ManualSteps:
@@ -65,42 +61,3 @@ class ManualSteps:
         """Let Lightning count them, after a replay."""
         for optimizer in self._taken:
             count_step(optimizer)
-
-
-class ScheduleWatch:
-    """Notes, in a step that the doctor observes, schedulers whose steps no replay can take.
-
-    Args:
-        note: Gets the obstacle, what is seen and the user's line.
-        sites: Finds that line.
-        looking_away: Entered where nothing is observed.
-    """
-
-    def __init__(
-        self,
-        note: Callable[[Obstacle, str, CallSite], object],
-        sites: CallSiteFinder,
-        looking_away: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._note, self._sites, self._looking_away = note, sites, looking_away
-        self._scheduled: list[Any] = []  # optimizers whose scheduler the step has stepped
-
-    @contextlib.contextmanager
-    def watching(self, schedulers: Iterable[Any]) -> Iterator[None]:
-        """Watch the body, a step."""
-        with exchanged((s, "step", partial(self._step, s, s.step)) for s in schedulers):
-            yield
-        self._scheduled.clear()
-
-    def _step(self, scheduler: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if takes_value(args, kwargs):
-            seen = "a scheduler that takes a value of the step"
-            self._note(SCHEDULED, seen, self._sites.here())
-        self._scheduled.append(getattr(scheduler, "optimizer", None))
-        with self._looking_away():
-            own(*args, **kwargs)
-
-    def behind(self, optimizer: Any) -> None:
-        """Look at an optimizer that is about to step."""
-        if any(one is optimizer for one in self._scheduled):
-            self._note(SCHEDULED, "an optimizer after its scheduler", self._sites.here())

@@ -22,7 +22,7 @@ _OFF = frozenset({"", "0", "false", "off", "no"})
 _WORDS = {
     **dict.fromkeys(("1", "true", "on", "yes"), ""),
     **{scope: f"scope: {scope}" for scope in ("auto", "step", "modules")},
-    "diagnose": "diagnose: true",
+    **dict.fromkeys(("diagnose", "doctor"), "diagnose: true"),
 }
 """Single words -> the options that they stand for."""
 

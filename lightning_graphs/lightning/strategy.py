@@ -10,7 +10,6 @@ the next one. The mirror holds the values of the latest step that has finished.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -64,14 +63,6 @@ class StepHandler(Protocol):
 
 def calls_of(strategy: Strategy) -> StrategyCalls:
     return StrategyCalls(strategy.training_step, strategy.backward, strategy.optimizer_step)
-
-
-def intercepted(strategy: Strategy, handler: StepHandler) -> contextlib.ExitStack:
-    """Put ``handler`` in place of the strategy's methods until the stack is closed."""
-    stack = contextlib.ExitStack()
-    for name in NAMES:
-        stack.enter_context(replaced(strategy, name, getattr(handler, name)))
-    return stack
 
 
 def saving_exchanged(

@@ -57,6 +57,9 @@ class ModuleRunner:
     """Runs steps with graphs of submodules, and an optimizer update as a graph of its own."""
 
     has_failed = may_follow_values = False
+    graphs = ModuleGraphs
+    updates = True
+    """An optimizer step may be a graph of its own."""
 
     def __init__(
         self, fit: LightningContext, warmup_steps: int, looks_at_shapes: bool = False
@@ -73,11 +76,11 @@ class ModuleRunner:
         self._gradients = gradients = PersistentGradients(fit.recovery.gradients_held)
         verifier = fit.verifier()
         # Made first: it changes nothing, and may refuse the options.
-        self._graphs = ModuleGraphs(
+        self._graphs = self.graphs(
             fit, _facts_of(fit), gradients, verifier, looks_at_shapes=looks_at_shapes
         )
         self._update: CapturedUpdate | None = None
-        if module.automatic_optimization and len(trainer.optimizers) == 1:
+        if self.updates and module.automatic_optimization and len(trainer.optimizers) == 1:
             self._update = CapturedUpdate(fit, gradients, verifier)
         state = self._graphs.state
         quick = QuickLog(module, lambda: state.stepping)

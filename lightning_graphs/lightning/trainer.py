@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
-from lightning_graphs.device.rules import COUNTER, STORED, OnUse, refuse
+from lightning_graphs.device.rules import COUNTER, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.logs import (
     LOGGED_NUMBER,
@@ -40,7 +40,7 @@ from lightning_graphs.lightning.private import (
 from lightning_graphs.lightning.ranks import syncs, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.lightning.strategy import ProgressValues, calls_of, copies_on_host
 from lightning_graphs.lightning.words import observers_of
-from lightning_graphs.private.callsite import CallSiteFinder, is_library
+from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed
 from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
@@ -210,15 +210,9 @@ class TrainerWatch:
     def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
         return copies_on_host(self._trainer, batch)
 
-    def environment(
-        self,
-        modules: Sequence[nn.Module] | None = None,
-        *,
-        on_use: OnUse = refuse,
-        seen: Iterable[Any] | None = None,
-    ) -> Environment:
+    def environment(self, modules: Sequence[nn.Module] | None = None) -> Environment:
         """Make an environment, before the code of the whole step or of these modules runs."""
-        return Environment(self._module, self, modules=modules, on_use=on_use, seen=seen)
+        return Environment(self._module, self, modules=modules)
 
     def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> list[Any]:
         """Return the further arguments of ``training_step``, with a tracer for ``batch_idx``."""
@@ -298,9 +292,7 @@ class TrainerWatch:
             yield
 
     @contextlib.contextmanager
-    def reading(
-        self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
-    ) -> Iterator[None]:
+    def reading(self, reads: AttributeGuards, number: AsRead | None) -> Iterator[None]:
         """Follow or refuse what the body reads of the trainer.
 
         The trainer's class is exchanged for a subclass. Reading a counter gives a tracer, or is
@@ -316,13 +308,14 @@ class TrainerWatch:
                 return found + steps if steps else found
             lasts = key in _CONSTANT or key.startswith("__")
             if key in _COUNTERS or not (lasts or is_library(sys._getframe(1).f_code.co_filename)):
-                _note(owner, key, on_use, reads)
+                _note(owner, key, reads)
             return original.__getattribute__(owner, key)
 
         def store(owner: Trainer, key: str, value: Any) -> None:
-            if not is_library(sys._getframe(1).f_code.co_filename):
-                on_use(STORED, f"trainer.{key}", f"trainer.{key} is set", CallSiteFinder().here())
-            object.__setattr__(owner, key, value)
+            if is_library(sys._getframe(1).f_code.co_filename):
+                object.__setattr__(owner, key, value)
+            else:
+                STORED.refuse_here(f"trainer.{key} is set")
 
         with subclassed(self._trainer, {"__getattribute__": read, "__setattr__": store}):
             yield
@@ -338,7 +331,7 @@ class TrainerWatch:
             yield
 
 
-def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | None) -> None:
+def _note(trainer: Trainer, key: str, reads: AttributeGuards) -> None:
     """Add a guard for an attribute that user code reads, or report one that changes."""
     # Metrics are not read here: that would compute them
     value: Any = Absence.ABSENT if key in _CHANGING else _value_in(trainer, key)
@@ -346,8 +339,8 @@ def _note(trainer: Trainer, key: str, on_use: OnUse, reads: AttributeGuards | No
         return
     is_comparable = is_plain(value) or is_object(value) or isinstance(value, _CONTAINERS)
     if key in _CHANGING or not (key in _LOADERS or is_comparable):
-        on_use(COUNTER, f"trainer.{key}", f"trainer.{key} is read", CallSiteFinder().here())
-    elif reads is not None:
+        COUNTER.refuse_here(f"trainer.{key} is read")
+    else:
         reads.add(f"self.trainer.{key}", partial(_value_in, trainer), key, trainer)
 
 

@@ -222,16 +222,6 @@ CHANGING_SHAPE = Obstacle(
     kind="changing-shape",
     code="DataLoader(data, batch_size=32, drop_last=True, collate_fn=pad_to_a_multiple)",
 )
-CHANGING_NUMBER = Obstacle(
-    "A graph would freeze Python numbers that change, and branches that they choose.",
-    "make the number a tensor that a hook fills, and choose between values with torch.where; leave "
-    "it if it is made of counters and learning rates alone, which replays can follow",
-    kind="python-state",
-    code='self.register_buffer("scale", torch.ones(()))  # in __init__\n'
-    "self.scale.fill_(number)  # in on_train_batch_start",
-)
-
-
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FrameType, MethodType
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.loops.processes import Processes
 from lightning_graphs.loops.recorder import HostReads, Kept, NoLogs
@@ -243,17 +242,11 @@ class ProgramWatch:
         keys = [*self.given] if isinstance(self.given, Several) else []
         return [name_of(key) for key in keys if error.observed.startswith(f"{key} is ")]
 
-    def environment(
-        self,
-        modules: Sequence[nn.Module] | None = None,
-        *,
-        on_use: OnUse = refuse,
-        seen: Iterable[Any] | None = None,
-    ) -> Environment:
-        return Environment(self._program, self, modules=modules, on_use=on_use, seen=seen)
+    def environment(self, modules: Sequence[nn.Module] | None = None) -> Environment:
+        return Environment(self._program, self, modules=modules)
 
     def reading(
-        self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
+        self, reads: AttributeGuards, number: AsRead | None
     ) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -18,6 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from operator import itemgetter
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -109,7 +110,19 @@ class CallSite:
         source = f": {self.source}" if self.source else ""
         package = package_of(self.file)
         whose = f" ({OF_PACKAGE} {package})" if package else ""
-        return f"{self} in {self.function}{whose}{source}"
+        place = f"{self} in {self.function}"
+        _described[place] = self
+        return f"{place}{whose}{source}"
+
+
+_described: dict[str, CallSite] = {}
+"""Lines in messages."""
+
+
+def site_in(text: str) -> CallSite:
+    """Return the first line that a message names."""
+    found = [(text.index(place), site) for place, site in _described.items() if place in text]
+    return min(found, default=(0, CallSite()), key=itemgetter(0))[1]
 
 
 def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:

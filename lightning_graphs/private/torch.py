@@ -130,6 +130,11 @@ def _nothing(*_: object) -> None:
     """Do nothing, as a hook or in place of a function that torch lacks."""
 
 
+def captured_code_runs(device: torch.device) -> bool:
+    """Return whether operators of a capture compute: they do unless a GPU records them."""
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def is_strided(tensor: Tensor) -> bool:
     """Return whether a tensor is one piece of memory, unlike sparse and nested ones."""
     return tensor.layout is torch.strided and not tensor.is_nested

@@ -21,9 +21,11 @@ from lightning_graphs.device.rules import (
     HOST_READ,
     LINEAR_ALGEBRA,
     NOT_RECORDED,
+    SIDE_EFFECT,
     UNREGISTERED_GENERATOR,
+    noting,
 )
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError, refusals
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
 from lightning_graphs.private.engine import buffers_left, plain
 from lightning_graphs.private.exchange import nothing
@@ -198,21 +200,19 @@ class StepHead:
         tensors = self._parameters(), [*module.buffers()]
         seen: list[object] = []  # of what would be done again by each run that is undone
 
-        def note(*effect: object) -> None:
-            seen.append(effect)
-
         def stop(name: str) -> None:
-            note(name)
+            seen.append(name)
             raise HeadEnded
 
         stepping = [*watch.optimizers, *watch.schedulers]
-        environment = watch.environment(on_use=note)
+        environment = watch.environment()
         outside, generators = environment.outside, environment.generators
         outside.on_iterator, outside.on_clock = stop, nothing
         found = FirstUse([], False)
-        with self.undone(args) as undone:
+        with self.undone(args) as undone, noting(), refusals() as refused:
             with contextlib.suppress(HeadEnded), environment.acting():
                 found = first_use(partial(self.step, undone.arguments), *tensors, stepping)
+            seen += [error for error in refused if error.rule == SIDE_EFFECT.rule]
             seen += generators.outside.intersection(generators.drawn()), outside.contents.changed()
             generators.restore()
             outside.contents.restore()

@@ -23,7 +23,7 @@ from lightning_graphs.autograd.backward import (
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.device.rules import READ_BEFORE
+from lightning_graphs.device.rules import COLLECTIVE, READ_BEFORE
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.torch import (
@@ -520,6 +520,8 @@ class _Capture(CallableCapture):
                 self._is_capturing = True
                 self.capture_forward(self._sources_of_arguments(producers))
                 self._is_capturing = False
+                if self._forward_graph.has_collectives:
+                    raise COLLECTIVE.refused(f"`{self.observed.name}` calls some")
             else:
                 self.capture_backward(self._sources_of_gradients(producers))
         written, self._stores[way] = self._guards.side_effects()

@@ -8,13 +8,16 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import attrgetter, getitem, gt, is_, itemgetter
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_graphs.device.rules import MOVING_VALUE, Obstacle
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import named_at, site_in
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
 from lightning_graphs.private.torch import (
@@ -24,6 +27,7 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     step_hook_tables,
 )
+from lightning_graphs.report.messages import listed
 from lightning_graphs.values.guards import in_words, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
@@ -135,6 +139,45 @@ def stored_changes(before: Signature, after: Signature) -> list[str]:
     """Describe which values have changed that steps store and read, a line each."""
     stored = [part for key in (before, after) for part in key.extra if isinstance(part, Signature)]
     return stored[0].diff(stored[1]) if len(stored) == 2 else []
+
+
+READ_OTHERWISE = Obstacle(
+    "A graph has the values that a step reads on the host, and these are others in most batches.",
+    "pad to a few fixed lengths; or compute with a mask of the lengths instead of packing, which "
+    "keeps them on the device",
+    kind="changing-shape",
+)
+
+
+def read_otherwise(
+    before: Signature, after: Signature, _: Iterable[CodeType] = ()
+) -> CaptureError | None:
+    """Return the refusal of steps that read other values on the host; None of other steps."""
+    reads = [part for key in (before, after) for part in key.extra if isinstance(part, HostReads)]
+    if len(reads) < 2 or without_values(before) != without_values(after):
+        return None
+    found = reads[0].changes(reads[1])
+    pairs = [p for p in zip(*(read.values for read in reads), strict=False) if p[0] != p[1]]
+    are_real = all(type(value) is float for pair in pairs for value in pair)  # others come back
+    if not found or not are_real or not site_in(found[0]).line:
+        return None
+    return READ_OTHERWISE.refused(found[0])
+
+
+def moving(before: Signature, after: Signature, codes: Iterable[CodeType]) -> CaptureError | None:
+    """Return the refusal of steps that find other values of user code; None of other steps."""
+    moved = _moved(before, after)
+    return MOVING_VALUE.refused(listed(moved) + named_at(moved[0], codes)) if moved else None
+
+
+def _moved(before: Signature, after: Signature) -> list[str]:
+    """Describe changed values of user code; empty if anything else changed as well."""
+    old, new = conditions_of(before), conditions_of(after)
+    same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
+    if replace(before, extra=(same,)) != replace(after, extra=(new,)):
+        return []
+    lines = replace(same, attributes=old.attributes).diff(new) + stored_changes(before, after)
+    return [line for line in lines if not line.startswith(OF_LIBRARIES)]
 
 
 def conditions_of(signature: Signature) -> CaptureKey:

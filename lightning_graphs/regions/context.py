@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.graph import GraphPool
-from lightning_graphs.device.rules import OnUse, refuse
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
@@ -111,13 +110,7 @@ class Client(environment.Client, Protocol):
     def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> Sequence[Any]:
         """Return the step's arguments besides its batch, with a tracer for each counter."""
 
-    def environment(
-        self,
-        modules: Sequence[torch.nn.Module] | None = None,
-        *,
-        on_use: OnUse = refuse,
-        seen: Any = None,
-    ) -> Environment:
+    def environment(self, modules: Sequence[torch.nn.Module] | None = None) -> Environment:
         """Make an environment for code of the whole step, or of these modules."""
 
     def observers(self) -> Observers:

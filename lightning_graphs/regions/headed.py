@@ -103,6 +103,8 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
 
     def _learns_head(self, error: GraphError) -> bool:
         if not self._head.learn(error, self._call):
+            if self._head.now is None and self._values.name == VARIABLES:
+                self._values = BatchValues(self._fit.watch.function)
             return False
         self._values = BatchValues(
             self._fit.watch.function, VARIABLES, is_callers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.device.rules import AFTERMATH, DRAWN
+from lightning_graphs.device.rules import AFTERMATH, DRAWN, are_noted
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -25,6 +25,7 @@ from lightning_graphs.private.callsite import (
     add_line,
     calls_observed,
     definition_of,
+    site_in,
 )
 from lightning_graphs.private.engine import (
     backward_passes_observed,
@@ -158,6 +159,27 @@ class Outcome(enum.Enum):
     REFUSED = enum.auto()
 
 
+class Notes:
+    """What attempts refuse, where :func:`~lightning_graphs.device.rules.noting` is entered."""
+
+    def __init__(self) -> None:
+        self.last: Sequence[CaptureError] = ()  # what the last attempt has refused
+        self.answered: list[CaptureError] = []  # what a host program does in place of the graph
+        self._asked: Sequence[CaptureError] = ()  # perhaps the next attempt's program does that
+
+    def take(self, refused: Sequence[CaptureError], *, asks_host: bool = False) -> bool:
+        """Take note of an attempt; return whether another one may go further in the code."""
+        before, self.last = self.last, refused
+        self.answered += [e for e in self._asked if not any(map(partial(_is_alike, e), refused))]
+        self._asked = refused if asks_host else ()
+        texts = [[(e.rule, e.observed) for e in found] for found in (before, refused)]
+        return bool(refused) and not refused[-1].is_noted and texts[0] != texts[1]
+
+
+def _is_alike(one: CaptureError, other: CaptureError) -> bool:
+    return one.rule == other.rule and site_in(one.observed) == site_in(other.observed)
+
+
 class Attempts(StepBody):
     """Attempts to capture training steps of one fit, which learn of each other."""
 
@@ -183,6 +205,7 @@ class Attempts(StepBody):
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         # Surrounds what a graph captures
         self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.notes = Notes()
 
     def _attempts(self, attempt: Callable[[], StepPlan]) -> StepPlan | None:
         self._unread = None
@@ -202,20 +225,29 @@ class Attempts(StepBody):
         self._asked.clear()
         self._followed.caught.clear()
         self.context.policy.tries_again()
-        compiled = self.context.compiled.runs
+        compiled, had_program = self.context.compiled.runs, self._facts.has_host_program
         try:
-            return attempt()
+            plan = attempt()
+            self.notes.take(())
+            return plan
         except CaptureError as raised:
             # Others follow the first one
             caught = self._followed.caught
             error = caught[0] if caught and AFTERMATH in raised.observed else raised
+            refused = raised.others or (raised,)
             try:
                 outcome = self._outcome_of(error, compiled=compiled)
                 if outcome is Outcome.REFUSED and self.client.keeps_back(
                     error, self._followed.reads
                 ):
                     self._facts.is_unseen = True  # once more as an eager step, to begin with
-                    return Outcome.LEARNED
+                    outcome = Outcome.LEARNED
+                if are_noted():
+                    asks_host = self._facts.has_host_program and not had_program
+                    if outcome is Outcome.REFUSED and self._learns_of(refused[1:]):
+                        outcome = Outcome.LEARNED
+                    if self.notes.take(refused, asks_host=asks_host):
+                        outcome = Outcome.LEARNED
                 if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
                     self._refuse_draws(attempt)
                 if outcome is Outcome.REFUSED and error is raised:
@@ -224,7 +256,17 @@ class Attempts(StepBody):
                     raise error from raised
                 return outcome
             finally:
-                del error  # its traceback refers to this frame, and to gradients of the step
+                del error, refused  # its traceback refers to this frame, and to gradients
+
+    def _learns_of(self, refused: Iterable[CaptureError]) -> bool:
+        """Learn what further refusals of an attempt show, which were noted."""
+        noted = [error for error in refused if error.is_noted]
+        compiled = self.context.compiled.runs
+        outcomes = [self._outcome_of(error, compiled=compiled) for error in noted]
+        if Outcome.LEARNED in outcomes:
+            return True
+        reads = self._followed.reads
+        return any([self.client.keeps_back(error, reads) for error in noted])
 
     def _outcome_of(self, error: CaptureError, *, compiled: bool) -> Outcome:
         """Judge a failed attempt, and learn what it shows of the step."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, MutableMapping
-from dataclasses import replace
 from functools import lru_cache
 from operator import is_
 from types import CodeType
@@ -15,23 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import MOVING_VALUE, Obstacle, may_follow_values
+from lightning_graphs.device.rules import Obstacle, may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, VerificationError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept
-from lightning_graphs.private.callsite import named_at
 from lightning_graphs.regions.behind import HeadMissed, StepHead
 from lightning_graphs.regions.conditions import (
-    OF_LIBRARIES,
+    READ_OTHERWISE,
     CaptureKey,
     ClientGuards,
     NewSeeds,
     Phase,
     ReplayGuards,
-    conditions_of,
     differences,
+    moving,
     signature_in_words,
-    stored_changes,
     without_values,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recovery, TrainingContext
@@ -464,14 +461,14 @@ class StepMessages:
     ) -> bool:
         """Say once why steps run eagerly, after many in a row."""
         before = self._latest
-        moved = _moved(before, signature) if before is not None else []
+        moved = moving(before, signature, codes) if before is not None else None
         read = read or (_read_on_host(signature, plans) if plans else None)
-        say = read is None and not moved
+        say = read is None and moved is None
         is_time = self._messages.waits(
             signature, why_not, differences, is_new=is_new, at_once=at_once, say=say
         )
-        if moved and is_time:
-            read = MOVING_VALUE.refused(listed(moved) + named_at(moved[0], codes))
+        if moved is not None and is_time:
+            read = moved
         if read is None or not is_time:
             return False
         self._say_refused(read, has_graphs=False)
@@ -501,20 +498,4 @@ def _read_on_host(key: Signature, plans: Iterable[StepPlan]) -> CaptureError | N
     why = next(filter(None, reversed(found)), "")
     if not why:
         return None
-    return CaptureError(
-        "A graph has the values that a step reads on the host, and these are others in most "
-        "batches.",
-        why,
-        "pad to a few fixed lengths; or compute with a mask of the lengths instead of packing, "
-        "which keeps them on the device",
-    )
-
-
-def _moved(before: Signature, after: Signature) -> list[str]:
-    """Describe changed values of user code; empty if anything else changed as well."""
-    old, new = conditions_of(before), conditions_of(after)
-    same = replace(old, phase=new.phase, gradients=new.gradients, attributes=new.attributes)
-    if replace(before, extra=(same,)) != replace(after, extra=(new,)):
-        return []
-    lines = replace(same, attributes=old.attributes).diff(new) + stored_changes(before, after)
-    return [line for line in lines if not line.startswith(OF_LIBRARIES)]
+    return READ_OTHERWISE.refused(why)

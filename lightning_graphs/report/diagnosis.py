@@ -73,7 +73,6 @@ class Finding:
     def details(self) -> str:
         """How often, with which effect, and what was observed."""
         times = [f"{self.count} times"] * (self.count > 1)
-        times += ["in the first step only"] * (self.last_step == 1)
         return ", ".join([self.effect, *times, *filter(None, [self.observed])])
 
 
@@ -93,13 +92,9 @@ class Diagnosis:
 
     @property
     def obstacles(self) -> list[Finding]:
-        """What stands in the way: neither what is captured otherwise nor what only the first
-        step does.
-
-        The first step fills caches and the like; it is never captured.
-        """
-        remarks, once = get_args(_Remark), 1 if self.steps > 1 else -1
-        return [f for f in self.findings if f.effect not in remarks and f.last_step != once]
+        """What stands in the way, and is not captured otherwise."""
+        remarks = get_args(_Remark)
+        return [finding for finding in self.findings if finding.effect not in remarks]
 
     def add(
         self,

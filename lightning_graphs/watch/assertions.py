@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -29,7 +29,7 @@ from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.exchange import Member, exchanged
-from lightning_graphs.private.torch import in_transform, is_strided, version_of
+from lightning_graphs.private.torch import in_transform, is_strided, out_of_sight, version_of
 from lightning_graphs.watch.branches import (
     NotKept,
     Way,
@@ -86,21 +86,6 @@ class Question(NamedTuple):
         is_one = is_here and _is_plain(tensor, device) and tensor.numel() == 1
         is_real = is_one and not tensor.is_complex()
         return self.is_item and is_real and compares_to_raise(self.frame)
-
-    def answer(self, device: torch.device, note: Callable[[Choice], object]) -> Any:
-        """Answer as torch does, if a graph could go on; None if it could not.
-
-        Args:
-            device: Where the graph would compute.
-            note: Is called with a choice.
-        """
-        if self.way(device) is None:
-            if self.is_compared(device):
-                return self.tensors[0].item()
-            if (choice := self.choice(device)) is None:
-                return None
-            note(choice)
-        return bool(self.condition())
 
 
 def truths_exchanged(
@@ -184,14 +169,15 @@ class _NumberOfDevice(TracedNumber):
         super().__init__(owner, "the number", lambda: None, None, False, HOST_READ)
         self._assertions, self._tensor = assertions, tensor
 
-    def refuse(self) -> NoReturn:
-        raise HOST_READ.refused_here("a number of the device is read")
+    def refuse(self) -> None:
+        HOST_READ.refuse_here("a number of the device is read")
 
-    def seen(self, function: Callable[..., Any], *args: Any) -> NoReturn:
+    def seen(self, function: Callable[..., Any], *args: Any) -> Any:
         self.refuse()
+        return function(_number_in(self._tensor), *args)
 
-    def converted(self, kind: type, module: str) -> NoReturn:
-        self.refuse()
+    def converted(self, kind: type, module: str) -> Any:
+        return self.seen(kind)
 
     def _on_device(self, function: Callable[..., Any], operands: Sequence[Any]) -> Tensor:
         """Compute with Python's numbers, which have 64 bits."""
@@ -211,6 +197,8 @@ class _NumberOfDevice(TracedNumber):
     def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
         if function not in _EXACT:
             self.refuse()
+            given = (o._tensor if isinstance(o, _NumberOfDevice) else o for o in operands)
+            return function(*(_number_in(o) if isinstance(o, Tensor) else o for o in given))
         return _NumberOfDevice(self._assertions, self._on_device(function, operands))
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
@@ -228,6 +216,11 @@ _TESTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     for module in (math, numpy)
     for name in ("isnan", "isinf", "isfinite")
 }
+
+
+def _number_in(tensor: Tensor) -> Any:
+    with out_of_sight():
+        return tensor.item()
 
 
 @dataclass(eq=False)
@@ -316,7 +309,8 @@ class Assertions:
             values = {n: chosen(entering, body[n], table.get(n)) for n in choice.names}
             found = {name: value for name, value in values.items() if value is not None}
             if len(found) < len(values) or len(self.found) == _ROOM:
-                raise self._refused(choice)
+                self._refuse(choice)
+                return {}
             cuts = [Cut(choice, entering, node) for _, node in found.values() if node is not None]
             self._cuts += cuts
             self._chosen += [
@@ -332,8 +326,8 @@ class Assertions:
         choice.behind(choose)
         return choice.outcome
 
-    def _refused(self, choice: Choice) -> GraphError:
-        return HOST_READ.refused(
+    def _refuse(self, choice: Choice) -> None:
+        HOST_READ.refuse(
             f"a condition that chooses more than a graph can is read at {choice.site.describe()}"
         )
 
@@ -346,7 +340,7 @@ class Assertions:
         cuts, self._cuts = self._cuts, []
         for cut in cuts:
             if not goes_through(cut.node, loss):
-                raise self._refused(cut.choice)
+                self._refuse(cut.choice)
             warning = cut.choice.warning(lambda value: self._held(value, len(self.found) + 1))
             self.require(cut.entering.logical_not(), cut.choice.site, NoGradient(warning))
 
@@ -356,7 +350,8 @@ class Assertions:
         way = asked.way(self._device)
         found = None if way is None or self._is_over else self._asserted(asked, way)
         if found is None:
-            raise HOST_READ.refused_here("a number of the device is read")
+            HOST_READ.refuse_here("a number of the device is read")
+            return bool(_number_in(truth))
         return found
 
     def _asserted(self, asked: Question, way: Way) -> bool | None:
@@ -421,7 +416,7 @@ class Assertions:
         self.look_behind(None)
         for value, version, choice in self._chosen:  # eager code would write another tensor
             if version_of(value) != version:
-                raise self._refused(choice)
+                self._refuse(choice)
         self._chosen.clear()
         if not self.found:
             return

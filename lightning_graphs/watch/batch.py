@@ -15,13 +15,13 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_graphs.device.rules import BATCH_CHANGED, BATCH_VALUE, HOST_READ
+from lightning_graphs.device.rules import BATCH_CHANGED, BATCH_VALUE, HOST_READ, refuse
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -182,7 +182,7 @@ class OfHost(Tensor):
         name = getattr(function, "__name__", "")
         name = getattr(function.__self__, "__name__", "") if name == "__get__" else name
         if name not in _OF_GEOMETRY:
-            raise HOST_READ.refused_here(f"{name} uses a tensor of the host in the batch")
+            HOST_READ.refuse_here(f"{name} uses a tensor of the host in the batch")
         return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
@@ -271,11 +271,11 @@ class _UnreadValue(Tracer):
             self.refuse()
         super().__setattr__(key, value)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         # Code asks what it may do with a value, such as move it; the type alone tells that.
         if not (self._kind.__dictoffset__ or hasattr(self._kind, name)):
             raise AttributeError(f"{self._kind.__name__!r} object has no attribute {name!r}")
-        super().__getattr__(name)
+        return super().__getattr__(name)
 
     def __deepcopy__(self, memo: object) -> _UnreadValue:
         return self
@@ -300,12 +300,12 @@ class BatchValues:
         is_read: Callable[[str], bool] = lambda name: False,  # whether a value is always guarded
     ) -> None:
         self._function = function  # the code that takes the batches
-        self._name, self._is_read = name, is_read
+        self.name, self._is_read = name, is_read
         self.taken_at: CallSite | None = None  # its line that takes a tensor which no graph can
         self.unread: set[str] = set()  # names of values that differ between batches
-        self._read: set[str] = set()
+        self.is_guarded: set[str] = set()
         self._before: Signature | None = None
-        self._observed = ""  # the reader of one of them, and its line
+        self.observed = ""  # the reader of one of them, and its line
         # What has read a value that is another one in the last batch; None if nothing has
         self.why: BatchValueRead | None = None
 
@@ -318,7 +318,7 @@ class BatchValues:
             CaptureError: A tensor in it is no plain one; the line is one that names it.
         """
         while True:
-            how: dict[str, Any] = {"names": (self._name,), "modes": modes, "extra": extra}
+            how: dict[str, Any] = {"names": (self.name,), "modes": modes, "extra": extra}
             try:
                 signature, tensors = Signature.of((batch,), {}, unread=self.unread, **how)
             except CaptureError as error:
@@ -329,16 +329,16 @@ class BatchValues:
             before, self._before = self._before, replace(signature, extra=())
             moved = set() if before is None else set(_moved(before, signature))
             moved = {name for name in moved if not self._is_read(name)}
-            self.why = _read(self._read, self._observed) if moved & self._read else None
-            if moved <= self.unread | self._read:
+            self.why = _read(self.is_guarded, self.observed) if moved & self.is_guarded else None
+            if moved <= self.unread | self.is_guarded:
                 return signature, tensors
-            self.unread |= moved - self._read
+            self.unread |= moved - self.is_guarded
 
     def read(self, error: BatchValueRead) -> None:
         """Guard these values from now on."""
-        self._observed = error.observed
-        self._read |= set(error.names)
-        self.unread -= self._read
+        self.observed = error.observed
+        self.is_guarded |= set(error.names)
+        self.unread -= self.is_guarded
 
 
 def _moved(before: Signature, after: Signature) -> Iterator[str]:
@@ -381,12 +381,12 @@ class UnreadValues:
             if isinstance(leaf, Unread)
         }
 
-    def _refuse(self, name: str) -> NoReturn:
+    def _refuse(self, name: str) -> None:
         site = self._sites.here()
         how = "read at" if site.line else "stored or returned, in the code of"
         error = _read([name], f"{name} is {how} {(site if site.line else self._step).describe()}")
         self._read.setdefault(name, error)
-        raise error
+        refuse(error)
 
     def _now(self, name: str) -> Any:
         """Return the value of a name in the batch of the present replay."""

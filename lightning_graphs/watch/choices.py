@@ -11,7 +11,6 @@ import ast
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import filterfalse
 from types import CodeType, FrameType
@@ -23,7 +22,6 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.autograd.nodes import leaf_of
 from lightning_graphs.private.callsite import CallSite
-from lightning_graphs.private.torch import version_of
 from lightning_graphs.watch.branches import (
     LateWarning,
     Way,
@@ -190,47 +188,3 @@ def chosen(entering: Tensor, body: Any, now: Any) -> tuple[Any, Node | None] | N
         return None  # a leaf that has a gradient of zeros has none in eager mode
     value = torch.where(entering, body, now)
     return value, value.grad_fn
-
-
-class NotedChoices:
-    """Notes the choices of code that goes on by itself, and tells those that no graph could make.
-
-    Args:
-        device: Where it computes.
-        unseen: Hides what the body does from what watches the code.
-        refused: Is told the line of a choice that is refused.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        unseen: Callable[[], AbstractContextManager[object]],
-        refused: Callable[[CallSite], object],
-    ) -> None:
-        self._device, self._unseen, self._refused = device, unseen, refused
-        self._made: list[tuple[CallSite, Tensor, int]] = []
-
-    def note(self, choice: Choice) -> None:
-        """Note a choice whose condition code asks for now."""
-        with self._unseen():
-            body = choice.of_body()
-
-        def look(table: dict[str, Any]) -> dict[str, Any]:
-            with self._unseen():
-                no = torch.zeros((), dtype=torch.bool, device=self._device)
-                found = [chosen(no, body[name], table.get(name)) for name in choice.names]
-            if None in found:
-                self._refused(choice.site)
-            tensors = (v for name in choice.names if isinstance(v := table.get(name), Tensor))
-            self._made += [(choice.site, each, version_of(each)) for each in tensors]
-            return {}
-
-        choice.behind(look)
-
-    def judge(self, loss: Tensor | None) -> None:
-        """Tell of choices since the last call: values that were written, or have gradients."""
-        made, self._made = self._made, []
-        for site, value, version in made:
-            has_others = value.grad_fn is not None and not goes_through(value.grad_fn, loss)
-            if has_others or version_of(value) != version:
-                self._refused(site)

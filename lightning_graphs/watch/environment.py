@@ -28,8 +28,7 @@ from lightning_graphs.device.rules import (
     SIDE_EFFECT,
     STORED,
     STORED_OUTSIDE,
-    OnUse,
-    refuse,
+    are_noted,
 )
 from lightning_graphs.errors import (
     CaptureError,
@@ -101,7 +100,7 @@ class Client(Protocol):
         """Whether replays may store to globals and enclosing variables, as to attributes."""
 
     def reading(
-        self, on_use: OnUse, reads: AttributeGuards | None, number: AsRead | None
+        self, reads: AttributeGuards, number: AsRead | None
     ) -> AbstractContextManager[None]:
         """Watch what the body reads of the program."""
 
@@ -113,14 +112,12 @@ class Environment:
     """What user code may read and change next to its tensor arguments.
 
     It is made before the code runs, by one walk through the module tree. A capture refuses what no
-    replay can do, and undoes it; the doctor notes it, and the code goes on: that is ``on_use``.
+    replay can do, and undoes it.
 
     Args:
         root: The module that is trained.
         client: Watches the program around the region.
         modules: Those whose code runs; all of ``root`` by default.
-        on_use: Refuses or notes what code under watch does; see :data:`OnUse`.
-        seen: Random generators whose draws are seen elsewhere; see :class:`Generators`.
     """
 
     def __init__(
@@ -129,14 +126,11 @@ class Environment:
         client: Client,
         *,
         modules: Sequence[nn.Module] | None = None,
-        on_use: OnUse = refuse,
-        seen: Iterable[Any] | None = None,
     ) -> None:
         self._root = root
         self._client = client
-        self._on_use = on_use
         self.held = list(iter_objects(root))
-        self.generators = Generators(self.held, root.device, seen=seen)
+        self.generators = Generators(self.held, root.device)
         self.loose = UnregisteredTensors(root, self.held)
         self.in_attributes = self.loose.tensors  # those that modules hold
         code = root if modules is None else nn.ModuleList(modules)
@@ -151,22 +145,16 @@ class Environment:
         return [t for t in self.in_attributes if t.requires_grad and t.is_leaf]
 
     @contextlib.contextmanager
-    def reading(
-        self, reads: AttributeGuards | None = None, number: AsRead | None = None
-    ) -> Iterator[None]:
+    def reading(self, reads: AttributeGuards, number: AsRead | None = None) -> Iterator[None]:
         """Record in ``reads`` what the body reads in modules and in the program around it."""
-        attributes = (
-            contextlib.nullcontext()
-            if reads is None
-            else reads.watching(self._root, self._client.watched)
-        )
-        with attributes, self._client.reading(self._on_use, reads, number):
+        attributes = reads.watching(self._root, self._client.watched)
+        with attributes, self._client.reading(reads, number):
             yield
 
     def old_gradients(self, others: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
         """Watch uses of ``.grad`` in the body: parameters, tensors in attributes, and others."""
         watched = [*self.in_attributes, *others]
-        return old_gradients_watched(self._on_use, watched, accumulates=self._client.accumulates)
+        return old_gradients_watched(watched, accumulates=self._client.accumulates)
 
     @contextlib.contextmanager
     def calling(self, reads: AttributeGuards) -> Iterator[None]:
@@ -178,7 +166,7 @@ class Environment:
     def acting(self) -> Iterator[None]:
         """Follow functions that the body calls, and watch their effects outside of Python."""
         client = self._client
-        with self.outside.followed(), effects_watched(client.own, self._on_use, client.effects):
+        with self.outside.followed(), effects_watched(client.own, client.effects):
             yield
 
     @contextlib.contextmanager
@@ -228,19 +216,21 @@ class Environment:
                 raise obstacle.refused(f"the module's forward {does} {self.outside.listed(names)}")
 
 
-def effects_watched(
-    own: UserCode, on_use: OnUse, further: Iterable[Effect]
-) -> AbstractContextManager[None]:
+def effects_watched(own: UserCode, further: Iterable[Effect]) -> AbstractContextManager[None]:
     """Watch for prints, opened files, Python's loggers and further effects, in this thread.
 
-    Only lines of user code count: libraries warn and log on their own account.
+    Only lines of user code count: libraries warn and log on their own account. What is refused is
+    not done.
     """
     thread = threading.get_ident()
 
-    def used(what: str, frame: FrameType | None) -> None:
-        if frame is not None and threading.get_ident() == thread and own.runs_in(frame):
-            site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-            on_use(SIDE_EFFECT, what, f"{what} is used", site)
+    def used(what: str, frame: FrameType | None) -> bool:
+        is_own = frame is not None and own.runs_in(frame)
+        if frame is None or not is_own or threading.get_ident() != thread:
+            return False
+        site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        SIDE_EFFECT.refuse(f"{what} is used at {site.describe()}")
+        return True
 
     present = [*further, *_present()]
     return exchanged((o, name, _watched(getattr(o, name), what, used)) for o, name, what in present)
@@ -255,7 +245,24 @@ def _present() -> Iterator[Effect]:
             yield owner, name, _NAMES.get(path, path)
 
 
-def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], None]) -> Any:
+class _Nothing:
+    """Stands for what an effect returns that is refused, where the code goes on."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> _Nothing:
+        return self
+
+    __enter__ = __call__
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+
+def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], bool]) -> Any:
     """Wrap a function or property so that it reports its caller's frame."""
     is_property = isinstance(original, property)
     function = original.fget if is_property else original
@@ -263,8 +270,9 @@ def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], N
     @functools.wraps(function)
     def watched(*args: Any, **kwargs: Any) -> Any:
         frame = next((f for f in frames_from(sys._getframe(1)) if not _passes_on(f)), None)
-        if not is_property or function(*args):  # without a logger, nothing is done with it
-            used(what, frame)
+        acts = not is_property or function(*args)  # without a logger, nothing is done with it
+        if acts and used(what, frame):
+            return _Nothing()
         return function(*args, **kwargs)
 
     return property(watched, original.fset) if is_property else watched
@@ -295,14 +303,16 @@ def code_captured(what: str) -> Iterator[None]:
         try:
             yield
             if refused:
-                raise refused[0]
-        except GraphError:
+                raise _first(refused)
+        except GraphError as error:
+            if refused and are_noted() and isinstance(error, CaptureError):
+                raise _first(refused) from error
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise no_room(what, first_line(error)) from error
             if refused:  # by a handler in the captured code
-                raise refused[0] from error
+                raise _first(refused) from error
             site = CallSiteFinder().of_exception(error)
             raise RaisedInCapture(
                 f"{what} must run without an error.",
@@ -310,6 +320,11 @@ def code_captured(what: str) -> Iterator[None]:
                 "correct the line, if it raises in an eager step, too; else only pass on or log "
                 "the value: some, such as those of metrics, are not there during a capture",
             ) from error
+
+
+def _first(refused: list[CaptureError]) -> CaptureError:
+    first, first.others = refused[0], [*refused]
+    return first
 
 
 # ------------------ Clocks: a replay reads the first before its graph, and the others after it
@@ -500,7 +515,6 @@ def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
 
 @contextlib.contextmanager
 def old_gradients_watched(
-    on_use: OnUse = refuse,
     others: Iterable[Tensor] = (),  # tensors in attributes, and copies of some of them
     *,
     accumulates: bool = False,  # gradients of earlier steps are added to
@@ -524,7 +538,7 @@ def old_gradients_watched(
         module, code = frame.f_globals.get("__name__", ""), frame.f_code
         computes_nothing = module.startswith((_COMPILER, OURS)) or code.co_name in harmless
         if not (computes_nothing and is_library(code.co_filename)):
-            on_use(OLD_GRADIENTS, name, name, CallSiteFinder().here())
+            OLD_GRADIENTS.refuse_here(name)
 
     watched = set(map(id, others))
 

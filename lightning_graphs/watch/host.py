@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn.utils.rnn import invert_permutation
 
-from lightning_graphs.device.rules import RECURRENT
+from lightning_graphs.device.rules import RECURRENT, refuse
 from lightning_graphs.device.trace import OperatorCall, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
@@ -523,8 +523,8 @@ class HostTape:
             raise CaptureError(RULE, f"a CPU tensor of shape {size} is kept or returned", REMEDY)
 
     def refuse(self, what: str) -> None:
-        """Raise for what replays cannot repeat, and name the user's line."""
-        raise CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY)
+        """Refuse what replays cannot repeat, and name the user's line."""
+        refuse(CaptureError(RULE, f"{what}, at {self._sites.here().describe()}", REMEDY))
 
 
 def _shapes_of_kept(born: list[Tensor]) -> list[tuple[int, ...]]:

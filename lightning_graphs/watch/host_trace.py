@@ -33,6 +33,7 @@ from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import PythonGenerator, comparable
 from lightning_graphs.private.torch import (
+    captured_code_runs,
     functions_out_of_sight,
     memory_of,
     out_of_sight,
@@ -67,6 +68,7 @@ from lightning_graphs.watch.tracers import (
     drawn_by,
     draws_exchanged,
     present,
+    used,
 )
 
 aten = torch.ops.aten
@@ -338,7 +340,7 @@ class HostTracer(OperatorMode):
         value: Tensor = self.tape.run(OperatorCall(aten._to_copy.default, (tensor,), kwargs))
         with out_of_sight():
             static = self._static(value)
-            if self._emulated:  # there the captured code runs
+            if captured_code_runs(self._device):
                 static.copy_(value)
         if self.tape.changes(value):
             self.tape.copy(static, value)
@@ -594,7 +596,7 @@ def draws_recorded(
                 drawn = tape.draw(generator, call)
                 if not torch.equal(state, torch.get_rng_state()):
                     torch.set_rng_state(state)
-                    numbers.refuse(DRAWN, f"{name}, which draws from torch's generator, too,")
+                    raise used(DRAWN, f"{name}, which draws from torch's generator, too,")
             return numbers.number(numbers.unique(name), partial(getattr, drawn, "value"), DRAWN)
 
         return draw

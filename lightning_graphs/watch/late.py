@@ -124,19 +124,21 @@ class LateValue(Tracer):
         returned.sizes = self._sizes_given
         return returned
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         if not self.sizes:
             self.refuse()
         return self.sizes[0]
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         """Give all rows, or as many parts as the statement that unpacks it has targets."""
         frame = sys._getframe(1)
         unpacks = _instruction_at(frame)
         rows = unpacks.arg if unpacks.opname == "UNPACK_SEQUENCE" else (*self.sizes, None)[0]
         if rows is None or rows > _MOST_ROWS or not self._use.is_own(frame):
             self.refuse()
-        found = [self._use.keep(operator.getitem, ((self, i), {}), self._use) for i in range(rows)]
+        found = [
+            self._use.keep(operator.getitem, ((self, i), {}), self._use) for i in range(rows or 0)
+        ]
         for row in found:
             row.sizes = self.sizes[1:]
         return iter(found)
@@ -161,9 +163,7 @@ class LateValue(Tracer):
             self.refuse()
         return self._kept(function, *args, **kwargs)
 
-    def __array_ufunc__(  # type: ignore[override]
-        self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any
-    ) -> LateValue:
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> LateValue:
         if _acts(method, kwargs):
             self.refuse()
         return self._kept(getattr(ufunc, method), *inputs, **kwargs)
@@ -229,9 +229,8 @@ def _deferring(function: Callable[..., Any], *, swapped: bool = False) -> Callab
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
     setattr(LateValue, f"__{_name}__", _deferring(getattr(operator, _name)))
     setattr(LateValue, f"__r{_name}__", _deferring(getattr(operator, _name), swapped=True))
-for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne"):
-    setattr(LateValue, f"__{_name}__", _deferring(getattr(operator, _name)))
-LateValue.__round__ = _deferring(round)
+for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne", "round"):
+    setattr(LateValue, f"__{_name}__", _deferring(getattr(operator, _name, round)))
 
 
 class LateCall:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -112,26 +112,6 @@ def _member(owner: Any, name: str, instead: Callable[..., Any]) -> Member:
         return instead(asking, own, *args, **kwargs)
 
     return owner, name, call
-
-
-_READING = ("item", "__bool__", "__int__", "__float__")
-
-
-def reads_noted(
-    named: Iterable[tuple[str, Tensor]],
-    # Entered around a read, given the code that reads
-    around: Callable[[CodeType], AbstractContextManager[object]],
-) -> AbstractContextManager[None]:
-    """Note where the body reads numbers that captured code would follow."""
-    candidates = held_numbers(named)
-
-    def read(asking: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
-        if id(base_of(tensor)) not in candidates or tensor.numel() != 1:
-            return own(tensor)
-        with around(asking.f_code):
-            return own(tensor)
-
-    return exchanged([_member(Tensor, name, read) for name in _READING] if candidates else [])
 
 
 class _Moved:
@@ -233,7 +213,8 @@ class FollowedState:
                 same = mirror.tensor.detach().reshape(()) == memory
                 self._assertions.require(same, CallSiteFinder().here(), _Moved(mirror.name))
         if self._found[mirror] is _UNKNOWN:
-            raise HOST_READ.refused_here(f"{mirror.name} is read")
+            HOST_READ.refuse_here(f"{mirror.name} is read")
+            return None
         return self._found[mirror]
 
     def _item(self, _: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:

@@ -13,14 +13,13 @@ number first on a CPU. CUDA divides by a number of the host by multiplying with 
 
 from __future__ import annotations
 
-import abc
 import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy
 import torch
@@ -28,11 +27,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle
+from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, refuse
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import Absence
-from lightning_graphs.private.torch import out_of_sight, version_of
+from lightning_graphs.private.torch import captured_code_runs, out_of_sight, version_of
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import HostTape
@@ -44,6 +43,7 @@ from lightning_graphs.watch.tracers import (
     TracedNumber,
     Tracer,
     constants_around,
+    present,
     refuse_tracers,
     used,
 )
@@ -70,54 +70,6 @@ class NumberOnDevice:
             self.memory.fill_(value)
 
 
-class Numbers(abc.ABC):
-    """The numbers of one step under watch: makes their tracers, and says what a use comes to."""
-
-    tape: HostTape | None  # has what the step draws
-
-    @abc.abstractmethod
-    def kind_of(self, value: Any, obstacle: Obstacle | None = None) -> Callable[..., Any] | None:
-        """The class of tracers for a value; None: user code gets the value itself.
-
-        Without an obstacle it is for what user code computes from other tracers.
-        """
-
-    @abc.abstractmethod
-    def refuse(self, obstacle: Obstacle, name: str) -> object:
-        """Refuse a use that no replay can follow; where this returns, the use goes on."""
-
-    @abc.abstractmethod
-    def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
-        """A value that user code sees: a captured step is for steps that would see it, too."""
-
-    def number(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> Any:
-        """Return the tracer for a value that changes between steps; lists get one for each entry.
-
-        Args:
-            name: What messages call it.
-            read: Gives the present value.
-            obstacle: ``COUNTER`` of what the trainer changes, ``DRAWN`` of what is drawn on the
-                host, which replays have ahead of their graph, ``CLOCK`` of what they have after it.
-        """
-        value, drawn = read(), obstacle is DRAWN
-        if drawn and type(value) in (list, tuple):
-            items = range(len(value))
-            return type(value)(
-                [self.number(f"{name}[{i}]", item_of(read, i), DRAWN) for i in items]
-            )
-        kind = self.kind_of(value, obstacle)
-        if kind is not None:
-            return kind(self, name, read, value, drawn or name == LASTING, obstacle)
-        if drawn and not is_plain(value):
-            self.refuse(DRAWN, name)
-        return self.guarded(name, read, value, obstacle) if is_plain(value) else value
-
-    def ways_of(self, read: Callable[[], Any]) -> float:
-        """Count the branches that a step may take by what Python reads of its draws."""
-        assert self.tape is not None
-        return self.tape.count_ways(partial(_present, read, None))
-
-
 def item_of(read: Callable[[], Any], index: int) -> Callable[[], Any]:
     return lambda: read()[index]
 
@@ -130,7 +82,7 @@ def _present(read: Callable[[], Any], _: object) -> Any:
         return Absence.ABSENT
 
 
-class StepNumbers(Numbers):
+class StepNumbers:
     """The numbers of the trainer, and those that are drawn, in the capture of one step."""
 
     def __init__(
@@ -163,7 +115,38 @@ class StepNumbers(Numbers):
 
     # ------------------------------------------------------------------ what code gets
 
+    def number(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> Any:
+        """Return the tracer for a value that changes between steps; lists get one for each entry.
+
+        Args:
+            name: What messages call it.
+            read: Gives the present value.
+            obstacle: ``COUNTER`` of what the trainer changes, ``DRAWN`` of what is drawn on the
+                host, which replays have ahead of their graph, ``CLOCK`` of what they have after it.
+        """
+        value, drawn = read(), obstacle is DRAWN
+        if drawn and type(value) in (list, tuple):
+            items = range(len(value))
+            return type(value)(
+                [self.number(f"{name}[{i}]", item_of(read, i), DRAWN) for i in items]
+            )
+        kind = self.kind_of(value, obstacle)
+        if kind is not None:
+            return kind(self, name, read, value, drawn or name == LASTING, obstacle)
+        if drawn and not is_plain(value):
+            self.refuse(DRAWN, name)
+        return self.guarded(name, read, value, obstacle) if is_plain(value) else value
+
+    def ways_of(self, read: Callable[[], Any]) -> float:
+        """Count the branches that a step may take by what Python reads of its draws."""
+        assert self.tape is not None
+        return self.tape.count_ways(partial(_present, read, None))
+
     def kind_of(self, value: Any, obstacle: Obstacle | None = None) -> Callable[..., Any] | None:
+        """Return the class of tracers for a value; None: user code gets the value itself.
+
+        Without an obstacle it is for what user code computes from other tracers.
+        """
         kind, drawn = type(value), obstacle is DRAWN
         if kind is numpy.ndarray and (drawn or obstacle is None):
             return ArrayTracer
@@ -183,6 +166,7 @@ class StepNumbers(Numbers):
         return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
 
     def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
+        """Return a value that user code sees; the graph is for steps that would see it, too."""
         self.has_guards = True
         if obstacle is not DRAWN:
             self._guards.append((name, partial(_present, read)))
@@ -194,10 +178,11 @@ class StepNumbers(Numbers):
             self.refuse(DRAWN, f"{name}, on which the way of the step depends,")
         return value
 
-    def refuse(self, obstacle: Obstacle, name: str) -> NoReturn:
+    def refuse(self, obstacle: Obstacle, name: str) -> None:
+        """Refuse a use that no replay can follow; where this returns, the use goes on."""
         if obstacle is DRAWN:
             self.refused |= self.drawing
-        raise used(obstacle, name)
+        refuse(used(obstacle, name))
 
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """Return a reader for a logged float that a guard fixes; None for other values.
@@ -221,7 +206,7 @@ class StepNumbers(Numbers):
         with out_of_sight():
             memory = self._room[place : place + 1].view(dtype)[0].data  # autograd counts its writes
             self.on_device[number.name, dtype] = NumberOnDevice(memory, number.now)
-            if not memory.is_cuda:  # there the captured code runs
+            if captured_code_runs(memory.device):
                 memory.fill_(number.value)
         return memory
 
@@ -240,7 +225,7 @@ class StepNumbers(Numbers):
         """Refuse what shows only at the end of the step, and note which values guard the graph."""
         for observed, tensor, version in self._read_only:
             if version_of(tensor) != version:
-                raise COUNTER.refused(observed)
+                COUNTER.refuse(observed)
         self._read_only.clear()
         self.note_guards()
 
@@ -271,14 +256,11 @@ class ScalarTracer(TracedNumber, Tracer):
         """The number's class, for Python code that asks, as ``F.interpolate`` does of sizes."""
         return type(self.value)
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         if self.obstacle is DRAWN:
             raise TypeError("a number has no len()")
         observed = f"{self.name} is read at {CallSiteFinder().here().describe()}"
         raise _HasNoLength(COUNTER.rule, observed, COUNTER.remedy)
-
-    def refuse(self) -> NoReturn:
-        self.numbers.refuse(self.obstacle, self.name)
 
     @classmethod
     def __torch_function__(
@@ -294,7 +276,7 @@ class ScalarTracer(TracedNumber, Tracer):
                 return form(number.numbers)
         args, kwargs = tree_map_only(ScalarTracer, ScalarTracer.bare, given)
         refuse_tracers((args, kwargs))
-        return function(*args, **kwargs)
+        return function(*present(args), **present(kwargs))
 
 
 class ArrayTracer(ScalarTracer):
@@ -310,12 +292,12 @@ class ArrayTracer(ScalarTracer):
     def __getitem__(self, key: Any) -> Any:
         return self.computed(self.name, operator.getitem, self, key)
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         name, count = f"len({self.name})", len(self.value)
         found: int = self.numbers.guarded(name, lambda: len(self.now()), count, DRAWN)
         return found
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:
         return iter([self[i] for i in range(len(self))])
 
     def __getattr__(self, name: str) -> Any:

@@ -214,11 +214,11 @@ class ListAppend(Tracer):
             raise AttributeError(f"{self._kind.__name__!r} object has no attribute {method!r}")
         self.operations.append((method, args))
 
-    def __iadd__(self, values: Iterable[Any]) -> ListAppend:  # type: ignore[override, misc]
+    def __iadd__(self, values: Iterable[Any]) -> ListAppend:
         self._note("extend", _all_in(values))
         return self
 
-    def __ior__(self, values: Iterable[Any]) -> ListAppend:  # type: ignore[override, misc]
+    def __ior__(self, values: Iterable[Any]) -> ListAppend:
         self._note("update", _all_in(values))
         return self
 
@@ -228,7 +228,7 @@ class ListAppend(Tracer):
     def __delitem__(self, key: Any) -> None:
         self._note("__delitem__", self._all_of(key))
 
-    def _all_of(self, key: Any) -> slice:
+    def _all_of(self, key: Any) -> Any:
         """Return a slice as it is and refuse an index, which some lists may lack."""
         if self._kind is not list or not isinstance(key, slice) or key.step not in (None, 1):
             self.refuse()

@@ -273,39 +273,6 @@ def is_watchable(value: Any) -> bool:
     )
 
 
-class ReadsInCalls(AttributeGuards):
-    """Notes tensors that calls of submodules read in attributes, and have not set themselves.
-
-    Args:
-        root: The module whose submodules are called.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__()
-        self._root, self._depth = root, 0
-
-    def enter(self, module: nn.Module, _: object) -> None:
-        """Note that a call begins; a forward pre-hook."""
-        if self._depth == 0:
-            self._stored.clear()
-        self._depth += module is not self._root
-
-    def leave(self, module: nn.Module, *_: object) -> None:
-        """Note that a call ends; a forward hook."""
-        self._depth -= module is not self._root
-
-    def is_served(self, owner: object, key: Any) -> bool:
-        """Return whether replays bind an attribute that calls have bound to another tensor."""
-        return owner is not self._root and not self.may_have_read(owner, key)
-
-    def _is_mine(self) -> bool:
-        return self._depth > 0 and super()._is_mine()
-
-    def _note(self, owner: Any, kind: type, key: str, value: Any, path: str) -> None:
-        if isinstance(value, Tensor):
-            self.add(f"{path}.{key}", vars(owner).get, key, owner)
-
-
 def _is_metric(module: nn.Module) -> bool:
     return any(base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
 

@@ -15,12 +15,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, with_known_remedy
+from lightning_graphs.device.rules import (
+    CLOCK,
+    COUNTER,
+    DRAWN,
+    Obstacle,
+    refuse,
+    with_known_remedy,
+)
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, frames_from, is_library
 from lightning_graphs.private.exchange import Member, exchanged
@@ -41,7 +48,7 @@ class Tracer:
     Args:
         name: What messages call the value.
         read: Gives the present value, at a replay.
-        on_use: Raises the :class:`CaptureError` of a use, given the name.
+        on_use: Refuses a use, given the name.
         kind: The class that user code sees; None: its own.
     """
 
@@ -49,15 +56,15 @@ class Tracer:
         self,
         name: str,
         read: Callable[[], Any],
-        on_use: Callable[[str], NoReturn],
+        on_use: Callable[[str], object],
         kind: type | None = None,
     ) -> None:
         self._name, self._read, self._on_use = name, read, on_use
         self._kind = kind or type(self)
 
-    def refuse(self) -> NoReturn:
-        """Raise a :class:`CaptureError` that names the value."""
-        self._on_use(self._name)
+    def refuse(self) -> object:
+        """Refuse a use of the value; where this returns, it goes on."""
+        return self._on_use(self._name)
 
     def now(self) -> Any:
         """Return the present value, at a replay."""
@@ -71,23 +78,15 @@ class Tracer:
         ours = frame.f_globals.get("__name__", "").startswith(OURS)
         return type(self) if ours else self._kind
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         self.refuse()
+        return self.now()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __matmul__ = _refuse
-    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = _refuse
-    __pow__ = __rpow__ = __divmod__ = __rdivmod__ = __neg__ = __pos__ = __abs__ = _refuse
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refuse
-    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
-    __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = _refuse
-    __bool__ = __index__ = __int__ = __float__ = __str__ = __repr__ = __format__ = _refuse
-    __iter__ = __getitem__ = __len__ = __array__ = __array_ufunc__ = _refuse
-
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # torch and copy ask whether there is such a protocol
             raise AttributeError(name)
         self.refuse()
+        return getattr(self.now(), name)
 
     @classmethod
     def __torch_function__(
@@ -95,7 +94,25 @@ class Tracer:
     ) -> Any:
         """Refuse torch operators, which ask for this method before they read the value."""
         refuse_tracers((args, kwargs))
-        return NotImplemented
+        return function(*present(args), **present(kwargs or {}))
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    """Make a method that refuses a use, or else does what the value itself does."""
+
+    def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        self.refuse()
+        return getattr(self.now(), name)(*args, **kwargs)
+
+    return method
+
+
+_BOTH = "add sub mul matmul mod floordiv truediv pow divmod and or xor lshift rshift"
+_USES = "neg pos abs invert round trunc floor ceil eq ne lt le gt ge hash bool index int float str"
+_USES += " repr format iter getitem len array array_ufunc"
+for _name in [*_USES.split(), *(f"{way}{name}" for name in _BOTH.split() for way in ("", "r"))]:
+    if _name != "rmatmul":  # a tensor is asked first
+        setattr(Tracer, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
 class OpaqueTracer(Tracer):
@@ -109,7 +126,8 @@ class LateTracer(OpaqueTracer):
     """Tracer for a number that the step has moved: a replay has it at its end, to log it."""
 
     def now(self) -> Any:
-        return self.refuse()  # it is stored, which a replay does earlier
+        self.refuse()  # it is stored, which a replay does earlier
+        return self._read()
 
     @property
     def at_end(self) -> Callable[[], Any]:
@@ -117,8 +135,8 @@ class LateTracer(OpaqueTracer):
         return self._read
 
 
-def _refuse_use(obstacle: Obstacle, name: str) -> NoReturn:
-    raise used(obstacle, name)
+def _refuse_use(obstacle: Obstacle, name: str) -> None:
+    refuse(used(obstacle, name))
 
 
 def used(obstacle: Obstacle, name: str) -> CaptureError:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import pytest
 import torch
 
-from lightning_graphs.device.rules import Obstacle
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.device.emulated import UndoingBackend
+from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.device.rules import noting
+from lightning_graphs.errors import CaptureError, refusals
 from lightning_graphs.watch.host_trace import HostTracer
-from lightning_graphs.watch.noted import Observer
 
 
 def test_a_tensor_of_the_host_is_read_in_the_batch_of_the_replay() -> None:
@@ -24,15 +28,34 @@ def test_a_tensor_of_the_host_is_read_in_the_batch_of_the_replay() -> None:
 
 def test_the_doctor_lets_a_step_give_memory_to_tensors_of_its_own() -> None:
     """As recurrent layers of cuDNN do; a tensor from before keeps its memory."""
-    found: list[tuple[str, str]] = []
-
-    def note(operator: str, obstacle: Obstacle, _: CallSite) -> None:
-        found.append((operator, obstacle.kind))
-
     weights, known = torch.ones(4), torch.empty(0)
-    observer = Observer(note, lambda *_: (), [torch.default_generator], CallSiteFinder(), False)
-    with observer:
+    pool = GraphPool(backend=UndoingBackend(weights.device, is_rehearsal=False))
+    with contextlib.suppress(CaptureError), refusals() as refused, pool.capture():
         torch.empty(0).set_(weights.untyped_storage())
-        assert found == []
+        assert refused == []
         known.set_(weights.untyped_storage())
-    assert found == [("aten.set_.source_Storage", "moved-memory")]
+    with pytest.raises(CaptureError, match=r"aten\.set_\.source_Storage"), pool.capture():
+        known.set_(weights.untyped_storage())
+
+
+def test_every_refusal_is_noted_and_the_code_goes_on(device: torch.device) -> None:
+    """... as it would, and all that it writes is undone."""
+    x = torch.arange(4.0, device=device)
+    before = torch.ones(2)
+
+    def body() -> list[object]:
+        x.add_(1)
+        noise = torch.eye(2).to_mkldnn() if device.type == "cpu" else None  # of no GPU
+        found: list[object] = [x.sum().item(), x[x > 2].tolist(), noise]
+        before.to(device)
+        return [*found, torch.tensor([1.0, 2.0], device=device)]
+
+    pool = GraphPool(backend=UndoingBackend(device, is_rehearsal=False))
+    with noting(), refusals() as refused, pool.capture():
+        results = body()
+        said = [error.observed.partition(" at ")[0].rpartition("(")[2] for error in refused]
+    assert results[:2] == [10.0, [3.0, 4.0]]
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+    wanted = {"aten._local_scalar_dense.default)", "aten.index.Tensor", "tolist", "tensor"}
+    wanted |= {"aten._to_copy.default"} if device.type == "cuda" else set()
+    assert set(said) >= wanted

@@ -428,7 +428,7 @@ ROWS = {
     "mixed up": row(MixedUp, trace=SeesBatches, data=copied_anew),
     "shared memory": row(
         Shifted, said="memory.*training_step changes one of them in place",
-        placed=False,
+        placed=False, found="rule remedy",
     ),
     **{
         mode: row(Combined, data=partial(combined, mode), max_epochs=4)
@@ -501,5 +501,3 @@ ROWS = {
 
 class TestBatches(Promises):
     rows = ROWS
-    unlike = ("shared memory",)
-    spoiled = ("nested tensor",)

@@ -175,4 +175,3 @@ ROWS |= {
 
 class TestContainers(Promises):
     rows = ROWS
-    unlike = ("deque, read",)

@@ -220,4 +220,3 @@ ROWS = table(
 
 class TestCriteria(Promises):
     rows = ROWS
-    unlike = ("LearnedAveraged", "LearnedListing")  # a number, and a length, that changes

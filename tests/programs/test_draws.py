@@ -252,16 +252,3 @@ ROWS = (
 
 class TestDraws(Promises):
     rows = ROWS
-    unlike = (
-        "functions_of_numpy",
-        "several",
-        "an_array_of_one",
-        "unpacked",
-        "coins",
-        "shuffles",
-        "writes_places",
-        "another_index_each_time",
-        "adds_in_place",
-        "two_generators",
-    )
-    spoiled = ("shuffled_features", "shuffles")

@@ -279,4 +279,3 @@ ROWS |= {
 
 class TestElsewhere(Promises):
     rows = ROWS
-    unlike = ("Counted", "in_gradient_hook", "in_generator")

@@ -489,7 +489,7 @@ ROWS = (
         Restarting, said="in training_step: self.zero_grad", also="unverified",
         accumulate_grad_batches=2,
     )
-    | table(Consuming, said="takes an iterator", placed=False, validation=0)
+    | table(Consuming, said="takes an iterator", found="rule remedy", placed=False, validation=0)
     | table(
         SometimesSkipping, said="got NoneType", replayed=16, max_epochs=5, placed=False,
         data=lambda: batches(6, last=5),
@@ -527,4 +527,3 @@ ROWS = (
 
 class TestFrozen(Promises):
     rows = ROWS
-    unlike = ("IndexedByRange", "Dumping", "Consuming", "Mixup", "ReadIntoAnArray")

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -278,9 +279,9 @@ ROWS = (
     | stepping(Net, each=REFUSED, **LEFT)
     | stepping(Net, each=dict.fromkeys(OUTSIDE, "A "), around=begun_again, found=None)
 )  # fmt: skip
+# A head shows in further steps that its numbers move
+ROWS["counts"] = replace(ROWS["counts"], found=None)
 
 
 class TestHeads(Promises):
     rows = ROWS
-    # The doctor does not know where the first use of a parameter is
-    unlike = tuple(name for name, row in ROWS.items() if row.said == "")

@@ -177,5 +177,3 @@ ROWS = stepping(
 
 class TestKeptBack(Promises):
     rows = ROWS
-    # The doctor's values have their types, and it sees that numbers of NumPy change
-    unlike = ("by_its_type", "text_scores", "collected", "converted")

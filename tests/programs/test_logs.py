@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -410,11 +411,12 @@ ROWS = (
     | table(Unfused, KeptNumber, max_epochs=3)
     | table(Precise, max_epochs=3, also="float64; bf16-true", ignored=".*needs to be floating")
 )  # fmt: skip
+# By then a run has left the update to eager steps
+ROWS["reads_decay"] = replace(ROWS["reads_decay"], found=None)
 
 
 class TestLogs(Promises):
     rows = ROWS
-    unlike = ("InBackward", "WeightedByIndex", "reads_decay")
 
 
 def test_lightnings_own_function_is_called_once_an_epoch(

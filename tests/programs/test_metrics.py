@@ -115,4 +115,3 @@ ROWS = table(
 
 class TestMetrics(Promises):
     rows = ROWS
-    unlike = ("OfTheIndex",)

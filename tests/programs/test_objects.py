@@ -445,4 +445,3 @@ for frozen in (False, True):
 
 class TestObjects(Promises):
     rows = ROWS
-    unlike = ("an iterator in an object", "an iterator in a list", "an iterator in a dict")

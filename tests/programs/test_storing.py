@@ -820,4 +820,3 @@ ROWS = (
 
 class TestStoring(Promises):
     rows = ROWS
-    unlike = ("Weighted", "Annealed", "WithNumbers", "Totals")

@@ -138,4 +138,3 @@ ROWS["Jittered"] = row(Jittered, said="draws from", also="unverified", around=se
 
 class TestTensors(Promises):
     rows = ROWS
-    unlike = ("Jittered",)

@@ -258,4 +258,3 @@ ROWS = (
 
 class TestTrainer(Promises):
     rows = ROWS
-    unlike = ("BySchedulersCount",)

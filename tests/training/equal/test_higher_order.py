@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_graphs.report.diagnosis import Diagnosis
 from lightning_graphs.watch.host_trace import HostTracer
 from tests.training.fits import Net, compare, examined, line, prepare, rows
 
@@ -48,12 +47,13 @@ class ChoosingWithGradients(Net):
 # torch's compiler asks for it where branches have gradients.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 class TestHigherOrderOperators:
-    def test_the_doctor_sees_nothing_in_the_way_of_flex_attention(
+    def test_the_doctor_sees_nothing_but_a_rehearsal_in_the_way_of_flex_attention(
         self, backend: str, tmp_path: Path
     ) -> None:
         eager = prepare(backend, tmp_path, False, module=Attending).run()
         fit = examined(backend, tmp_path, module=Attending)
-        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
+        refused = {row.kind for row in fit.capture.report.diagnosis.findings}
+        assert refused == ({"compiled"} if backend == "emulated" else set())
         compare(eager, fit, replayed=False)
 
     @pytest.mark.parametrize("module", [Choosing, ChoosingWithGradients])

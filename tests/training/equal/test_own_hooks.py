@@ -69,5 +69,5 @@ def test_of_submodules_with_old_hooks_run_and_doctor_say_what_replaces_them(
     assert captured.statistics.replayed > 0
     fit = examined(backend, tmp_path, capture=capture, **given)
     (finding,) = fit.capture.report.diagnosis.findings
-    assert (finding.operator, finding.effect) == ("self.net.0.weight", "eager step")
-    assert finding.code == f"torch.nn.utils.{new}(layer)"
+    assert (finding.effect, finding.remedy) == ("eager step", f"use torch.nn.utils.{new}")
+    assert f"{finding.observed}; {finding.remedy}" == said
