@@ -545,8 +545,7 @@ _LEAST, _LEAST_SHARE = 2**31, 0.05
 """Bytes that may be taken next to that peak in any case, up to this part of a GPU's memory."""
 _ROOMY = 4
 """If so many times the peak of eager steps is free, memory need not be counted."""
-SETTLED = 3
-"""Steps after which the allocator has cut its memory into blocks for good."""
+SETTLED = 3  # steps after which the allocator has cut its memory into blocks for good
 _BESIDE = 2**26  # bytes: what a comparison takes next to the state that it has copied
 _MIB = 2**20
 
@@ -579,18 +578,21 @@ class MemoryBudget:
             torch.cuda.empty_cache()  # graphs take from a pool, never what lies cached
             if lent is None:  # else those of the fit may not have run yet
                 self._peak, self._activations = peak, beside
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        limit = peak + max(int(self._share * peak), min(_LEAST, int(_LEAST_SHARE * total)))
-        beside *= not lent
+        limit, beside = self._limit(peak), beside * (not lent)
         if torch.cuda.memory_reserved(self._device) + beside > limit:
             torch.cuda.empty_cache()  # eager steps cannot use the rest, which is in use or in pools
             taken = torch.cuda.memory_reserved(self._device)
             if taken + beside > limit:
-                observed = (
+                raise no_room(
+                    what,
                     f"{taken // _MIB} MiB are taken, a step takes {beside // _MIB} MiB beside, and "
-                    f"memory={self._share:g} allows {limit // _MIB} MiB"
+                    f"memory={self._share:g} allows {limit // _MIB} MiB",
                 )
-                raise no_room(what, observed)
+
+    def _limit(self, peak: int) -> int:
+        """Return how many bytes may be reserved, given the peak of eager steps."""
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        return peak + max(int(self._share * peak), min(_LEAST, int(_LEAST_SHARE * total)))
 
     @property
     def is_roomy(self) -> bool:
@@ -618,15 +620,15 @@ class MemoryBudget:
 
     def _room(self, beside: int) -> int:
         taken = torch.cuda.memory_reserved(self._device) + beside
-        left = int((1 + self._share) * self._peak) - taken
-        return max(0, min(self._free() - beside, left) - _BESIDE)
+        return max(0, min(self._free() - beside, self._limit(self._peak) - taken) - _BESIDE)
 
     def _free(self) -> int:
         """Return how many bytes the allocator may still take from the device."""
         free, total = torch.cuda.mem_get_info(self._device)
         fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
-        allowed = int(total * fraction(self._device))
-        return min(free, allowed - torch.cuda.memory_reserved(self._device))
+        return min(
+            free, int(total * fraction(self._device)) - torch.cuda.memory_reserved(self._device)
+        )
 
     @contextlib.contextmanager
     def memory_of(self, graph: CUDAGraph) -> Iterator[None]:
@@ -668,15 +670,15 @@ def defragment(tensors: Iterable[Tensor]) -> None:
     """
     if torch.cuda.get_allocator_backend() != "native":  # others have no pools
         return
-    device = torch.cuda.current_device()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
     if reserved - torch.cuda.memory_allocated() < _WORTH_A_MOVE * reserved:
         return
-    movable = [t for t in tensors if t.is_cuda and t.device.index == device and _is_whole(t)]
+    here = torch.cuda.current_device()
+    movable = [t for t in tensors if t.is_cuda and t.device.index == here and _is_whole(t)]
     pool, freed = torch.cuda.MemPool(), 0
-    try:
+    with contextlib.suppress(torch.OutOfMemoryError):  # what has moved has moved; the rest stays
         for tensor in movable:
             with torch.cuda.use_mem_pool(pool):
                 tensor.data = tensor.clone()
@@ -685,8 +687,6 @@ def defragment(tensors: Iterable[Tensor]) -> None:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
                 freed = 0
-    except torch.OutOfMemoryError:
-        pass  # what has moved has moved; the rest stays
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

@@ -84,18 +84,18 @@ def test_plenty_is_four_times_the_peak_of_eager_steps(allocator: dict[str, int])
     assert not budget.is_roomy
 
 
-@pytest.mark.parametrize("total", [0, 80_000])
-def test_free_memory_is_not_taken_because_it_is_there(
-    allocator: dict[str, int], total: int
+@pytest.mark.parametrize(("total", "limit"), [(0, 1350), (10_000, 1500), (80_000, 3048)])
+def test_copies_take_no_more_than_graphs_may(
+    allocator: dict[str, int], total: int, limit: int
 ) -> None:
-    allocator |= {"total": total, "peak": 1000}
+    allocator |= {"total": total, "peak": 1000, "free": 5000}
     budget = MemoryBudget(torch.device("cuda"))
     budget.require_room("A captured step")
     allocator["reserved"] = 1100
-    # Of 1350; a comparison takes 64 beside.
+    left = limit - 1100 - 64  # a comparison takes 64 beside
     assert budget.room_for(10 * MIB) == 10 * MIB
-    assert budget.room_for(300 * MIB) == 186 * MIB
-    assert budget.room_for(300 * MIB, 100 * MIB) == 86 * MIB
+    assert budget.room_for(3000 * MIB) == left * MIB
+    assert budget.room_for(3000 * MIB, 100 * MIB) == (left - 100) * MIB
     allocator["free"] = 100
     assert budget.room_for(300 * MIB) == 36 * MIB
     allocator["free"] = 20
