@@ -216,10 +216,11 @@ class HostReads(Callback):
 def measure(row: str, rounds: int, bar: bool) -> dict[str, Any]:
     """All fits of one row."""
     fit = partial(step.fit, row, bar=bar)
-    chosen = {"scope": "modules", "modules": [BLOCKS[row]], "on_failure": "raise"}
+    always: dict[str, Any] = {"on_failure": "raise", "only_if_faster": False}
+    chosen = {"scope": "modules", "modules": [BLOCKS[row]], **always}
     eager = fit()
-    floor = fit(GraphCapture(scope="step", on_failure="raise"))["floor"]
-    own_choice = GraphCapture(scope="modules", on_failure="raise")
+    floor = fit(GraphCapture(scope="step", **always))["floor"]
+    own_choice = GraphCapture(scope="modules", **always)
     by_itself = fit(own_choice)
     reads, fits, torchs_fits, launches_fits = HostReads(), [], [], []
     captures: list[float] = []

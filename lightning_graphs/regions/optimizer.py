@@ -399,9 +399,10 @@ class CapturableOptimizer:
                 self.takes_closure_once |= not self.has_stepped
                 returned = step(closure)
             else:
-                use = ClosureUse(closure)
-                returned = use.watched(step)
-                self.takes_closure_once, self._has_taken_closure = use.is_plain, True
+                use, self._has_taken_closure = ClosureUse(closure), True
+                sees = ClosureUse.can_watch(self.optimizer)
+                returned = use.watched(step) if sees else step(closure)
+                self.takes_closure_once = use.is_plain
             self.has_stepped = True
             return returned
         if self.counters is not None and self.counters.are_moved:
@@ -432,8 +433,10 @@ class CapturableOptimizer:
         """Return why a step with a closure of its own use cannot be captured; None if it can."""
         if self.takes_closure_once or not self.has_stepped:
             return None
+        why = "it does not call its closure once, ahead of all else, or computes with the loss"
+        is_seen = ClosureUse.can_watch(self.optimizer)
         return self._refused(
-            "it does not call its closure once, ahead of all else, or computes with the loss"
+            why if is_seen else "it runs compiled code, which hides what that does"
         )
 
     def _refused(self, observed: str) -> UpdateRefused:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -208,6 +209,13 @@ class ClosureUse:
         with self._watching:
             self._watch()
             return step(self._called)
+
+    @staticmethod
+    def can_watch(optimizer: Optimizer) -> bool:
+        """Whether no function of an optimizer is compiled: Dynamo would trace the watch, too."""
+        module = sys.modules.get(type(optimizer).__module__)
+        held = chain(*(vars(o).values() for o in (optimizer, type(optimizer), module) if o))
+        return not any("_torchdynamo_orig_callable" in getattr(v, "__dict__", ()) for v in held)
 
     def _watch(self) -> None:
         self._watching.enter_context(FunctionMode(self._seen))
