@@ -207,8 +207,9 @@ def test_limits_of_steps(
         return eager if graphs is None else {**eager, "ms": 1.01, "floor": 1.0, **other}
 
     monkeypatch.setattr(short, "fit", fit)
-    monkeypatch.setattr(short, "whole_steps", lambda lab: "graphs")
-    assert list(short.measure(row, SimpleNamespace(dry=False))["verdicts"].values()) == verdicts
+    monkeypatch.setattr(short, "whole_steps", lambda lab, **_: "graphs")
+    found = [*short.measure(row, SimpleNamespace(dry=False))["verdicts"].values()]
+    assert found[: len(verdicts)] == verdicts  # behind these, those of two streams
 
 
 @pytest.mark.parametrize("name", ["whole_fits", "step"])

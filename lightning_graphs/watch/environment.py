@@ -303,16 +303,19 @@ def code_captured(what: str) -> Iterator[None]:
         try:
             yield
             if refused:
-                raise _first(refused)
+                refused[0].others = [*refused]
+                raise refused[0]
         except GraphError as error:
             if refused and are_noted() and isinstance(error, CaptureError):
-                raise _first(refused) from error
+                refused[0].others = [*refused]
+                raise refused[0] from error
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise no_room(what, first_line(error)) from error
             if refused:  # by a handler in the captured code
-                raise _first(refused) from error
+                refused[0].others = [*refused]
+                raise refused[0] from error
             site = CallSiteFinder().of_exception(error)
             raise RaisedInCapture(
                 f"{what} must run without an error.",
@@ -320,11 +323,6 @@ def code_captured(what: str) -> Iterator[None]:
                 "correct the line, if it raises in an eager step, too; else only pass on or log "
                 "the value: some, such as those of metrics, are not there during a capture",
             ) from error
-
-
-def _first(refused: list[CaptureError]) -> CaptureError:
-    first, first.others = refused[0], [*refused]
-    return first
 
 
 # ------------------ Clocks: a replay reads the first before its graph, and the others after it

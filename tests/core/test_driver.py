@@ -122,7 +122,7 @@ def _no_driver() -> tuple[Any, ...]:
 class TestBothShapes:
     def test_from_cuda(self, install: Callable[..., None], major: int) -> None:
         install(major)
-        info = driver.from_cuda(GRAPH, [*[""] * 4, "net.fc"])
+        info = driver.from_cuda(GRAPH, [*[("", "")] * 4, ("net.fc", "")])
         assert info.backend == "cuda"
         assert [(node.index, node.kind, node.bytes) for node in info.nodes] == [
             (0, "memcpy", 64),

@@ -209,8 +209,8 @@ class ReadsOnOne(Sharded):
 
     def loss(self, batch: Any) -> Tensor:
         hidden = self.net(batch["x"])
-        if self.global_rank == ODD:
-            float(hidden.sum())
+        if self.global_rank == ODD and float(hidden.sum()) > 1e9:
+            hidden = -hidden
         return nn.functional.cross_entropy(hidden.float(), batch["y"])
 
 

@@ -38,8 +38,8 @@ class ReadsOnOne(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if self.global_rank == ODD:
-            float(loss)
+        if self.global_rank == ODD and float(loss) > 1e9:
+            loss = -loss
         return loss
 
 

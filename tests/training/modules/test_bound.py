@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Independent, MixtureSameFamily, Normal, kl_divergence
 
 from lightning_graphs.device.rules import READ_BEFORE
-from tests.training.fits import Net, compare, examined, fit_twice, line, named, rows, warned
+from tests.training.fits import Net, compare, examined, fit_twice, named, rows, warned
 
 
 class Scaled(nn.Module):
@@ -96,7 +96,7 @@ def test_what_is_read_before_stays_eager(backend: str, tmp_path: Path) -> None:
     (row,) = rows(
         examined(backend, tmp_path, module=Moving, capture=named("block")), READ_BEFORE.kind
     )
-    assert (row.operator, row.line) == ("self.block.average", line(Averaged.forward, "anew"))
+    assert (row.operator, row.line) == (said, Averaged.forward.__code__.co_firstlineno)
 
 
 class Encoder(nn.Module):
