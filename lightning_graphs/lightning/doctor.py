@@ -411,8 +411,10 @@ class Doctor:
         for error in self._judge.answered:
             if self._only_submodules and not _is_inside(error, self._module):
                 self._add(error, _BETWEEN)
-            elif not self._only_submodules and OBSTACLES[error.rule].kind in _OF_HOST:
-                self._add(error, "runs ahead of the graph")
+            elif not self._only_submodules:
+                known = OBSTACLES.get(error.rule)  # errors of others have no kind
+                if known is not None and known.kind in _OF_HOST:
+                    self._add(error, "runs ahead of the graph")
         if (key := self._judge.step_key(args)) is not None:
             self._keys.append(key)
 

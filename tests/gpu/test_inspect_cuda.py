@@ -160,7 +160,8 @@ def test_a_profiler_shows_submodules_and_lines_of_replays(tmp_path: Path) -> Non
     for _ in range(8):
         step(x)
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=kinds, acc_events=True) as profiler:
         step(x)
         torch.cuda.synchronize()
     path = tmp_path / "trace.json"

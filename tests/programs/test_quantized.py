@@ -354,8 +354,9 @@ ROWS = {
     **table(dynamic, also=f"{_MANY}; gradients; cut, accumulated"),
     **table(delayed, on_device, also=f"{_MANY}; bf16"),
     **table(bound_anew, also="verified; accumulated"),
-    **table(cached, also="accumulated; cut, accumulated; verified"),
-    **table(cached_anew, also="accumulated; verified"),
+    # A graph for each way; the doctor has seen too few steps to know that ways come back.
+    **table(cached, found=None, also="accumulated; cut, accumulated; verified"),
+    **table(cached_anew, found=None, also="accumulated; verified"),
     **table(low_rank, also=f"{_MANY}; bf16", resumes=False),
     **table(observed, also="accumulated; verified"),
     **table(in_python, said=None, below=None, found=None),

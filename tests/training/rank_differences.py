@@ -113,7 +113,7 @@ def _switch_off(trainer: Any, module: Any) -> None:
             callback._summary._fit.ranks.leave("told to")
 
 
-def _no_room(self: MemoryBudget, what: str) -> None:
+def _no_room(self: MemoryBudget, what: str, **_: Any) -> None:
     raise no_room(what, "there is none")
 
 

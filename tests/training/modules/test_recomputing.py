@@ -23,12 +23,12 @@ class Recomputing(Net):
         block = (REFUSED | SERVED)[kind]()
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), block, nn.Linear(8, 3))
         self.reads = reads
-        self.seen = 0.0
+        self.least = 1e9  # of a loss that is turned around
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
-        if self.reads:
-            self.seen = max(self.seen, loss.item())
+        if self.reads and loss.item() > self.least:
+            loss = -loss
         return loss
 
 
