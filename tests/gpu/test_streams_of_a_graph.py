@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 def seen(between: Callable[[Tensor], object]) -> DataFlow:
     """The data flow of a step that does something with what its layers have computed."""
-    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).cuda()
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))).cuda()  # a chain that is long
     x = torch.randn(32, 64, device="cuda")
 
     def step() -> None:

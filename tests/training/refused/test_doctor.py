@@ -90,9 +90,14 @@ class Many(Net):
         return loss
 
 
+_many: dict[str, Fit] = {}  # by backend; tests only look at it
+
+
 @pytest.fixture
 def many(backend: str, tmp_path: Path) -> Fit:
-    return examined(backend, tmp_path, module=Many)
+    if backend not in _many:
+        _many[backend] = examined(backend, tmp_path, module=Many)
+    return _many[backend]
 
 
 # (kind, text of the line, operator in a rehearsal, operator on CUDA, part of remedy and code)
