@@ -191,6 +191,9 @@ def _together(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 # ------------------ What a step does on the host
 
 
+_COMPILED = "_torchdynamo_orig_callable"
+
+
 class ClosureUse:
     """Finds whether a step only calls its closure, once and ahead of all work on tensors."""
 
@@ -215,7 +218,9 @@ class ClosureUse:
         """Whether no function of an optimizer is compiled: Dynamo would trace the watch, too."""
         module = sys.modules.get(type(optimizer).__module__)
         held = chain(*(vars(o).values() for o in (optimizer, type(optimizer), module) if o))
-        return not any("_torchdynamo_orig_callable" in getattr(v, "__dict__", ()) for v in held)
+        tables = (getattr(value, "__dict__", {}) for value in held)
+        # Dynamo marks what it leaves alone as well: functions of torch.optim, once it is imported
+        return not any(_COMPILED in t and not t.get("_torchdynamo_disable") for t in tables)
 
     def _watch(self) -> None:
         self._watching.enter_context(FunctionMode(self._seen))
