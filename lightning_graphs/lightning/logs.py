@@ -37,14 +37,11 @@ from lightning_graphs.lightning.private import (
 )
 from lightning_graphs.lightning.strategy import ProgressValues
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
-from lightning_graphs.private.engine import plain
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.private.torch import current_autograd_node, version_of
+from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.regions.conditions import Instruction, in_turn
-from lightning_graphs.values.memory import clone_all, storage_address
-from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateValue, Use
-from lightning_graphs.watch.places import ListAppend
+from lightning_graphs.values.memory import clone_all
+from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateCalls, LateValue, Use
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers
 from lightning_graphs.watch.user_code import is_lightnings
 
@@ -256,13 +253,14 @@ class LogRecorder:
         self._update: LogUpdate | None = None
         self._at_end: list[Instruction] = []
         self._mirrored: frozenset[str] = frozenset()
-        self._versions: list[tuple[str, Tensor, int]] = []
-        state = (*module.parameters(), *module.buffers())
-        self._state = frozenset(storage_address(t) for t in plain(state)) - {0}
-        self._is_finished = False  # the forward pass is over, and with it what may be kept back
         self._dtype = torch.get_default_dtype()
         # Maps a logged value to a function that returns the present one; to None for a constant
         self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+
+    @functools.cached_property
+    def _late(self) -> LateCalls:
+        state = (*self._module.parameters(), *self._module.buffers())
+        return LateCalls(self._calls, state, self._module.device.type, self._metrics.copied)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -352,45 +350,19 @@ class LogRecorder:
 
     def keep(self, function: Callable[..., Any], given: Given, use: Use) -> LateValue:
         """Keep a call back; see :data:`Keep`."""
-        if self._is_finished:
-            use.refuse(use.name)
-        late = LateValue(use)
-        self._keep(function, given, use.name).give(late, is_pure=use.is_pure)
-        return late
+        self._dtype = torch.get_default_dtype()
+        return self._late.keep(function, given, use)
 
     def _keep(self, function: Callable[..., Any], given: Given, name: str) -> LateCall:
         self._dtype = torch.get_default_dtype()
-        for tracer in leaves_of(given, Tracer):
-            if isinstance(tracer, ListAppend):
-                tracer.refuse()
-            tracer.now()  # or a refusal, where no replay has the value
-        call = LateCall(function, given, self._own(name, given), self._module.device.type)
-        self._calls.append(call)
-        return call
-
-    def _own(self, name: str, given: Any) -> list[Tensor]:
-        """Return the tensors that a kept call is given, with copies of what the step changes.
-
-        It reads them after the whole step, which has changed parameters and buffers, too.
-        """
-        own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
-        copies = name in self._metrics.copied
-        state = [copies or storage_address(t) in self._state for t in own]
-        own = [t.clone() if changes else t for t, changes in zip(own, state, strict=True)]
-        self._versions += [(name, t, version_of(t)) for t in own]
-        return own
+        return self._late.add(function, given, name)
 
     def finish(self) -> None:
         """Capture copies to the host of what the progress bar shows; find changed tensors."""
-        self._is_finished = True
-        for late in [call for call in reversed(self._calls) if isinstance(call, LateCall)]:
-            if not late.is_needed():  # nor is what it was given, unless something else needs that
-                self._calls.remove(late)
-        for name, tensor, version in self._versions:
-            if version_of(tensor) != version:  # the next capture gives it a copy
-                self._metrics.changes(name)
-                METRIC_VALUE.refuse(f"a tensor given to {name} is changed in place")
-        self._versions.clear()
+        may_be_late = self._kept.known or any(isinstance(c, LateCall) for c in self._calls)
+        for name in self._late.finish() if may_be_late else ():  # the next capture gives it a copy
+            self._metrics.changes(name)
+            METRIC_VALUE.refuse(f"a tensor given to {name} is changed in place")
         for call, logged, line in self._objects:
             if call.value._forward_cache is not logged:
                 METRIC_LATER.refuse(f"a metric is logged, and called again, at {line}")

@@ -15,14 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_graphs.device.rules import Obstacle
-from lightning_graphs.private.engine import plain
-from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.conditions import Instruction, in_turn
-from lightning_graphs.values.memory import storage_address
-from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateValue, Use
-from lightning_graphs.watch.places import ListAppend
-from lightning_graphs.watch.tracers import Tracer
+from lightning_graphs.watch.late import KeptCalls, LateCalls
 
 CHANGED_LATER = Obstacle(
     "A tensor that a captured function reads on the host, behind its graphs, must still have its "
@@ -94,60 +88,30 @@ class HostReads(NoLogs):
     def __init__(self, program: Any, kept: Kept, wrappers: Sequence[Any]) -> None:
         super().__init__()
         self._kept, self._wrappers = kept, wrappers
-        self._calls: list[LateCall] = []
-        self._versions: list[tuple[str, Tensor, int]] = []
         state = (*program.parameters(), *program.buffers())
-        self._state = frozenset(storage_address(t) for t in plain(state)) - {0}
-        self._device: str = program.device.type
-        self._is_finished = False
+        self._late = LateCalls([], state, program.device.type, kept.copied)
 
     @contextlib.contextmanager
     def _recording(self) -> Any:
-        with self._kept.calls.exchanged(self.keep):
+        with self._kept.calls.exchanged(self._late.keep):
             yield
 
     def recording(self) -> AbstractContextManager[None]:
         return self._recording() if self._kept.calls.known else nullcontext()
 
     def keeping(self) -> AbstractContextManager[object]:
-        return self._kept.calls.of_torch(self.keep) if self._kept.calls.known else nullcontext()
-
-    def keep(self, function: Callable[..., Any], given: Given, use: Use) -> LateValue:
-        """Keep a call back; see :data:`Keep`."""
-        if self._is_finished:
-            use.refuse(use.name)
-        for tracer in leaves_of(given, Tracer):
-            if isinstance(tracer, ListAppend):
-                tracer.refuse()
-            tracer.now()  # or a refusal, where no replay has the value
-        late = LateValue(use)
-        call = LateCall(function, given, self._own(use.name, given), self._device)
-        self._calls.append(call)
-        call.give(late, is_pure=use.is_pure)
-        return late
-
-    def _own(self, name: str, given: Any) -> list[Tensor]:
-        """Return the tensors that a kept call is given, with copies of what the step changes."""
-        own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
-        copies = name in self._kept.copied
-        own = [t.clone() if copies or storage_address(t) in self._state else t for t in own]
-        self._versions += [(name, t, version_of(t)) for t in own]
-        return own
+        return (
+            self._kept.calls.of_torch(self._late.keep) if self._kept.calls.known else nullcontext()
+        )
 
     def finish(self) -> None:
-        self._is_finished = True
-        for late in reversed([*self._calls]):
-            if not late.is_needed():  # nor is what it was given, unless something else needs that
-                self._calls.remove(late)
-        for name, tensor, version in self._versions:
-            if version_of(tensor) != version:
-                self._kept.copy(name)
-                raise CHANGED_LATER.refused(f"the tensor of {name} is changed in place")
-        self._versions.clear()
+        for name in self._late.finish():
+            self._kept.copy(name)
+            raise CHANGED_LATER.refused(f"the tensor of {name} is changed in place")
         for ddp in self._wrappers:
             syncs = ddp.require_forward_param_sync
             self.at_end(partial(setattr, ddp, "require_forward_param_sync", syncs))
 
     def reissue(self) -> None:
-        for call in self._calls:
+        for call in self._late.all:
             call.reissue()

@@ -13,7 +13,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
@@ -31,8 +31,10 @@ from lightning_graphs.device.rules import (
     STORED,
 )
 from lightning_graphs.errors import CaptureError, causes_of
+from lightning_graphs.private.engine import plain
 from lightning_graphs.private.exchange import bound, exchanged
-from lightning_graphs.values.memory import RETURNED, clone_all
+from lightning_graphs.private.torch import version_of
+from lightning_graphs.values.memory import RETURNED, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.tracers import (
@@ -279,6 +281,63 @@ class LateCall:
             return
         with torch.autocast(self._casts[0], self._casts[1]):
             self.take(self._function(*args, **kwargs))
+
+
+class LateCalls:
+    """The calls that one capture keeps back, in their order.
+
+    Each is made after the whole step, on its tensors as they were: it gets copies of those that the
+    step changes.
+
+    Args:
+        calls: Where they are added; the client may have its own between them.
+        state: Parameters and buffers, which the step changes later on.
+        device: The type of the device.
+        copied: Names of calls whose tensors are copied, too.
+    """
+
+    def __init__(
+        self, calls: list[Any], state: Iterable[Tensor], device: str, copied: Container[str]
+    ) -> None:
+        self.all = calls
+        self._state = frozenset(storage_address(t) for t in plain(state)) - {0}
+        self._device, self._copied = device, copied
+        self._versions: list[tuple[str, Tensor, int]] = []
+        self._is_finished = False  # the forward pass is over, and with it what may be kept back
+
+    def keep(self, function: Callable[..., Any], given: Given, use: Use) -> LateValue:
+        """Keep a call back; see :data:`Keep`."""
+        if self._is_finished:
+            use.refuse(use.name)
+        late = LateValue(use)
+        self.add(function, given, use.name).give(late, is_pure=use.is_pure)
+        return late
+
+    def add(self, function: Callable[..., Any], given: Given, name: str) -> LateCall:
+        """Add a call, whose result nothing has yet."""
+        for tracer in leaves_of(given, Tracer):
+            if not tracer.may_be_kept:
+                tracer.refuse()
+            tracer.now()  # or a refusal, where no replay has the value
+        call = LateCall(function, given, self._own(name, given), self._device)
+        self.all.append(call)
+        return call
+
+    def _own(self, name: str, given: Any) -> list[Tensor]:
+        own = [tensor.detach() for tensor in leaves_of(given, Tensor)]
+        copies = name in self._copied
+        own = [t.clone() if copies or storage_address(t) in self._state else t for t in own]
+        self._versions += [(name, t, version_of(t)) for t in own]
+        return own
+
+    def finish(self) -> Iterator[str]:
+        """End the step's own code; name the calls whose tensors were changed since."""
+        self._is_finished = True
+        for late in [call for call in reversed(self.all) if isinstance(call, LateCall)]:
+            if not late.is_needed():  # nor is what it was given, unless something else needs that
+                self.all.remove(late)
+        versions, self._versions = self._versions, []
+        return (name for name, tensor, version in versions if version_of(tensor) != version)
 
 
 # ------------------ Which calls are kept back

@@ -198,6 +198,8 @@ class ListAppend(Tracer):
     It records operations, and each replay applies them to the real one, whatever that holds.
     """
 
+    may_be_kept = False
+
     def __init__(self, place: Entry) -> None:
         super().__init__(place.name, place.now, self._used, type(place.now()))
         self._place = place

@@ -52,6 +52,8 @@ class Tracer:
         kind: The class that user code sees; None: its own.
     """
 
+    may_be_kept = True  # a call behind the graph may be given its value
+
     def __init__(
         self,
         name: str,
