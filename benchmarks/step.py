@@ -63,7 +63,7 @@ from torch.utils.data import DataLoader
 from workloads import Classifier, Gpt2, Mlp, Transformer
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.policy import contest
+from lightning_graphs.regions import overlapped
 
 WARMUP, TIMED, BLOCKS = 30, 20, 10
 LAST_THIRD = 150  # the step that it begins with
@@ -394,12 +394,12 @@ def measure(row: str, lab: Lab) -> dict[str, Any]:
 @contextmanager
 def soon() -> Iterator[None]:
     """Let two streams be tried among the steps whose losses are compared."""
-    before = contest.FIRST, contest.PAIRS
-    contest.FIRST, contest.PAIRS = 8, 12
+    before = overlapped.FIRST, overlapped.PAIRS
+    overlapped.FIRST, overlapped.PAIRS = 8, 12
     try:
         yield
     finally:
-        contest.FIRST, contest.PAIRS = before
+        overlapped.FIRST, overlapped.PAIRS = before
 
 
 def whole_steps(lab: Lab, *, overlap: bool = False) -> GraphCapture:

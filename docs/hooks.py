@@ -37,7 +37,7 @@ def advice_on(sentence: str, known: Mapping[str, str]) -> str:
 AREAS = {
     "Options and configuration": (
         *("policy/options", "lightning/plugins", "lightning/callback", "lightning/fit"),
-        *("regions/choose", "padding"),
+        *("padding"),
     ),
     "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/", "errors"),
     "Functions of plain loops": ("loops/",),

@@ -15,19 +15,19 @@ from typing_extensions import override
 
 from lightning_graphs.device.cuda import joined_stream
 from lightning_graphs.errors import UnsupportedError, in_one_line
-from lightning_graphs.lightning.evaluation_loop import evaluations_looped
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
 from lightning_graphs.lightning.fit import (
     BACKEND_OF,
     FitSummary,
+    StepRate,
     fit_context,
     reason_to_stay_out,
     refused,
     runner_for,
     save_nothing,
+    shown,
 )
-from lightning_graphs.lightning.handler import StrategyHandler
-from lightning_graphs.lightning.loop import replays_looped
+from lightning_graphs.lightning.loop import evaluations_looped, replays_looped
 from lightning_graphs.lightning.private import untested
 from lightning_graphs.lightning.ranks import (
     capture_stream,
@@ -35,7 +35,7 @@ from lightning_graphs.lightning.ranks import (
     is_model_parallel,
     why_not_captured,
 )
-from lightning_graphs.lightning.shown import StepRate, shown
+from lightning_graphs.lightning.runner import StrategyHandler
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
 )

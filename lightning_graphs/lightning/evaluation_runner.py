@@ -12,10 +12,9 @@ from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CODE, GraphError
-from lightning_graphs.lightning.handler import StrategyHandler
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Collectives, Ranks, syncs
-from lightning_graphs.lightning.runner import StepRunner
+from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.trainer import (
     PLUGIN,
@@ -27,8 +26,8 @@ from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch, 
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import ClientGuards, Phase
-from lightning_graphs.regions.evaluation import EvaluationSteps
 from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.whole_step import EvaluationSteps
 from lightning_graphs.report import summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.watch.assertions import OpenAssertions

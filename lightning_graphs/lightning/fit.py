@@ -1,29 +1,29 @@
-"""What a fit is captured with, why it may not be, and what its summary says."""
+"""What a fit is captured with, why it may not be, what it shows, and what its summary says."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from statistics import median
-from typing import Literal
+from time import perf_counter
+from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_graphs.device.cuda import joined_stream
 from lightning_graphs.device.graph import Backend, GraphPool
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.lightning.handler import Runner
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.private import cheap_contexts, updates_loggers
+from lightning_graphs.lightning.private import cheap_contexts, step_of_loggers, updates_loggers
 from lightning_graphs.lightning.ranks import (
     Ranks,
     why_not_captured,
 )
-from lightning_graphs.lightning.runner import StepRunner
+from lightning_graphs.lightning.runner import Runner, StepRunner
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
     ProgressValues,
@@ -47,6 +47,7 @@ from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.report import render, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report.report import share_of
 from lightning_graphs.watch.assertions import OpenAssertions
 
 BACKEND_OF: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
@@ -286,3 +287,78 @@ class FitSummary:
             figures = self._statistics.report().metrics()
             for logger in self._fit.trainer.loggers:
                 logger.log_metrics(figures, step=self._fit.trainer.global_step)
+
+
+# ------------------ What is shown while it runs
+
+SHARE, TIME = "graphs/replayed_percent", "graphs/ms_per_step"
+
+
+@contextlib.contextmanager
+def shown(
+    callback: Callback, trainer: Trainer, count: Callable[[], tuple[int, int]], *, logs: bool
+) -> Iterator[StepRate | None]:
+    """Let the bar show ``graphs=98 %`` and, if asked, the loggers the time of a step.
+
+    The bar asks for it when it is drawn anew, and a step does nothing.
+
+    Args:
+        callback: Its hook is exchanged, if loggers get figures.
+        trainer: Its bar is that of Lightning, or one that is derived from Lightning's.
+        count: Returns how many steps were replayed, and how many ran eagerly.
+        logs: Loggers get figures.
+    """
+    bar: Any = trainer.progress_bar_callback
+    with contextlib.ExitStack() as stack:
+        if bar is not None:
+            own = bar.get_metrics
+
+            def get_metrics(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+                replayed, eager = count()
+                return {"graphs": share_of(replayed, eager), **own(trainer, module)}
+
+            stack.enter_context(replaced(bar, "get_metrics", get_metrics))
+        rate = StepRate(trainer, count) if logs else None
+        if rate is not None:
+            hook = replaced(callback, "on_train_batch_end", rate.on_train_batch_end)
+            stack.enter_context(hook)
+        yield rate
+
+
+class StepRate:
+    """Logs the time of a step, and the share of replayed ones, as often as Lightning logs.
+
+    The time is that of the clock, between two entries of the log: all that a step takes, the data
+    loader included, and no validation.
+
+    Args:
+        trainer: Its loggers get the figures.
+        count: Returns how many steps were replayed, and how many ran eagerly.
+    """
+
+    def __init__(self, trainer: Trainer, count: Callable[[], tuple[int, int]]) -> None:
+        self._trainer = trainer
+        self._count = count
+        self._logged: int | None = None  # the step of the last entry
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to measure, behind what is no part of a step."""
+        self._began = perf_counter()
+        self._counted = self._count()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        """Log, if Lightning does after this step; in place of the callback's hook."""
+        step = step_of_loggers(self._trainer)
+        if step == self._logged or not updates_loggers(self._trainer):
+            return
+        self._logged = step
+        before, now = self._counted, self._count()
+        replayed, eager = (b - a for a, b in zip(before, now, strict=True))
+        if not (steps := replayed + eager):
+            return
+        ms = (perf_counter() - self._began) * 1e3
+        figures = {TIME: ms / steps, SHARE: 100.0 * replayed / steps}
+        for logger in self._trainer.loggers:
+            logger.log_metrics(figures, step=step)
+        self.restart()

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_graphs.device.rules import Obstacle
-from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import (
     METRIC_VALUE,
     StepMetrics,
@@ -35,7 +34,7 @@ from lightning_graphs.lightning.private import (
     result_key,
     within_hook,
 )
-from lightning_graphs.lightning.strategy import ProgressValues
+from lightning_graphs.lightning.strategy import ManualSteps, ProgressValues
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import current_autograd_node

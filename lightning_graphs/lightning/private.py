@@ -452,7 +452,7 @@ def is_known_loop(trainer: Trainer) -> bool:
 
 
 def is_known_evaluation(trainer: Trainer, loop: Any) -> bool:
-    """Tell whether :mod:`~lightning_graphs.lightning.evaluation_loop` may stand for a loop.
+    """Tell whether :mod:`~lightning_graphs.lightning.loop` may stand for a loop.
 
     As :func:`is_known_loop`, of which the same is true, for the loops of validation, test and
     prediction.

@@ -28,7 +28,6 @@ from lightning_graphs.lightning.logs import (
     log_exchanged,
     refuse_log,
 )
-from lightning_graphs.lightning.manual import ManualSteps
 from lightning_graphs.lightning.metrics import StepMetrics
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
@@ -38,7 +37,12 @@ from lightning_graphs.lightning.private import (
     overrides,
 )
 from lightning_graphs.lightning.ranks import syncs, unseen_by_ddp, waits_for_gradients, wrapper_of
-from lightning_graphs.lightning.strategy import ProgressValues, calls_of, copies_on_host
+from lightning_graphs.lightning.strategy import (
+    ManualSteps,
+    ProgressValues,
+    calls_of,
+    copies_on_host,
+)
 from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed

@@ -7,30 +7,33 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import GraphError, first_line
 from lightning_graphs.loops.processes import OWN_COLLECTIVE, Collectives
-from lightning_graphs.loops.program import Several, name_of
+from lightning_graphs.loops.program import Program, ProgramWatch, Several, name_of
 from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
-from lightning_graphs.loops.repeated import CallRecovery
+from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.agreement import Ranks
 from lightning_graphs.regions.conditions import CaptureKey, ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
-from lightning_graphs.regions.evaluation import EvaluationSteps
 from lightning_graphs.regions.lifecycle import EAGER
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verify import Verifier
-from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
+from lightning_graphs.regions.whole_step import BY_HAND, EvaluationSteps, StepRegion
+from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import OptimizerState, PythonSnapshot
 from lightning_graphs.values.tree import Unread
 from lightning_graphs.watch.batch import BatchValueRead
 
@@ -283,3 +286,61 @@ def on_behalf_of_graphs() -> Iterator[None]:
         yield
     finally:
         _depth -= 1
+
+
+# ------------------ Calls that find no memory
+
+
+class CallRecovery(MemoryRecovery):
+    """Undoes all that a call has done, optimizer steps among it, and lets it run again."""
+
+    step = "call"
+
+    def __init__(
+        self,
+        program: Program,
+        watch: ProgramWatch,
+        statistics: Statistics,
+        budget: MemoryBudget,
+        ranks: Ranks,
+        *,
+        raises: bool,
+    ) -> None:
+        super().__init__(statistics, budget, ranks, raises=raises)
+        self._program, self._watch = program, watch
+        self.who = f"capture({program.name})"
+
+    def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StateBefore:
+        watch = self._watch
+        states = [OptimizerState(one, watch.scaler) for one in watch.optimizers]
+        groups = [group for one in watch.optimizers for group in one.param_groups]
+        stepped = chain.from_iterable(group["params"] for group in groups)
+        kept = chain.from_iterable(state.tensors for state in states)
+        # A scheduler sets rates in the groups
+        named = [
+            (f"scheduler or group {i}", one) for i, one in enumerate([*watch.schedulers, *groups])
+        ]
+        outside = watch.environment().outside
+        outside.assume(self._program.inner)  # it runs unfollowed
+        found = StateBefore(
+            self._program,
+            args,
+            self._budget,
+            gradients=True,
+            tensors=[*self._program.parameters(), *stepped, *kept],
+            outside=[PythonSnapshot(named), outside.contents],
+        )
+        for state in states:
+            found.add(state)
+        return found
+
+    def repeats_after(self, error: Exception) -> bool:
+        """Whether a call may run again after an error: graphs have caused it."""
+        self._error = first_line(error)
+        return self._may_repeat(error)
+
+    def undo(self) -> None:
+        """Put back the state before the call, if its code has begun, and release the graphs."""
+        if self._begin is not None:
+            self._begin.restore()
+        self._give_up(self._error)

@@ -16,18 +16,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.loops.processes import Processes
-from lightning_graphs.loops.recorder import HostReads, Kept, NoLogs
 from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN
 from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
-from lightning_graphs.regions.conditions import Observers
-from lightning_graphs.regions.evaluation import NO_OBSERVERS
+from lightning_graphs.regions.conditions import Instruction, Observers, in_turn
+from lightning_graphs.regions.whole_step import NO_OBSERVERS
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import item_label, leaves_of
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
-from lightning_graphs.watch.late import CallAt, KeptCalls
+from lightning_graphs.watch.late import CallAt, KeptCalls, LateCalls
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
 from lightning_graphs.watch.user_code import UserCode, function_of
 
@@ -312,3 +312,107 @@ class ProgramWatch:
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
         return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
+
+
+# ------------------ What a call does on the host
+
+# A plain loop logs what its function has returned. What the function reads on the host, only to
+# return or to store it, each replay reads again, behind its graphs.
+
+CHANGED_LATER = Obstacle(
+    "A tensor that a captured function reads on the host, behind its graphs, must still have its "
+    "value then.",
+    "read a copy: tensor.clone().item()",
+    kind="host-read",
+    code="value = total.clone().item()",
+)
+
+
+class NoLogs:
+    """Records what a step logs: nothing, since a plain loop logs what the step has returned."""
+
+    def __init__(self) -> None:
+        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+        self._at_end: list[Instruction] = []
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def keeping(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def finish(self) -> None:
+        """Called at the end of the step's own code."""
+
+    def reissue(self) -> None:
+        """Log again, after a replay."""
+
+    @property
+    def last(self) -> Instruction | None:
+        return in_turn(self._at_end)
+
+    def logged(self) -> list[tuple[str, Tensor]]:
+        return []
+
+    def at_end(self, instruction: Instruction) -> None:
+        self._at_end.append(instruction)
+
+
+class Kept:
+    """What is known of reads on the host that replays repeat behind their graphs."""
+
+    def __init__(self, calls: KeptCalls) -> None:
+        self.calls = calls
+        self.copied: set[str] = set()  # names of those that are given copies
+        self._has_learned = False
+
+    def copy(self, name: str) -> None:
+        """Let the next capture give a read a copy."""
+        self.copied.add(name)
+        self._has_learned = True
+
+    def learns(self) -> bool:
+        """Whether the next capture goes otherwise about it than the last one."""
+        learned, self._has_learned = self._has_learned, False
+        return learned
+
+
+class HostReads(NoLogs):
+    """Keeps reads on the host back, and leaves in wrappers of DDP what the function leaves there.
+
+    Args:
+        program: The module that is trained.
+        kept: Knows which reads are kept back.
+        wrappers: Those of DDP; in them it stands whether buffers are sent next.
+    """
+
+    def __init__(self, program: Any, kept: Kept, wrappers: Sequence[Any]) -> None:
+        super().__init__()
+        self._kept, self._wrappers = kept, wrappers
+        state = (*program.parameters(), *program.buffers())
+        self._late = LateCalls([], state, program.device.type, kept.copied)
+
+    @contextlib.contextmanager
+    def _recording(self) -> Any:
+        with self._kept.calls.exchanged(self._late.keep):
+            yield
+
+    def recording(self) -> AbstractContextManager[None]:
+        return self._recording() if self._kept.calls.known else nullcontext()
+
+    def keeping(self) -> AbstractContextManager[object]:
+        return (
+            self._kept.calls.of_torch(self._late.keep) if self._kept.calls.known else nullcontext()
+        )
+
+    def finish(self) -> None:
+        for name in self._late.finish():
+            self._kept.copy(name)
+            raise CHANGED_LATER.refused(f"the tensor of {name} is changed in place")
+        for ddp in self._wrappers:
+            syncs = ddp.require_forward_param_sync
+            self.at_end(partial(setattr, ddp, "require_forward_param_sync", syncs))
+
+    def reissue(self) -> None:
+        for call in self._late.all:
+            call.reissue()

@@ -8,22 +8,23 @@ one is kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from lightning_graphs.device.overlap import DataFlow, Overlapping
 from lightning_graphs.errors import GraphError, in_one_line, is_out_of_memory
-from lightning_graphs.policy import contest as policy
 from lightning_graphs.policy.worth import Stopwatch
 from lightning_graphs.private.exchange import TURN, replaced
 from lightning_graphs.regions.conditions import Instruction
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
+from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import pool_sizes
 
 Mode = TypeVar("Mode", DataFlow, Overlapping)
@@ -90,7 +91,7 @@ class Countdown:
 
     def go_on(self) -> None:
         self.is_due = False
-        self._replays *= policy.LATER
+        self._replays *= LATER
         self._left = self._replays
 
 
@@ -124,7 +125,7 @@ class Contest:
                 start = mark()
                 launch()
                 marks.append((start, mark()))
-                self.is_due = min(map(len, self._marks)) >= policy.PAIRS
+                self.is_due = min(map(len, self._marks)) >= PAIRS
             if self._cache.get(plan.key) is plan:  # the other one is next
                 other.uses = plan.uses
                 self._cache[plan.key] = other
@@ -162,7 +163,7 @@ class Overlap:
         graph = plan.graphs["forward"]
         is_whole = len(plan.graphs) == 1 and plan.head is None and not graph.has_collectives
         if is_whole and not self._fit.compiled.runs:
-            Countdown(policy.FIRST).begin(plan)
+            Countdown(FIRST).begin(plan)
 
     def leave(self, plan: StepPlan) -> None:
         """Release what is tried beside a plan that has left the cache."""
@@ -181,7 +182,7 @@ class Overlap:
             self._settle(trial)
         elif isinstance(trial, Countdown):
             measures, left = self._fit.policy.measures, self._fit.policy.steps_left
-            if measures and not policy.is_affordable(plan.record, left):
+            if measures and not is_affordable(plan.record, left):
                 trial.go_on()
             else:
                 _end_trial(plan)
@@ -226,7 +227,7 @@ class Overlap:
         if backend.name == "cuda" and backend.graphs_in(pool) == 1:  # it is let go of then
             now -= pool_sizes(backend).get(pool, 0)
         more = now - contest.memory
-        return more if more > max(policy.MORE_MEMORY * contest.memory, policy.AT_LEAST) else 0
+        return more if more > max(MORE_MEMORY * contest.memory, AT_LEAST) else 0
 
     def _is_present(self, plan: StepPlan) -> bool:
         return self._steps.plans.get(plan.key) is plan
@@ -251,7 +252,7 @@ class Overlap:
         flow = self._flow(call, key)
         if flow is None or flow.why_not:
             return _TOO_DEAR if flow is None else flow.why_not
-        found = flow.schedule(int(policy.MORE_MEMORY / 2 * memory) if memory else 2**62)
+        found = flow.schedule(int(MORE_MEMORY / 2 * memory) if memory else 2**62)
         if not found.beside:
             return "nothing in it could run beside the rest"
         pool = self._fit.pool
@@ -301,10 +302,10 @@ class Overlap:
         if times is None:
             return
         chain, rival = contest.plans
-        words, more = policy.in_words(*times), self._takes_more(contest)
+        words, more = in_words(*times), self._takes_more(contest)
         if more:
             words = f"one stream: two take {more // 2**20} MiB more"
-        is_kept = policy.is_faster(*times) and not more
+        is_kept = is_faster(*times) and not more
         winner, loser = (rival, chain) if is_kept else (chain, rival)
         pool = chain.graphs["forward"].pool()
         _end_trial(chain, rival)
@@ -315,3 +316,47 @@ class Overlap:
         if is_kept:  # those of other shapes and of evaluations share its memory
             self._fit.pool.backend.go_on_in(winner.graphs["forward"].pool(), pool)
         self._memory()
+
+
+# ------------------ Whether a second graph is worth it
+
+FIRST = 200
+"""Replays of a graph after which a second one is considered."""
+LATER = 4
+"""It is considered again after so many times more of them, where they have not paid for it yet."""
+PAIRS = 24
+"""How often both are replayed in turn, and timed."""
+
+_FASTER = 0.99
+"""The second graph is kept if it takes less than this part of the first one's time."""
+_OF_SAVED = 0.1
+"""The part of what replays have saved that a second graph may cost."""
+_GAIN = 0.08
+"""The part of a replay that a second graph is expected to save in the coming steps."""
+_CAPTURES, _STEPS = 2.5, 6.0
+"""What it costs: captures, one of which shows the data flow, and eager steps to verify it."""
+MORE_MEMORY, AT_LEAST = 0.15, 2**26
+"""How much more memory it may take, as a part of all that is reserved; so many bytes in any case,
+since torch's allocator takes up to 20 MiB at a time, and cuBLAS 32 for each stream."""
+
+
+def is_affordable(record: GraphRecord, steps_left: int) -> bool:
+    """Whether the replays of a graph have paid for a second one, and coming ones will."""
+    if record.eager_ms is None or record.replay_ms is None:
+        return False
+    costs = _CAPTURES * record.capture_ms + _STEPS * record.eager_ms
+    saved = record.replays * (record.eager_ms - record.replay_ms)
+    return costs <= min(_OF_SAVED * saved, _GAIN * record.replay_ms * steps_left)
+
+
+def is_faster(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Compare the times of two graphs, in milliseconds."""
+    return median(second) < _FASTER * median(first)
+
+
+def in_words(first: Sequence[float], second: Sequence[float]) -> str:
+    """Say which of two graphs is kept, and why, for a report."""
+    one, two = median(first), median(second)
+    if is_faster(first, second):
+        return f"two streams: {two:.3f} ms in place of {one:.3f} ({two / one - 1:+.0%})"
+    return f"one stream: {one:.3f} ms, in two {two:.3f} ms"

@@ -1,18 +1,23 @@
-"""The report of a fit: plain data, one line of text, and a table."""
+"""The report of a fit: plain data, text and a table; its picture, and its names in traces."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
+from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning_graphs.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
     from lightning_graphs.device.inspect import GraphNode
@@ -236,8 +241,6 @@ class Report:
         Raises:
             UnsupportedError: matplotlib is not installed.
         """
-        from lightning_graphs.report.picture import draw
-
         figure = draw(self.timeline, self.times, _headline(self)[0])
         if path is not None:
             figure.savefig(path)
@@ -259,8 +262,6 @@ class Report:
         Raises:
             UnsupportedError: No graph of the report has names.
         """
-        from lightning_graphs.report.named import name_kernels
-
         return name_kernels(
             path, [graph for record in self._records() for graph in record.launches]
         )
@@ -439,3 +440,136 @@ def render_html(report: Report, *, is_part: bool = False) -> str:
     for name, part in _parts(report).items():
         parts += [f"<p>{escape(name)}:</p>", render_html(part, is_part=True)]
     return "\n".join(parts)
+
+
+# ------------------ As a picture
+
+_COLORS = {"eager": "tab:orange", "captured": "tab:red", "replayed": "tab:green"}
+
+
+def draw(timeline: Sequence[Any], times: Sequence[Any], title: str) -> Figure:
+    """Draw a strip of all steps, and below it the times of the first ones, if these are known.
+
+    Args:
+        timeline: Spans of steps, as a report has them.
+        times: The steps that were timed.
+        title: What is written above.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "A picture of a report needs the package matplotlib.",
+            f"importing it failed: {error}",
+            "run pip install matplotlib, or print the report",
+        ) from error
+    figure = Figure(figsize=(9, 4 if times else 1.8), layout="constrained")
+    strip = figure.subplots() if not times else None
+    if strip is None:
+        strip, below = figure.subplots(2, 1, height_ratios=[1, 3])
+        _draw_times(times, below)
+    _draw_strip(timeline, strip)
+    strip.set_title(title)
+    return figure
+
+
+def _draw_strip(timeline: Sequence[Any], axes: Axes) -> None:
+    """Draw all steps from left to right, in the color of what became of them."""
+    from matplotlib.patches import Patch
+
+    legend = []
+    for kind, color in _COLORS.items():
+        spans = [(span.begin, span.steps) for span in timeline if span.kind == kind]
+        if kind == "captured":  # one of many steps would be too thin to be seen
+            axes.vlines([begin + 0.5 for begin, _ in spans], 0, 1, color=color)
+        else:
+            axes.broken_barh(spans, (0, 1), color=color)
+        steps = sum(count for _, count in spans)
+        legend.append(Patch(color=color, label=f"{kind} ({steps:,d})"))
+    axes.set_xlim(0, max((span.begin + span.steps for span in timeline), default=1))
+    axes.set_ylim(0, 1)
+    axes.set_yticks([])
+    axes.set_xlabel("step")
+    axes.legend(handles=legend, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _draw_times(times: Sequence[Any], axes: Axes) -> None:
+    for kind, name in (("eager", "eager"), ("replay", "replayed")):
+        timed = [time for time in times if time.kind == kind]
+        xs, ys = [time.step for time in timed], [time.ms for time in timed]
+        axes.bar(xs, ys, color=_COLORS[name], label=name)
+    axes.set_xlabel("step (those that were timed)")
+    axes.set_ylabel("ms")
+
+
+# ------------------ In traces of torch.profiler
+
+_LAUNCH = "GraphLaunch"
+"""Part of the names of calls that launch a graph: its kernels have the number of the call."""
+_NODE = "graph node id"
+"""The argument of a kernel's event that tells which node of a graph it is, where torch has it."""
+
+
+def name_kernels(path: str | os.PathLike[str], graphs: Sequence[Sequence[GraphNode]]) -> int:
+    """Name kernels in a trace by the nodes of these graphs; see ``Report.name_trace``."""
+    if not any(node.scope for nodes in graphs for node in nodes):
+        raise UnsupportedError(
+            "Kernels of a trace can be named only if captures have noted what launches them.",
+            "no graph of this report has names",
+            "capture with annotate=True, and ask the report after the capture",
+        )
+    file, packed = Path(path), str(path).endswith(".gz")
+    content = gzip.decompress(file.read_bytes()) if packed else file.read_bytes()
+    trace = json.loads(content)
+    events = [event for event in trace["traceEvents"] if "correlation" in event.get("args", {})]
+    graph_launches = {_call(event) for event in events if _LAUNCH in event.get("name", "")}
+    launches: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "kernel" and _call(event) in graph_launches:
+            launches[_call(event)].append(event)
+    named = sum(_name(launch, graphs) for launch in launches.values())
+    text = json.dumps(trace).encode()
+    file.write_bytes(gzip.compress(text) if packed else text)
+    return named
+
+
+def _call(event: dict[str, Any]) -> Any:
+    return event["args"]["correlation"]
+
+
+def _name(launch: list[dict[str, Any]], graphs: Sequence[Sequence[GraphNode]]) -> int:
+    """Name the kernels of one launch of a graph; return how many have a name."""
+    # Kernels of one stream run in the order of their capture, in which nodes have their numbers
+    events = sorted(launch, key=lambda event: (event["args"].get(_NODE, 0), event["ts"]))
+    pairs = next(filter(None, (_matched(events, nodes) for nodes in graphs)), [])
+    for event, node in pairs:
+        event["name"] = f"{node.scope} | {node.name}"
+        event["args"] |= {"kernel": node.name, "launched by": node.scope, "line": node.line}
+    return len(pairs)
+
+
+def _matched(
+    events: Sequence[dict[str, Any]], nodes: Sequence[GraphNode]
+) -> list[tuple[dict[str, Any], GraphNode]]:
+    """Pair kernels with the nodes of a graph, those with a scope; empty if they are of another one.
+
+    Nodes that copy or fill memory may run as kernels, too, which have other names.
+    """
+    pairs: list[tuple[dict[str, Any], GraphNode]] = []
+    rest = iter(events)
+    others = 0
+    for node in nodes:
+        if node.kind != "kernel":
+            others += 1
+            continue
+        event = next((event for event in rest if _bare(event["name"]) == _bare(node.name)), None)
+        if event is None:
+            return []
+        pairs.append((event, node))
+    is_same = len(pairs) <= len(events) <= len(pairs) + others
+    return [(event, node) for event, node in pairs if node.scope] if is_same else []
+
+
+def _bare(name: str) -> str:
+    """A kernel's name without spaces, which demanglers set otherwise."""
+    return name.replace(" ", "")

@@ -30,10 +30,7 @@ REPLAYED = (
     "values/memory",
     "lightning/logs",
 )
-EVALUATED = (
-    *("lightning/evaluation_loop", "lightning/evaluation_runner", *REPLAYED[2:]),
-    "lightning/loop",  # calls the hook of the end
-)
+EVALUATED = (*("lightning/loop", "lightning/evaluation_runner", *REPLAYED[2:]),)
 STEPS = 60
 """After so many the callback has ended its own timing."""
 

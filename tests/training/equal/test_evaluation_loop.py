@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, TQDMProgressBar
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_graphs.lightning import evaluation_loop
+from lightning_graphs.lightning import loop
 from tests.training.fits import Fit, Net, Trace, batches, prepare
 
 pytestmark = [
@@ -33,7 +33,7 @@ COUNT = 24
 def short(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """How many batches were run by the short loops."""
     counts = SimpleNamespace(batches=0)
-    for kind in (evaluation_loop.EvaluationLoop, evaluation_loop.PredictionLoop):
+    for kind in (loop.EvaluationLoop, loop.PredictionLoop):
         run = kind._run
 
         def counted(*args: Any, run: Any = run) -> None:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.policy import contest
-from lightning_graphs.policy.contest import is_affordable
 from lightning_graphs.regions import overlapped
+from lightning_graphs.regions.overlapped import is_affordable
 from lightning_graphs.report import GraphRecord
 from tests.loops.twice import Lab, twice
 from tests.training.fits import Fit, Net, adamw, batches, compare, fit_twice
@@ -56,8 +55,8 @@ class Flat(Net):
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "FIRST", 2)
-    monkeypatch.setattr(contest, "PAIRS", 2)
+    monkeypatch.setattr(overlapped, "FIRST", 2)
+    monkeypatch.setattr(overlapped, "PAIRS", 2)
     monkeypatch.setattr(overlapped, "Stopwatch", Clock)
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from lightning_graphs.regions.lengths import lengths_in, padding_for
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report.messages import Statistics
+from lightning_graphs.report.messages import Statistics, lengths_in, padding_for
 from lightning_graphs.values.signature import Signature
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import nn
 
 from lightning_graphs import GraphCapture, core
-from lightning_graphs.lightning.shown import SHARE, TIME
+from lightning_graphs.lightning.fit import SHARE, TIME
 from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.report import GraphRecord, render, summary_line
 from lightning_graphs.report.messages import CaptureCost, Statistics
