@@ -30,7 +30,7 @@ from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.tracers import TracedNumber, calls_followed, present
+from lightning_graphs.watch.tracers import ScalarTracer, calls_followed, present
 
 
 def why_failed(optimizer: Optimizer, error: BaseException) -> str:
@@ -302,7 +302,7 @@ class Counters:
             for table, key, tracer, value in given:
                 now, table[key] = table[key], value
                 if now is not tracer:
-                    name = now.name if isinstance(now, TracedNumber) else repr(now)
+                    name = now.name if isinstance(now, ScalarTracer) else repr(now)
                     self._moves.setdefault(name, (now, []))[1].append((table, key))
 
     @property

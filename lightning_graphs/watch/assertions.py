@@ -39,7 +39,7 @@ from lightning_graphs.watch.branches import (
     way_on,
 )
 from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, chosen, goes_through
-from lightning_graphs.watch.tracers import OURS, TracedNumber, Tracer
+from lightning_graphs.watch.tracers import OURS, ScalarTracer, Tracer
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 
@@ -161,8 +161,11 @@ class _Noted:
     place: int
 
 
-class _NumberOfDevice(TracedNumber):
+class _NumberOfDevice(ScalarTracer):
     """The number of a tensor, in code that compares it only to raise."""
+
+    __class__ = vars(Tracer)["__class__"]
+    __torch_function__ = vars(Tracer)["__torch_function__"]
 
     def __init__(self, assertions: Assertions, tensor: Tensor) -> None:
         owner = SimpleNamespace(bounds=[])
@@ -188,7 +191,7 @@ class _NumberOfDevice(TracedNumber):
         for operand in operands:
             if isinstance(operand, _NumberOfDevice):
                 operand = operand._tensor.long() if whole else operand._tensor.double()
-            elif isinstance(operand, TracedNumber):
+            elif isinstance(operand, ScalarTracer):
                 self.refuse()
             found.append(operand)
         with torch.no_grad():
@@ -394,7 +397,7 @@ class Assertions:
         return tree_map_only(Tensor, lambda tensor: self._kept(tensor, place), value)
 
     def _to_note(self, tracer: Tracer) -> Any:
-        if not (isinstance(tracer, TracedNumber) and tracer.obstacle is COUNTER):
+        if not (isinstance(tracer, ScalarTracer) and tracer.obstacle is COUNTER):
             return tracer
         self._noted.append(tracer.now)
         return _Noted(len(self._noted) - 1)

@@ -60,13 +60,15 @@ from lightning_graphs.watch.host import (
     numbers,
     shape,
 )
-from lightning_graphs.watch.numbers import ArrayTracer, StepNumbers, numbers_ahead
+from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.tracers import (
     SETTERS,
+    ArrayTracer,
     DrawingFunction,
     drawing_functions,
     drawn_by,
     draws_exchanged,
+    numbers_ahead,
     present,
     used,
 )

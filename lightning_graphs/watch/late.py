@@ -39,10 +39,14 @@ from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.tracers import (
     FOR_A_WHILE,
+    OPERATIONS,
     OURS,
+    Kind,
+    Operation,
     Tracer,
     calls_followed,
     present,
+    special,
     tensors_as_numbers,
 )
 from lightning_graphs.watch.user_code import UserCode, objects_in
@@ -104,8 +108,17 @@ class LateValue(Tracer):
             self.refuse()
         return self._use.keep(function, (args, {}), self._use)
 
-    def _kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> LateValue:
-        if not self._use.is_own(sys._getframe(2)):
+    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Keep back what a special method does, but for those that need the value."""
+        if operation.kind not in _LATER and operation.name not in ("__getitem__", "__round__"):
+            return super().use(operation, args, kwargs)
+        operands = (*args, self) if operation.is_swapped else (self, *args)
+        return self._kept(operation.function, *operands, depth=3)
+
+    def _kept(
+        self, function: Callable[..., Any], *args: Any, depth: int = 2, **kwargs: Any
+    ) -> LateValue:
+        if not self._use.is_own(sys._getframe(depth)):
             self.refuse()
         return self._use.keep(function, (args, kwargs), self._use)
 
@@ -171,6 +184,8 @@ class LateValue(Tracer):
         return self._kept(getattr(ufunc, method), *inputs, **kwargs)
 
 
+LateValue.__rmatmul__ = special(OPERATIONS["__rmatmul__"])  # type: ignore[attr-defined]
+_LATER = (Kind.ARITHMETIC, Kind.COMPARISON, Kind.UNARY)
 _OF_ONE_SHAPE = ("cpu", "to", "detach", "clone", "float", "numpy", "astype", "tolist")
 """Methods whose result has the shape of what they are called on."""
 _MOST_ROWS = 1024  # that a loop goes through
@@ -219,20 +234,6 @@ def _instruction_at(frame: FrameType) -> dis.Instruction:
     """Return the instruction that a frame executes."""
     found = (i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti)
     return max(found, key=operator.attrgetter("offset"))
-
-
-def _deferring(function: Callable[..., Any], *, swapped: bool = False) -> Callable[..., Any]:
-    def method(self: LateValue, *args: Any) -> LateValue:
-        return self._kept(function, *((*args, self) if swapped else (self, *args)))
-
-    return method
-
-
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
-    setattr(LateValue, f"__{_name}__", _deferring(getattr(operator, _name)))
-    setattr(LateValue, f"__r{_name}__", _deferring(getattr(operator, _name), swapped=True))
-for _name in ("neg", "pos", "abs", "getitem", "lt", "le", "gt", "ge", "eq", "ne", "round"):
-    setattr(LateValue, f"__{_name}__", _deferring(getattr(operator, _name, round)))
 
 
 class LateCall:

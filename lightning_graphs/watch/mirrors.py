@@ -27,10 +27,10 @@ from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import base_of, version_of
 from lightning_graphs.watch.assertions import Assertions
-from lightning_graphs.watch.numbers import ScalarTracer, StepNumbers
+from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.tracers import (
     OURS,
-    TracedNumber,
+    ScalarTracer,
     present,
     tensors_as_numbers,
 )
@@ -231,7 +231,7 @@ class FollowedState:
             if self._mirror(tensor) is not None:
                 self._numbers.asked.add(asked)  # the next capture follows that, too
             found = self._number(tensor)
-            if isinstance(found, TracedNumber):
+            if isinstance(found, ScalarTracer):
                 return found.converted(kind, asked[0])
             return own(tensor) if found is None else kind(found)
 
@@ -263,7 +263,7 @@ class FollowedState:
             *_, given = args or (0,)
             if isinstance(given, Tensor):
                 given = self._number(given)
-            if not isinstance(given, (int, TracedNumber)):
+            if not isinstance(given, (int, ScalarTracer)):
                 return _UNKNOWN
             return compute(self._number(tensor) if compute is not _last else None, given)
         except GraphError:
@@ -326,18 +326,18 @@ class FollowedState:
         if part.step not in (None, 1) or not (begin >= 0 and end >= begin and end <= size):
             return part  # torch asks for the bare numbers
         count = end - begin
-        if isinstance(count, TracedNumber):
+        if isinstance(count, ScalarTracer):
             count = count.guarded()
-        if not isinstance(begin, TracedNumber):
+        if not isinstance(begin, ScalarTracer):
             return slice(begin, begin + count)
-        first = self._numbers.tensor_of(begin, torch.int64)  # type: ignore[arg-type]
+        first = self._numbers.tensor_of(begin, torch.int64)
         return torch.arange(count, device=first.device) + first
 
 
 def _moves(part: Any) -> bool:
     """Return whether a slice has a number in it that is followed."""
     return isinstance(part, slice) and any(
-        isinstance(number, TracedNumber) for number in (part.start, part.stop, part.step)
+        isinstance(number, ScalarTracer) for number in (part.start, part.stop, part.step)
     )
 
 

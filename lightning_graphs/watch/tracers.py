@@ -7,6 +7,7 @@ the doctor, which lets code go on, a refusal is a note.
 from __future__ import annotations
 
 import contextlib
+import enum
 import math
 import operator
 import sys
@@ -15,8 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -28,9 +30,14 @@ from lightning_graphs.device.rules import (
     refuse,
     with_known_remedy,
 )
-from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES, frames_from, is_library
-from lightning_graphs.private.exchange import Member, exchanged
+from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.private.callsite import (
+    LIBRARIES,
+    CallSiteFinder,
+    frames_from,
+    is_library,
+)
+from lightning_graphs.private.exchange import Member, exchanged, nothing
 from lightning_graphs.private.generators import PythonGenerator, shared_generators
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
@@ -38,6 +45,18 @@ from lightning_graphs.values.tree import leaves_of
 # ------------------ Tracers that refuse every use
 
 OURS = "lightning_graphs."
+
+
+class Kind(enum.Enum):
+    """Kinds of operations on a value."""
+
+    ARITHMETIC = enum.auto()
+    COMPARISON = enum.auto()
+    UNARY = enum.auto()
+    CONVERSION = enum.auto()  # to a number of Python
+    BARE = enum.auto()  # of the number itself
+    TRUTH = enum.auto()
+    OTHER = enum.auto()
 
 
 class Tracer:
@@ -80,6 +99,11 @@ class Tracer:
         ours = frame.f_globals.get("__name__", "").startswith(OURS)
         return type(self) if ours else self._kind
 
+    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Refuse what a special method would do, or else let the value itself do it."""
+        self.refuse()
+        return getattr(self.now(), operation.name)(*args, **kwargs)
+
     def _refuse(self, *_: Any, **__: Any) -> Any:
         self.refuse()
         return self.now()
@@ -99,22 +123,55 @@ class Tracer:
         return function(*present(args), **present(kwargs or {}))
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    """Make a method that refuses a use, or else does what the value itself does."""
+class Operation(NamedTuple):
+    """What a special method of a value does."""
+
+    name: str  # of the method
+    kind: Kind = Kind.OTHER
+    function: Callable[..., Any] = nothing  # does so
+    symbol: str = ""  # between two operands
+    is_swapped: bool = False  # the value is the second one
+
+
+def special(operation: Operation) -> Callable[..., Any]:
+    """Make a special method of tracers."""
 
     def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
-        self.refuse()
-        return getattr(self.now(), name)(*args, **kwargs)
+        return self.use(operation, args, kwargs)
 
     return method
 
 
-_BOTH = "add sub mul matmul mod floordiv truediv pow divmod and or xor lshift rshift"
-_USES = "neg pos abs invert round trunc floor ceil eq ne lt le gt ge hash bool index int float str"
-_USES += " repr format iter getitem len array array_ufunc"
-for _name in [*_USES.split(), *(f"{way}{name}" for name in _BOTH.split() for way in ("", "r"))]:
-    if _name != "rmatmul":  # a tensor is asked first
-        setattr(Tracer, f"__{_name}__", _refusing(f"__{_name}__"))
+_SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"}
+_SYMBOLS |= {"lshift": "<<", "rshift": ">>", "and": "&", "or": "|", "xor": "^", "pow": "**"}
+_SYMBOLS |= {"matmul": "@", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_UNARY: Sequence[Any] = (operator.neg, operator.pos, operator.invert, abs, round)
+_UNARY = (*_UNARY, math.trunc, math.floor, math.ceil)
+_BARE = operator.index, hash, str, repr, format
+_OTHERS = "divmod rdivmod iter getitem len array array_ufunc"
+
+
+def _operations() -> Iterator[Operation]:
+    for name, symbol in _SYMBOLS.items():
+        function = pow if name == "pow" else vars(operator)[f"__{name}__"]
+        is_comparison = symbol[0] in "<>=!" and symbol not in ("<<", ">>")
+        kind = Kind.COMPARISON if is_comparison else Kind.ARITHMETIC
+        yield Operation(f"__{name}__", kind, function, symbol)
+        if not is_comparison:
+            yield Operation(f"__r{name}__", kind, function, symbol, is_swapped=True)
+    for kind, functions in ((Kind.UNARY, _UNARY), (Kind.BARE, _BARE)):
+        yield from (Operation(f"__{f.__name__}__", kind, f) for f in functions)
+    yield from (Operation(f"__{f.__name__}__", Kind.CONVERSION, f) for f in (float, int))
+    yield Operation("__bool__", Kind.TRUTH, bool)
+    for name in _OTHERS.split():
+        yield Operation(f"__{name}__", function=getattr(operator, name, nothing))
+
+
+OPERATIONS = {operation.name: operation for operation in _operations()}
+"""What tracers see of the use of a value, by the names of methods."""
+for _operation in OPERATIONS.values():
+    if _operation.name != "__rmatmul__":  # a tensor is asked first
+        setattr(Tracer, _operation.name, special(_operation))
 
 
 class OpaqueTracer(Tracer):
@@ -164,24 +221,76 @@ _LONGEST = 300  # characters of an expression; loops make longer ones
 _PLAIN = (int, float, bool)
 
 
-class TracedNumber:
-    """Tracer for a number of a step under watch, or for an expression of such numbers."""
+class ScalarTracer(Tracer):
+    """Tracer for a number of a step under watch, or for an expression of such numbers.
+
+    Its arithmetic is followed, and comparisons are guards; other uses are refused.
+    """
 
     def __init__(
         self,
-        numbers: Any,  # the :class:`Numbers` of the step, which say what a use comes to
+        numbers: Any,  # the :class:`StepNumbers` of the step, which say what a use comes to
         name: str,  # what messages call it: an expression
         read: Callable[[], Any],  # gives the present value
         value: Any,  # its value in the watched step
         lasts: bool,  # code that needs the bare value may have it, as a guard
-        obstacle: Obstacle,  # what stands in the way of other uses; see :meth:`Numbers.number`
+        obstacle: Obstacle,  # what stands in the way of other uses; see :meth:`StepNumbers.number`
     ) -> None:
+        super().__init__(name, read, nothing)
         self.numbers, self.name, self.value = numbers, name, value
         self.lasts, self.obstacle = lasts, obstacle
-        self._read = read
 
-    def now(self) -> Any:
-        return self._read()
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The number's class, for Python code that asks, as ``F.interpolate`` does of sizes."""
+        return type(self.value)
+
+    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Follow what a special method does."""
+        kind, function = operation.kind, operation.function
+        if kind in (Kind.ARITHMETIC, Kind.COMPARISON) and function is not operator.matmul:
+            other, *rest = args
+            if not (type(other) in _PLAIN or isinstance(other, ScalarTracer)):
+                return NotImplemented
+            pair = (other, self) if operation.is_swapped else (self, other)
+            name = _infix(pair[0], operation.symbol, pair[1])
+            if kind is Kind.ARITHMETIC:
+                return self.computed(name, function, *pair, *rest)
+            if type(other) is float:
+                self.numbers.bounds.append(other)
+            return self.outcome(name, function, *pair)
+        if kind is Kind.UNARY:
+            return self.applied(function, (self, *args))
+        if kind is Kind.CONVERSION:
+            module = sys._getframe(2).f_globals.get("__name__", "")
+            return self.converted(operation.function, module)  # type: ignore[arg-type]
+        if kind is Kind.BARE:
+            return self.seen(function, *args)
+        if kind is Kind.TRUTH:
+            return self.outcome(f"bool({self.name})", bool, self)
+        return super().use(operation, args, kwargs)
+
+    def __len__(self) -> int:
+        if self.obstacle is DRAWN:
+            raise TypeError("a number has no len()")
+        observed = f"{self.name} is read at {CallSiteFinder().here().describe()}"
+        raise _HasNoLength(COUNTER.rule, observed, COUNTER.remedy)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Operators of torch: of a tensor and one number, or of bare ones, as those of a size."""
+        if torch.compiler.is_compiling():
+            refuse_tracers((args, kwargs))
+        given = args, kwargs or {}
+        for number in leaves_of(given, ScalarTracer)[:1]:
+            form = number.numbers.form_of(function, *given)
+            if form is not None:
+                return form(number.numbers)
+        args, kwargs = tree_map_only(ScalarTracer, ScalarTracer.bare, given)
+        refuse_tracers((args, kwargs))
+        return function(*present(args), **present(kwargs))
 
     def refuse(self) -> object:
         """Refuse a use of it, or note that and return."""
@@ -209,11 +318,11 @@ class TracedNumber:
 
     def follow(self, function: Callable[..., Any], *operands: Any) -> tuple[Callable[[], Any], Any]:
         """Return a reader of a function's value over it and other operands, and the value now."""
-        value = function(*(n.value if isinstance(n, TracedNumber) else n for n in operands))
+        value = function(*(n.value if isinstance(n, ScalarTracer) else n for n in operands))
         if value is None:  # it has written one of them
             self.refuse()
         # Guards outlive the capture, and hold nothing of it.
-        reads = [n._read if isinstance(n, TracedNumber) else _constant(n) for n in operands]
+        reads = [n._read if isinstance(n, ScalarTracer) else _constant(n) for n in operands]
         return partial(_computed, function, reads), value
 
     def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
@@ -267,22 +376,65 @@ class TracedNumber:
         """Functions of NumPy that are made of others."""
         return self.__array_ufunc__(function, "__call__", *args, **kwargs)
 
-    def __bool__(self) -> Any:
-        return self.outcome(f"bool({self.name})", bool, self)
+
+class ArrayTracer(ScalarTracer):
+    """Tracer for an array that is drawn, or for an expression of it."""
+
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        numbers_ahead(operands)
+        read, _ = self.follow(function, *operands)
+        return self.numbers.number(self.numbers.unique(name), read, DRAWN)
+
+    outcome = computed  # of a comparison it is an array of them
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.computed(self.name, operator.getitem, self, key)
+
+    def __len__(self) -> int:
+        name, count = f"len({self.name})", len(self.value)
+        found: int = self.numbers.guarded(name, lambda: len(self.now()), count, DRAWN)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[i] for i in range(len(self))])
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(type(self.value), name, None)
+        if not callable(method) or name.startswith("__"):
+            return super().__getattr__(name)
+        return partial(self.computed, f"{self.name}.{name}", method, self)
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = Tracer._refuse
 
 
-def _numbers_among(operands: Sequence[Any]) -> list[TracedNumber]:
-    return [operand for operand in operands if isinstance(operand, TracedNumber)]
+class _HasNoLength(CaptureError):
+    """Raised for torch, which asks for an index's length, goes on without, and makes no data."""
+
+    def __init__(self, *given: str) -> None:
+        GraphError.__init__(self, *given)  # what goes on is not refused
 
 
-def _obstacle_of(numbers: Sequence[TracedNumber]) -> Obstacle:
+def numbers_ahead(data: Any) -> list[ScalarTracer]:
+    """The numbers in data, which replays have ahead of their graph; others are refused."""
+    found = leaves_of(data, ScalarTracer)
+    for number in found:
+        if number.obstacle is CLOCK:
+            number.refuse()
+    return found
+
+
+def _numbers_among(operands: Sequence[Any]) -> list[ScalarTracer]:
+    return [operand for operand in operands if isinstance(operand, ScalarTracer)]
+
+
+def _obstacle_of(numbers: Sequence[ScalarTracer]) -> Obstacle:
     """Return the obstacle of an expression; a clock wins, since it is read last."""
     found = [number.obstacle for number in numbers]
     return next((obstacle for obstacle in (CLOCK, DRAWN) if obstacle in found), found[0])
 
 
 def _operand(value: Any) -> str:
-    name = value.name if isinstance(value, TracedNumber) else repr(value)
+    name = value.name if isinstance(value, ScalarTracer) else repr(value)
     return f"({name})" if " " in name else name
 
 
@@ -296,74 +448,6 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 def _computed(function: Callable[..., Any], reads: Sequence[Callable[[], Any]]) -> Any:
     return function(*[read() for read in reads])
-
-
-def _of_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a binary operation that defers to the other operand unless that is a number."""
-
-    def operation(self: TracedNumber, other: Any, *rest: Any) -> Any:
-        if type(other) in _PLAIN or isinstance(other, TracedNumber):
-            return method(self, other, *rest)
-        return NotImplemented
-
-    return operation
-
-
-def _both_ways(symbol: str, function: Callable[..., Any]) -> tuple[Any, Any]:
-    def forth(self: TracedNumber, other: Any, *rest: Any) -> Any:
-        return self.computed(_infix(self, symbol, other), function, self, other, *rest)
-
-    def back(self: TracedNumber, other: Any, *rest: Any) -> Any:
-        return self.computed(_infix(other, symbol, self), function, other, self, *rest)
-
-    return _of_numbers(forth), _of_numbers(back)
-
-
-def _comparing(symbol: str, function: Callable[..., Any]) -> Any:
-    def compare(self: TracedNumber, other: Any) -> Any:
-        if type(other) is float:
-            self.numbers.bounds.append(other)
-        return self.outcome(_infix(self, symbol, other), function, self, other)
-
-    return _of_numbers(compare)
-
-
-def _converted(kind: type) -> Any:
-    return lambda self: self.converted(kind, sys._getframe(1).f_globals.get("__name__", ""))
-
-
-def _applied(function: Callable[..., Any]) -> Any:
-    return lambda self, *digits: self.applied(function, (self, *digits))
-
-
-def _seen(function: Callable[..., Any]) -> Any:
-    return lambda self, *args: self.seen(function, *args)
-
-
-_ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "/": "truediv", "//": "floordiv", "%": "mod"}
-_ARITHMETIC |= {"<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor", "**": "pow"}
-_COMPARISONS = {"<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne"}
-for _symbol, _name in _ARITHMETIC.items():
-    _forth, _back = _both_ways(_symbol, pow if _name == "pow" else vars(operator)[f"__{_name}__"])
-    setattr(TracedNumber, f"__{_name}__", _forth)
-    setattr(TracedNumber, f"__r{_name}__", _back)
-for _symbol, _name in _COMPARISONS.items():
-    setattr(TracedNumber, f"__{_name}__", _comparing(_symbol, vars(operator)[_name]))
-_APPLIED = (
-    operator.neg,
-    operator.pos,
-    operator.invert,
-    abs,
-    round,
-    math.trunc,
-    math.floor,
-    math.ceil,
-)
-_BARE = operator.index, hash, str, repr, format
-_function: Any
-for _functions, _make in ((_APPLIED, _applied), (_BARE, _seen), ((float, int), _converted)):
-    for _function in _functions:
-        setattr(TracedNumber, f"__{_function.__name__}__", _make(_function))
 
 
 # ------------------ Functions of Python that accept them
@@ -385,7 +469,7 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for argument in args:
-            if isinstance(argument, (TracedNumber, Tracer)):
+            if isinstance(argument, Tracer):
                 applied = getattr(type(argument), "applied", None)
                 if applied is not None:
                     return applied(argument, function, args)
@@ -435,7 +519,7 @@ def _conversion(kind: Any) -> type:
             return following(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value.value if isinstance(value, TracedNumber) else value, kind)
+            return isinstance(value.value if isinstance(value, ScalarTracer) else value, kind)
 
         def __eq__(cls, other: object) -> bool:
             return other is kind or other is cls
@@ -530,7 +614,7 @@ def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
 
 
 def _are_plain(values: Any) -> bool:
-    return all(is_plain(leaf) or isinstance(leaf, TracedNumber) for leaf in leaves_of(values))
+    return all(is_plain(leaf) or isinstance(leaf, ScalarTracer) for leaf in leaves_of(values))
 
 
 def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

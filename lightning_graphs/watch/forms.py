@@ -1,0 +1,371 @@
+"""Operators of torch that accept numbers which each replay has anew.
+
+For a tensor of 32 or 64 bits most kernels have the number in the tensor's own type, wherever they
+get it from. For smaller ones those that multiply compute in 32 bits; those that add round the
+number first on a CPU. CUDA divides by a number of the host by multiplying with its inverse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.tracers import ScalarTracer
+
+
+class Given(Protocol):
+    """The numbers of a step, given to operators."""
+
+    def tensor_of(self, number: ScalarTracer, dtype: torch.dtype) -> Tensor:
+        """A number of this step in a tensor."""
+
+    def read_only(self, name: str, *tensors: Tensor) -> None:
+        """Refuse the step at its end if it has written to one of these."""
+
+
+Form = Callable[[Given], Any]
+"""Computes what an operator does, with its numbers on the device."""
+
+
+def form_of(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, device: torch.device
+) -> Form | None:
+    """Return how to compute a torch call with tracers on this device; None if unsupported."""
+    name, further = getattr(function, "__name__", ""), kwargs or {}
+    if any(tensor.device != device for tensor in leaves_of((args, further), Tensor)):
+        return None
+    if name in _FOREACH:
+        return _one_by_one(_FOREACH[name], args, further, device)
+    make = _FORMS.get(name)
+    if make is None:
+        return None
+    try:
+        return make(device if name == "full" else function, *args, **further)
+    except TypeError:  # it has other arguments
+        return None
+
+
+# ------------------ Numbers for operators
+
+_SMALL = (torch.bfloat16, torch.float16)
+_LARGE = (torch.float32, torch.float64)
+_FLOATS = (*_LARGE, *_SMALL)
+_KNOWN = {*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_NEAR_ZERO = 1e-7
+"""Of what is not nearer, no type makes a zero: which sign that has depends on the kernel."""
+
+
+def _is_tensor(value: Any, dtypes: Any = _KNOWN) -> bool:
+    return type(value) in (Tensor, Parameter) and value.dtype in dtypes
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, ScalarTracer) and isinstance(value.value, (int, float))
+
+
+def _are_alike(x: Any, y: Any) -> bool:
+    return _is_tensor(x, _FLOATS) and _is_tensor(y, {x.dtype}) and x.shape == y.shape
+
+
+def _fits(tensor: Tensor, number: Any) -> bool:
+    """Return whether a number's value in a tensor's dtype is certain."""
+    is_whole = tensor.dtype is torch.int64 and type(number.value) is int
+    return is_whole or tensor.dtype in _FLOATS
+
+
+def _is_in_place(function: Any) -> bool:
+    return bool(function.__name__.endswith("_") and not function.__name__.endswith("__"))
+
+
+# ------------------ A tensor and a number
+
+
+def _binary(
+    function: Any,
+    input: Any,
+    other: Any,
+    *,
+    small: str,  # where floats of 16 bits are computed in 32: "cuda", "everywhere", "nowhere"
+    quotient: bool = False,
+) -> Form | None:
+    if not (_is_tensor(input) and _is_number(other)):
+        return None
+    x, dtype = input, torch.result_type(input, other.value)
+    if quotient and not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    in_place = _is_in_place(function)
+    result, wide = dtype, dtype
+    if dtype in _SMALL and small in (x.device.type, "everywhere"):
+        wide = torch.float32
+    if in_place and x.dtype != wide:
+        if x.dtype not in _SMALL or (torch.is_grad_enabled() and x.requires_grad):
+            return None
+        function = getattr(Tensor, function.__name__.removesuffix("_"))
+    if result not in _SMALL and wide not in (*_LARGE, torch.int64):
+        return None
+    is_product = quotient and x.is_cuda
+    operate: Any = getattr(Tensor, "mul_" if in_place else "mul") if is_product else function
+
+    def compute(given: Given) -> Tensor:
+        number = other.computed(f"1 / ({other.name})", _inverse, other) if is_product else other
+        found: Tensor = operate(x.to(wide), given.tensor_of(number, wide))
+        if wide == result:
+            return found
+        return x.copy_(found) if in_place else found.to(result)
+
+    return compute
+
+
+def _inverse(number: float) -> float:
+    return 1 / number if number else math.copysign(math.inf, number)
+
+
+def _number_by_tensor(function: Any, input: Any, other: Any) -> Form | None:
+    if not (_is_tensor(input, _FLOATS) and _is_number(other)):
+        return None
+
+    def divide(given: Given) -> Any:  # as torch's own does
+        product = _multiplied(Tensor.mul, input.reciprocal(), other)
+        return None if product is None else product(given)
+
+    return divide
+
+
+_computed = partial(_binary, small="cuda")
+_compared = partial(_binary, small="nowhere")
+_multiplied = partial(_binary, small="everywhere")
+_divided = partial(_multiplied, quotient=True)
+
+
+def _rest(function: Any, input: Any, other: Any) -> Form | None:
+    return _computed(function, input, other) if _is_tensor(input, _LARGE) else None
+
+
+def _added(function: Any, input: Any, other: Any, *, alpha: Any = 1) -> Form | None:
+    if not _is_number(alpha):
+        return _computed(function, input, other) if alpha == 1 else None
+    is_small = _is_tensor(other, _SMALL) and _is_tensor(input, _LARGE)
+    if is_small and input.shape == other.shape:
+        other = other.to(input.dtype)  # exact, and as the kernel itself reads it
+    if not (_are_alike(input, other) and input.dtype in _LARGE):
+        return None
+    is_difference = function.__name__.startswith("sub")
+    add = Tensor.addcmul_ if _is_in_place(function) else Tensor.addcmul
+
+    def combine(given: Given) -> Any:
+        factor = given.tensor_of(alpha, input.dtype)
+        return add(input, other, -factor if is_difference else factor)
+
+    return combine
+
+
+def _product_added(
+    function: Any, input: Any, tensor1: Any, tensor2: Any, value: Any = 1
+) -> Form | None:
+    """Form of ``addcmul``, ``addcdiv``: CUDA multiplies what is added, a CPU its first operand."""
+    if not (_is_number(value) and input.dtype in _LARGE):
+        return None
+    if not (_are_alike(input, tensor1) and _are_alike(input, tensor2)):
+        return None
+    divides = "addcdiv" in function.__name__
+    add: Any = Tensor.addcmul_ if _is_in_place(function) else Tensor.addcmul
+    join: Any = Tensor.add_ if _is_in_place(function) else Tensor.add
+
+    def combine(given: Given) -> Any:
+        factor = given.tensor_of(value, input.dtype)
+        if input.is_cuda:
+            return add(input, tensor1 / tensor2 if divides else tensor1 * tensor2, factor)
+        scaled = tensor1 * factor
+        return join(input, scaled / tensor2) if divides else add(input, scaled, tensor2)
+
+    return combine
+
+
+def _interpolated(function: Any, input: Any, end: Any, weight: Any) -> Form | None:
+    x = input
+    if not (_are_alike(x, end) and _is_number(weight)):
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or end.requires_grad):
+        return None  # a gradient is multiplied with one minus the number, rounded otherwise
+    if x.dtype in _LARGE:
+        return lambda given: function(x, end, given.tensor_of(weight, x.dtype))
+
+    def lerp(given: Given) -> Any:
+        found = x.float().lerp(end.float(), given.tensor_of(weight, torch.float32))
+        return x.copy_(found) if _is_in_place(function) else found.to(x.dtype)
+
+    return lerp
+
+
+def _clamped(function: Any, input: Any, min: Any = None, max: Any = None) -> Form | None:
+    if not _is_tensor(input, _LARGE) or any(isinstance(b, Tensor) for b in (min, max)):
+        return None
+    bounds = [(key, b) for key, b in (("min", min), ("max", max)) if b is not None]
+    if any(abs(b.value) <= _NEAR_ZERO for _, b in bounds if _is_number(b)):
+        return None
+    clamp: Any = Tensor.clamp_ if _is_in_place(function) else Tensor.clamp
+
+    def clamped(given: Given) -> Any:
+        found = input
+        for key, bound in bounds:
+            if _is_number(bound):
+                if not abs(bound) > _NEAR_ZERO:  # by the outcome of a guard it is so
+                    bound.refuse()
+                bound = given.tensor_of(bound, input.dtype)
+            found = clamp(found, **{key: bound})
+        return found
+
+    return clamped
+
+
+# ------------------ Tensors full of a number
+
+
+def _filled(function: Any, input: Any, value: Any) -> Form | None:
+    if not (_is_tensor(input) and _is_number(value) and _fits(input, value)):
+        return None
+    return lambda given: function(input, given.tensor_of(value, input.dtype))
+
+
+def _masked(function: Any, input: Any, mask: Any, value: Any) -> Form | None:
+    """Form of ``masked_fill``, which itself reads its number on the host."""
+    if _filled(function, input, value) is None or not _is_tensor(mask, {torch.bool}):
+        return None
+
+    def fill(given: Given) -> Tensor:
+        found = torch.where(mask, given.tensor_of(value, input.dtype), input)
+        return input.copy_(found) if _is_in_place(function) else found
+
+    return fill
+
+
+def _chosen(function: Any, first: Any, second: Any, other: Any) -> Form | None:
+    """Form of ``torch.where(condition, x, y)``, or ``x.where(condition, y)``."""
+    is_method = not _is_tensor(first, {torch.bool})
+    condition, x, y = (second, first, other) if is_method else (first, second, other)
+    tensor, number = (y, x) if _is_number(x) else (x, y)
+    if not (_is_tensor(tensor) and _is_number(number) and _fits(tensor, number)):
+        return None
+
+    def choose(given: Given) -> Any:
+        memory = given.tensor_of(number, tensor.dtype)
+        return torch.where(condition, *((memory, y) if tensor is y else (x, memory)))
+
+    return choose
+
+
+def _set(function: Any, input: Any, index: Any, value: Any) -> Form | None:
+    if leaves_of(index, ScalarTracer) or _filled(function, input, value) is None:
+        return None
+    if _is_tensor(index, {torch.bool}):  # as many of them as there are would be read on the host
+        mask = index.reshape(index.shape + (1,) * (input.dim() - index.dim()))
+        return _masked(Tensor.masked_fill_, input, mask, value)  # Python drops what it returns
+    return lambda given: function(input, index, given.tensor_of(value, input.dtype))
+
+
+def _full(here: torch.device, size: Any, fill_value: Any, **options: Any) -> Form | None:
+    target = options.get("device")
+    if target in (None, "cpu") or torch.device(target).type != here.type:
+        return None  # it is made on the host
+    if not _is_number(fill_value):
+        return None
+    options.setdefault("dtype", torch.full((), fill_value.value).dtype)
+    return _made(partial(torch.empty, size, **options), fill_value)
+
+
+def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
+    """Form of a factory: a new tensor that is full of a number."""
+    if not _is_number(number):
+        return None
+
+    def fill(given: Given) -> Tensor:
+        tensor = make()
+        if not _fits(tensor, number):
+            number.refuse()
+        with torch.no_grad():
+            return tensor.fill_(given.tensor_of(number, tensor.dtype))
+
+    return fill
+
+
+# ------------------ An index
+
+
+def _indexed(function: Any, input: Any, index: Any) -> Form | None:
+    """Form of indexing a table: a copy of an entry, unless the table is written."""
+    if not (_is_tensor(input) and input.dim() and _is_number(index)):
+        return None
+    size, is_whole = len(input), type(index.value) is int
+    has_gradient = torch.is_grad_enabled() and input.requires_grad
+    if has_gradient or not (is_whole and -size <= index.value < size):
+        return None
+
+    def entry(given: Given) -> Any:
+        if not (index >= -size and index < size):
+            index.refuse()
+        place = given.tensor_of(index % size, torch.int64)
+        found = input.index_select(0, place.reshape(1)).squeeze(0)
+        given.read_only(f"{index.name}, an index into a tensor that the step writes,", input, found)
+        return found
+
+    return entry
+
+
+# ------------------ Lists of tensors
+
+
+def _one_by_one(
+    single: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+) -> Form | None:
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    forms = [
+        form_of(single, (*tensors, *args[len(lists) :]), kwargs, device)
+        for tensors in zip(*lists, strict=False)
+    ]
+    if any(form is None for form in forms):
+        return None
+    return lambda given: [form(given) for form in forms if form is not None] and None
+
+
+_FOREACH = {
+    "_foreach_mul_": Tensor.mul_,
+    "_foreach_add_": Tensor.add_,
+    "_foreach_sub_": Tensor.sub_,
+    "_foreach_lerp_": Tensor.lerp_,
+    "_foreach_div_": Tensor.div_,
+    "_foreach_addcmul_": Tensor.addcmul_,
+    "_foreach_addcdiv_": Tensor.addcdiv_,
+}
+_FORMS: dict[str, Callable[..., Form | None]] = {
+    **dict.fromkeys(("mul", "mul_", "multiply", "multiply_"), _multiplied),
+    **dict.fromkeys(("add", "add_", "sub", "sub_", "subtract", "subtract_"), _added),
+    **dict.fromkeys(("div", "div_", "divide", "divide_"), _divided),
+    **dict.fromkeys(("true_divide", "true_divide_"), _divided),
+    **dict.fromkeys(("__rsub__", "rsub"), _computed),
+    **dict.fromkeys(("remainder", "fmod"), _rest),
+    **dict.fromkeys(("lt", "le", "gt", "ge", "eq", "ne"), _compared),
+    **dict.fromkeys(("less", "less_equal", "greater", "greater_equal", "not_equal"), _compared),
+    **dict.fromkeys(("clamp", "clamp_", "clip", "clip_"), _clamped),
+    **dict.fromkeys(("lerp", "lerp_"), _interpolated),
+    **dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), _product_added),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _masked),
+    "__rdiv__": _number_by_tensor,
+    "clamp_min": lambda f, input, min: _clamped(f, input, min),
+    "clamp_max": lambda f, input, max: _clamped(f, input, None, max),
+    "where": _chosen,
+    "fill_": _filled,
+    "__setitem__": _set,
+    "__getitem__": _indexed,
+    "full": _full,
+    "full_like": lambda _, x, fill_value, **o: _made(partial(torch.empty_like, x, **o), fill_value),
+    "new_full": lambda _, x, size, fill_value, **o: _made(
+        partial(x.new_empty, size, **o), fill_value
+    ),
+}
