@@ -76,12 +76,13 @@ class StepBody:
         self,
         recorder: Recorder,
         places: StepState,
+        held: Sequence[tuple[str, Any]],  # what modules hold, by name
         generators: Generators,
         listed: Callable[[Sequence[str]], str] = ", ".join,  # adds the user's line to names
     ) -> Iterator[None]:
         """Set up what surrounds a step that is captured, or compared with its graphs."""
         with (
-            places.changes_undone(generators, listed),
+            places.changes_undone(held, generators, listed),
             self.context.watch.around_step(),
             recorder.recording(),
             torch.enable_grad(),

@@ -547,7 +547,7 @@ class StepCapture(Attempts):
         inputs, present = begun.inputs, begun.present
         assert self._unread is not None, "made as the capture begins"
         number, listed = self._followed.numbers.number, environment.outside.listed
-        places, generators = self._facts.places, environment.generators
+        surrounding = self._facts.places, environment.held, environment.generators, listed
         unused = UnusedTensors(environment.held, environment.outside.words)
         known = held_elsewhere(self.module)
         parts = self.optimizers, self.client.schedulers, number
@@ -572,7 +572,7 @@ class StepCapture(Attempts):
             ),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             Watcher(
-                partial(self.surrounded, recorder, places, generators, listed),
+                partial(self.surrounded, recorder, *surrounding),
                 mechanism=partial(_logged, recorder),
             ),
             Watcher(partial(environment.reading, self._facts.reads, number)),

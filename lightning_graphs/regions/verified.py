@@ -67,10 +67,16 @@ class Verification(StepBody):
         # Whether replays get what has a name in its result behind their graphs
         self._comes_late: Callable[[str], bool] = lambda _: False
         self._verifier = verifier
+        self._held: list[tuple[str, Any]] = []  # what modules hold, during a comparison
+
+    def _look(self) -> list[Tensor]:
+        """Look at what modules hold, to compare; return tensors that may change unseen."""
+        self._held = [*iter_objects(self.module)]
+        return UnregisteredTensors(self.module, self._held).small
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
         """Describe what a step may change; without a plan an optimizer step."""
-        unseen = UnregisteredTensors(self.module, iter_objects(self.module)).small
+        unseen = self._look()
         parts = self.module, [*self.optimizers], self._scaler
         if plan is None:
             return RegionState.of_step(*parts, unseen=unseen)
@@ -118,7 +124,10 @@ class Verification(StepBody):
             goes_on=is_whole and all(m.repeated is None for m in plan.mechanisms),
             alone=self._verifier.budget.nothing_kept,
         )
-        plan.is_launched = self._verifier.compare(ways, "a captured step was not verified")
+        try:
+            plan.is_launched = self._verifier.compare(ways, "a captured step was not verified")
+        finally:
+            self._held.clear()
         if plan.head is None and not plan.is_launched:
             plan.take(batch)
 
@@ -180,8 +189,8 @@ class Verification(StepBody):
         """Set up what surrounds a capture, but for its tracers: here every value is real."""
         assert self._places is not None, "whole steps have places"
         seen = next((m.draws for m in plan.mechanisms if m.draws is not None), None)
-        generators = Generators(iter_objects(self.module), self.module.device, seen=seen)
-        return self.surrounded(recorder, self._places, generators)
+        generators = Generators(self._held, self.module.device, seen=seen)
+        return self.surrounded(recorder, self._places, [*self._held], generators)
 
     def _undone(self, args: tuple[Any, ...]) -> AbstractContextManager[Undone]:
         assert self._head is not None, "the step has a head"
@@ -255,10 +264,11 @@ class Verification(StepBody):
 
         True: the replay is the step, which is taken. Else all is as before.
         """
-        held = list(iter_objects(self.module))
+        state, held = self._state(), self._held
         parts = PythonSnapshot(held), Generators(held, self.module.device), self._random()
         written = self._verifier.written["update"]
-        ways = Comparison(self._state(), self.update, replay, parts, written, goes_on=True)
+        ways = Comparison(state, self.update, replay, parts, written, goes_on=True)
+        held.clear()
         return self._verifier.compare(ways, "the captured optimizer step was not verified")
 
 

@@ -57,7 +57,6 @@ from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import RegionState
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
-from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 _KEEPS = "code of a step keeps tensors that it has computed"
 BY_HAND = Phase(zeroing=False, stepping=True, window=1)
@@ -587,7 +586,7 @@ class EvaluationVerification(EvaluationBody, Verification):
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
         """Describe what steps may change: no parameters, as far as none was seen to be written."""
-        unseen = UnregisteredTensors(self.module, iter_objects(self.module)).small
+        unseen = self._look()
         written = {} if plan is None else plan.loose
         tensors = {f"buffer `{name}`": buffer for name, buffer in self.module.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}

@@ -147,7 +147,7 @@ class Environment:
     @contextlib.contextmanager
     def reading(self, reads: AttributeGuards, number: AsRead | None = None) -> Iterator[None]:
         """Record in ``reads`` what the body reads in modules and in the program around it."""
-        attributes = reads.watching(self._root, self._client.watched)
+        attributes = reads.watching(self._root, self._client.watched, self.held)
         with attributes, self._client.reading(reads, number):
             yield
 

@@ -439,7 +439,8 @@ class StepState:
 
         A capture would learn them at its end, and begin again.
         """
-        contents, trained = self._take(), trained_parameters(self._optimizers())
+        contents = self._take([*iter_objects(self._module)])
+        trained = trained_parameters(self._optimizers())
         yield
         found = [place_of(change, contents, trained) for change in self._changes(contents)]
         if None not in found:
@@ -464,8 +465,7 @@ class StepState:
         self._is_changed |= bool(new)
         return [*new]
 
-    def _take(self) -> PythonSnapshot:
-        held = list(iter_objects(self._module))
+    def _take(self, held: Sequence[tuple[str, Any]]) -> PythonSnapshot:
         modules = ((name, value) for name, value in held if isinstance(value, nn.Module))
         self._apart = {name for name, module in modules if self._reads.is_apart(module)}
         return PythonSnapshot(held)
@@ -538,11 +538,14 @@ class StepState:
 
     @contextlib.contextmanager
     def changes_undone(
-        self, generators: Generators, listed: Callable[[Sequence[str]], str]
+        self,
+        held: Sequence[tuple[str, Any]],  # what modules hold
+        generators: Generators,
+        listed: Callable[[Sequence[str]], str],
     ) -> Iterator[None]:
         """Undo changes of the body in module attributes and random generators."""
         trained = trained_parameters(self._optimizers())
-        contents = self._contents = self._take()
+        contents = self._contents = self._take(held)
         outside, self.outside = self.outside or self._known_outside(), None
         named = (*self._module.named_parameters(), *self._module.named_buffers())
         memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]

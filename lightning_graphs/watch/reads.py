@@ -147,7 +147,12 @@ class AttributeGuards(ValueGuards):
         return tuple(store for store in found if is_plain(store[2]))
 
     @contextlib.contextmanager
-    def watching(self, module: nn.Module, others: Iterable[tuple[str, Any]] = ()) -> Iterator[None]:
+    def watching(
+        self,
+        module: nn.Module,
+        others: Iterable[tuple[str, Any]] = (),
+        held: Iterable[tuple[str, Any]] | None = None,  # what the module holds, if that is known
+    ) -> Iterator[None]:
         """Note what the body reads from the module, from submodules of user code, and from others.
 
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
@@ -158,7 +163,7 @@ class AttributeGuards(ValueGuards):
         self._modules = {id(owner): owner for owner in module.modules()}
         closed, self._unseen = inside_of_compiled(module), []
         exchanged = []
-        for name, owner in iter_objects(module):
+        for name, owner in iter_objects(module) if held is None else held:
             if not isinstance(owner, nn.Module) or self.is_apart(owner):
                 continue
             if _author_of(type(owner)).startswith(_LIBRARIES):
