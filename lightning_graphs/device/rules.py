@@ -295,6 +295,12 @@ GRADIENTS_CHANGED = Obstacle(
     kind="python-state",
     code="(gradient,) = torch.autograd.grad(score, x)  # in place of score.backward()",
 )
+CHANGING_SHAPE = Obstacle(
+    "A graph can replay only for batches of the shapes that it was captured with.",
+    "pad to a few fixed lengths, and drop the short last batch",
+    kind="changing-shape",
+    code="DataLoader(data, batch_size=32, drop_last=True, collate_fn=pad_to_a_multiple)",
+)
 BATCH_CHANGED = Obstacle(
     "A replay can put tensors and plain values into dicts, lists and dataclasses of its batch, and "
     "change no other objects there.",

@@ -7,8 +7,7 @@ undoes everything and keeps nothing, and code goes on where it is refused, as fa
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from traceback import walk_tb
@@ -21,11 +20,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.device.emulated import UndoingBackend
 from lightning_graphs.device.rules import (
-    BATCH_VALUE,
     MOVING_VALUE,
-    OBSTACLES,
-    Obstacle,
-    as_operator,
     noting,
 )
 from lightning_graphs.errors import CODE, CaptureError, GraphError
@@ -45,138 +40,35 @@ from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import (
-    LIBRARIES,
-    NO_LINE,
-    CallSite,
     add_line,
     definition_of,
     named_at,
-    site_in,
 )
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.calls import CallRefused, CapturedStep, StepCall
 from lightning_graphs.regions.conditions import (
     Values,
-    conditions_of,
     moved_values,
-    moving,
-    read_otherwise,
-    tensors_moved,
 )
-from lightning_graphs.regions.optimizer import NoStateError, UpdateRefused
+from lightning_graphs.regions.judged import Findings, JudgedSteps, options_of_notes
 from lightning_graphs.regions.submodules import ModuleGraphs
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.report.messages import Messages, Statistics, listed
-from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.batch import BatchValueRead
-from lightning_graphs.watch.environment import RaisedInCapture
-from lightning_graphs.watch.host import HostReads
 
 _BETWEEN: Effect = "stays eager between them"
-_TRIES = 16
-"""So often one step is captured at most, until nothing is learned any more."""
-
-Refused = Sequence[CaptureError]
 
 # ------------------ What is captured
 
 
-class Judge(StepRunner):
-    """Captures steps as whole graphs, undoes that, and tells what was refused."""
-
-    has_stepped = False  # optimizers have their state
-    _found: Any = None  # key of the step that was captured last
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.answered: list[CaptureError] = []  # what the host does ahead of the graph
-
-    def diagnose(self, call: tuple[Any, ...]) -> Refused:
-        """Capture a step until nothing more is learned; return the refusals that are left."""
-        refused: Refused = ()
-        self._obstacle = None
-        self._rebind()
-        if self._by_hand and not self.has_stepped:
-            return refused
-        self._facts.has_host_program, self.answered = False, []
-        try:
-            with noting():
-                for _ in range(_TRIES):
-                    refused = self._refused(call)
-                    if not (refused and self._may_go_on(*refused)):
-                        break
-        finally:
-            self.answered += self._capture.notes.answered
-            for capturable in filter(None, self.capturables.values()):
-                capturable.restore()
-        return [e for e in refused if e.rule and not isinstance(e, NoStateError)]
-
-    def _refused(self, call: tuple[Any, ...]) -> Refused:
-        try:
-            self._conditions = self._current_conditions(has_graphs=False)
-            self._found = None
-            if self._head.now is None:
-                self._found = self._signature_of(call, self._conditions)[0]
-            plan = self.capture(call, self._found)
-        except CaptureError as error:
-            first, *others = error.others or (error,)
-            return [first, *(e for e in others if not isinstance(e, RaisedInCapture))]
-        assert plan is not None, "there is no policy by which it would cost too much"
-        self._found = plan.key
-        self.discard(plan)
-        return ()
-
-    def _may_go_on(self, first: CaptureError, *others: CaptureError) -> bool:
-        read = [error for error in others if isinstance(error, BatchValueRead)]
-        for error in read:
-            self._values.read(error)
-        return self.may_succeed(self._found, first) or bool(read)
-
-    def _key_behind(self, leaving: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
-        self._head.puts_off(self._signature_of((leaving,), self._watch.conditions())[0])
-        return super()._key_behind(leaving)
-
-    def _obstacle_of(self, optimizer: Any) -> str | None:
-        return super()._obstacle_of(optimizer) if self.has_stepped else "it has no state yet"
+class Judge(JudgedSteps, StepRunner):
+    """Captures training steps as whole graphs, undoes that, and tells what was refused."""
 
     def observing(self) -> contextlib.AbstractContextManager[None]:
         """Observe the body, an eager step, as one of a warm-up."""
         return self._observing(is_last=True)
 
-    def step_key(self, call: tuple[Any, ...]) -> Signature | None:
-        """Return the key of a step, with what Python has read; None of one with a head."""
-        with contextlib.suppress(CaptureError):
-            if self._head.now is None:
-                found = self._signature_of(call, self._watch.conditions())[0]
-                further = () if self._found is None else self._found.extra
-                reads = [part for part in further if isinstance(part, HostReads)]
-                # Values that steps store and read may come to a rest, as a window that is full
-                return replace(found, extra=(*found.extra[:1], *reads))
-        return None
-
-    def changes(self, keys: Sequence[Signature]) -> CaptureError | None:
-        """Return the refusal of steps of which none has a key that came before."""
-        if len({key.specs for key in keys}) == len(keys) > 2:
-            change = "; ".join(keys[-2].diff(keys[-1]))
-            return words.CHANGING_SHAPE.refused(change[:400])
-        if len(set(keys)) < len(keys) or len(keys) < 3:
-            return None
-        read = [conditions_of(key).attributes for key in keys]
-        comes_back = len(set(read)) < len(read) or bool(tensors_moved(*read[-2:]))  # or is state
-        for why in (moving, read_otherwise)[comes_back:]:
-            found = [why(*pair, self._facts.reads.codes) for pair in pairwise(keys)]
-            if None not in found:
-                return found[-1]
-        return None
-
-    def batch_values(self, keys: Sequence[Signature]) -> Iterator[tuple[list[str], str, Effect]]:
-        """Yield names of values that differ between batches, the line that reads one, an effect."""
-        read = self._values.is_guarded
-        tables = [dict(zip(key.names, key.leaves, strict=True)) for key in keys]
-        ways = [tuple(map(table.get, sorted(read))) for table in tables]
-        is_new = len(set(ways)) == len(ways) > 2
-        yield sorted(read), self._values.observed, "eager step" if is_new else "further graph"
-        yield sorted(self._values.unread), "", "left out unless it is read"
+    def _obstacle_of(self, optimizer: Any) -> str | None:
+        return super()._obstacle_of(optimizer) if self.has_stepped else "it has no state yet"
 
 
 class EvaluationJudge(Judge, EvaluationRunner):
@@ -252,17 +144,6 @@ class Refusals(Messages):
 # ------------------ What is told
 
 _CALLS = "A graph of a submodule must be able to stand for its calls."
-_HOW = r",? ?\b(at|see|is|named at|returned at|taken at|(stored or returned, )?in the code of)? ?$"
-_USED = r"(, on which the way of the step depends,)? is (read|used|called|set)$"
-_OF_HOST = ("host-read", "host-data", "host-copy", "data-dependent-shape")
-"""Kinds of what the host may do ahead of a graph."""
-
-
-def site_of(error: CaptureError) -> tuple[str, CallSite]:
-    """Return what an error is about, in its words or an operator's name, and the user's line."""
-    site = CallSite() if NO_LINE in error.observed else site_in(error.observed)
-    what = error.observed.partition(f"{site} in " if site.line else NO_LINE)[0]
-    return as_operator(re.sub(_USED, "", re.sub(_HOW, "", what))), site
 
 
 def _is_inside(error: CaptureError, root: nn.Module) -> bool:
@@ -272,6 +153,37 @@ def _is_inside(error: CaptureError, root: nn.Module) -> bool:
         if isinstance(owner, nn.Module) and owner is not root:
             return True
     return False
+
+
+class FindingsBetween(Findings):
+    """Those of steps whose submodules become graphs: what stays eager between them."""
+
+    def __init__(self, diagnosis: Diagnosis, root: nn.Module) -> None:
+        super().__init__(diagnosis)
+        self._root = root
+
+    def effect_of(self, error: CaptureError) -> Effect | None:
+        return None if _is_inside(error, self._root) else _BETWEEN
+
+    effect_of_answered = effect_of
+
+
+class EvaluationFindings(Findings):
+    """Those of an evaluation.
+
+    Args:
+        name: The method of strategy and module.
+    """
+
+    def __init__(self, diagnosis: Diagnosis, name: str) -> None:
+        super().__init__(diagnosis)
+        self._name = name
+
+    def add(self, error: CaptureError, effect: Effect = "eager step") -> None:
+        code = CODE.get(error.remedy, "")
+        error.remedy = remedy_for(self._name, error.remedy)
+        CODE.setdefault(error.remedy, remedy_for(self._name, code))
+        super().add(error, effect)
 
 
 class Doctor:
@@ -305,10 +217,9 @@ class Doctor:
         falls_back = bool(no_whole_step) and options.scope != "step"
         self._only_submodules = options.by_submodules or falls_back
         self._open = contextlib.ExitStack()
-        self._keys: list[Signature] = []
         self._calls = {name: getattr(trainer.strategy, name) for name in self.names}
         self._refusals = Refusals()
-        self._seen: set[object] = set()  # in this step
+        self._findings = self._into(self.diagnosis)
         with contextlib.ExitStack() as stack:
             fit = self._context(options, stack)
             self._judge = self._judged(fit)
@@ -322,9 +233,7 @@ class Doctor:
 
     def _context(self, options: Options, stack: contextlib.ExitStack) -> LightningContext:
         device, statistics = self._trainer.strategy.root_device, Statistics()
-        given = replace(
-            options, verify=False, only_if_faster=False, min_repeats=0, on_failure="eager"
-        )
+        given = options_of_notes(options)
         backend = UndoingBackend(device, is_rehearsal=options.backend == "emulated")
         fit = fit_context(self._trainer, self._module, given, statistics, None, stack, backend)
         budget = MemoryBudget(torch.device("cpu"))  # of a GPU nothing is kept
@@ -335,6 +244,11 @@ class Doctor:
 
     def _judged(self, fit: LightningContext) -> Judge:
         return Judge(fit)
+
+    def _into(self, diagnosis: Diagnosis) -> Findings:
+        if self._only_submodules:
+            return FindingsBetween(diagnosis, self._module)
+        return Findings(diagnosis)
 
     def _judge_fit(self, *given: Any) -> None:
         words.judge_fit(self.diagnosis, self._trainer, *given)
@@ -394,29 +308,13 @@ class Doctor:
         """Judge the calls of submodules that the last step has made."""
         if self._submodules is not None:
             self._submodules.judged.diagnose()
-            self._seen.clear()
+            self._findings.begin()
             for error in self._refusals.of_modules:  # each module is tried until it is refused
-                self._add(error)
+                self._findings.add(error)
 
     def _judge_step(self, args: tuple[Any, ...]) -> None:
-        if not self._is_whole:
-            return
-        self._seen.clear()
-        for error in self._judge.diagnose(args):
-            if not self._only_submodules:
-                is_update = isinstance(error, UpdateRefused)
-                self._add(error, "eager optimizer step" if is_update else "eager step")
-            elif not _is_inside(error, self._module):
-                self._add(error, _BETWEEN)
-        for error in self._judge.answered:
-            if self._only_submodules and not _is_inside(error, self._module):
-                self._add(error, _BETWEEN)
-            elif not self._only_submodules:
-                known = OBSTACLES.get(error.rule)  # errors of others have no kind
-                if known is not None and known.kind in _OF_HOST:
-                    self._add(error, "runs ahead of the graph")
-        if (key := self._judge.step_key(args)) is not None:
-            self._keys.append(key)
+        if self._is_whole:
+            self._findings.judge(self._judge, args)
 
     def _judge_all(self) -> None:
         """Judge all steps together."""
@@ -425,36 +323,8 @@ class Doctor:
             if self.diagnosis.steps and not self._submodules.judged.calls_any:
                 self.diagnosis.add(words.NO_SUBMODULE, "scope='modules'")
         else:
-            found = self._judge.changes(self._keys)
-            for names, observed, effect in self._judge.batch_values(self._keys):
-                if names:
-                    further = f"likewise {len(names) - 1} more" if names[1:] else ""
-                    row = BATCH_VALUE, names[0], site_in(observed)
-                    self.diagnosis.add(*row, observed=further, effect=effect)
-        if found is not None:
-            at = self.diagnosis.at(site_in(found.observed))
-            if not any(finding.effect == "eager step" for finding in at):
-                self._add(found)
-
-    def _add(self, error: CaptureError, effect: Effect = "eager step") -> None:
-        what, site = site_of(error)
-        known, observed, code = OBSTACLES.get(error.rule), "", CODE.get(error.remedy, "")
-        if known is None or known.kind == "contract":
-            known = Obstacle(error.rule, error.remedy, "contract", code)
-            what, observed = LIBRARIES.step, what
-        elif known.remedy != error.remedy:
-            known = replace(known, remedy=error.remedy, code=code)
-        elif known.kind == "changing-shape":
-            what, observed = "batch", error.observed
-        elif NO_LINE in error.observed:
-            observed = "in the backward pass"
-        # One use may break a rule by several operators
-        seen = error.rule, site, "" if known.kind in _OF_HOST else what
-        if seen not in self._seen:
-            self._seen.add(seen)
-            self.diagnosis.add(known, what, site, observed=observed, effect=effect)
-        error.__traceback__ = error.__context__ = error.__cause__ = None  # they hold frames
-        error.others = ()
+            found = self._findings.judge_all(self._judge)
+        self._findings.add_change(found)
 
 
 class EvaluationDoctor(Doctor):
@@ -477,6 +347,9 @@ class EvaluationDoctor(Doctor):
         watch = EvaluationWatch(self._trainer, self._module, self.names[0])
         return EvaluationJudge(replace(fit, watch=watch), watch)
 
+    def _into(self, diagnosis: Diagnosis) -> Findings:
+        return EvaluationFindings(diagnosis, self.names[0])
+
     def _judge_fit(self, *_: Any) -> None:
         """Leave out what hinders every step: it is of training."""
 
@@ -484,9 +357,3 @@ class EvaluationDoctor(Doctor):
         assert isinstance(self._judge, EvaluationJudge)
         self._judge.client.given = args
         super()._judge_step(args)
-
-    def _add(self, error: CaptureError, effect: Effect = "eager step") -> None:
-        code = CODE.get(error.remedy, "")
-        error.remedy = remedy_for(self.names[0], error.remedy)
-        CODE.setdefault(error.remedy, remedy_for(self.names[0], code))
-        super()._add(error, effect)

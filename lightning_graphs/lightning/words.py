@@ -216,12 +216,6 @@ OBSERVER = Obstacle(
     kind="observer",
     code="def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx): ...",
 )
-CHANGING_SHAPE = Obstacle(
-    "A graph can replay only for batches of the shapes that it was captured with.",
-    "pad to a few fixed lengths, and drop the short last batch",
-    kind="changing-shape",
-    code="DataLoader(data, batch_size=32, drop_last=True, collate_fn=pad_to_a_multiple)",
-)
 _BEFORE_BACKWARD = ("on_before_zero_grad", "on_before_backward", "optimizer_zero_grad")
 _BEFORE_STEP = ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping")
 

@@ -71,6 +71,7 @@ def capture(
     overlap: bool = False,
     optimizer_kernel: Literal["fused", "own"] = "fused",
     annotate: bool = False,
+    diagnose: bool = False,
 ) -> CapturedFunction[P, R]:
     """Capture a function of a training loop; call what is returned in its place.
 
@@ -125,6 +126,9 @@ def capture(
             ``"own"``: every optimizer keeps the kernel that torch chooses for it.
         annotate: Note which submodule, operator and line launches each kernel of a graph:
             ``step.report.name_trace`` writes that into traces of ``torch.profiler``.
+        diagnose: Capture nothing. Behind the first call, ``warmup_steps`` calls are observed, on a
+            GPU or a CPU, and every obstacle is printed with the line and the remedy. It is
+            ``step.report.diagnosis``.
 
     Raises:
         OptionError: an argument has an impossible value.
@@ -142,6 +146,7 @@ def capture(
         overlap=overlap,
         optimizer_kernel=optimizer_kernel,
         annotate=annotate,
+        diagnose=diagnose,
     )
     if isinstance(function, CapturedFunction):
         function = function.function
@@ -282,6 +287,7 @@ _LOOK = 64
 _LOG = logging.getLogger("lightning_graphs")
 
 
+_Steps = TypeVar("_Steps", bound=FunctionSteps)
 _alive: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
@@ -322,6 +328,7 @@ class Calls:
         self._messages = Messages(*parts, steps="calls", who=who, say=say, warn=warn)
         statistics.device = device.type
         self._steps: FunctionSteps | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._timing: StepTiming | None = None
         self._assertions: OpenAssertions | None = None
         if self._may_begin(function):
@@ -340,14 +347,14 @@ class Calls:
             CaptureError: They may not, with ``on_failure="raise"``.
             OptionError: The backend is one of another device.
         """
-        options, device = self._options, self._device
+        options, device, diagnoses = self._options, self._device, self._options.diagnose
         if options.backend not in ("auto", _BACKENDS.get(device.type)):
             raise OptionError(
                 "backend must be 'auto', 'cuda' for a model on a GPU or 'emulated' on the CPU.",
                 f"got {options.backend!r} with a model on {device}",
                 "write backend='auto', or move the model ahead of the first call",
             )
-        if device.type == "cpu" and options.backend == "auto":
+        if device.type == "cpu" and options.backend == "auto" and not diagnoses:
             why = "inactive on a CPU; backend='emulated' rehearses there"
             self._messages.say(f"{self._messages.who} is {why}")
             self._statistics.fallbacks.append(why)
@@ -362,6 +369,13 @@ class Calls:
         elif makes_own_graphs(function):
             reason = "torch.compile(mode='reduce-overhead') has made graphs of its own"
         reason = reason or self._processes.why_not()
+        if diagnoses:
+            from lightning_graphs.loops.examined import diagnosis_of
+
+            if self._processes.are_joint:
+                reason = "diagnose=True captures in one process; start the program without torchrun"
+            self._diagnosis = diagnosis_of(self.program, self._statistics, reason)
+            return not reason
         if not reason:
             return True
         if options.on_failure == "raise":
@@ -371,41 +385,77 @@ class Calls:
 
     def _begin(self, *, evaluates: bool) -> None:
         options, statistics, device = self._options, self._statistics, self._device
+        if options.diagnose:
+            self._steps = self._judged(evaluates=evaluates)
+            return
         backend = statistics.backend = _BACKENDS[device.type]
-        self._stream = None
         if backend == "cuda":
             self._stream = torch.cuda.Stream(device)
             statistics.device = torch.cuda.get_device_name(device)
         pool = GraphPool(stream=self._stream, keep_graphs=True, backend=backend)
         pool.annotates = options.annotate
-        self._open.callback(pool.close)
-        watch, processes = self._watch, self._processes
         if self._stream is not None:
             with self._on_stream():
-                processes.renew()
-        budget, ranks = MemoryBudget(device, options.memory), processes.ranks()
-        self._ranks = ranks
+                self._processes.renew()
+        budget = MemoryBudget(device, options.memory)
+        pool.is_roomy = lambda: budget.is_roomy
+        parts = options, statistics, self._messages, pool, budget
+        self._steps = self._steps_of(EvaluationCalls if evaluates else FunctionSteps, *parts)
+        self._stopwatch = Stopwatch(device)
+        self._timing = StepTiming(statistics, self._stopwatch, manual=True)
+
+    def _judged(self, *, evaluates: bool) -> FunctionSteps:
+        """Make what judges calls, over a backend that undoes all captures."""
+        from lightning_graphs.device.emulated import UndoingBackend
+        from lightning_graphs.loops.examined import JudgedCalls, JudgedEvaluation, judge_optimizers
+        from lightning_graphs.regions.judged import Findings, options_of_notes
+
+        options = self._options
+        backend = UndoingBackend(self._device, is_rehearsal=options.backend == "emulated")
+        pool = GraphPool(keep_graphs=True, backend=backend)
+        silent = Messages(Statistics(), say=nothing, warn=nothing)
+        budget = MemoryBudget(torch.device("cpu"))  # of a GPU nothing is kept
+        parts = options_of_notes(options), Statistics(), silent, pool, budget
+        steps = self._steps_of(JudgedEvaluation if evaluates else JudgedCalls, *parts)
+        steps.told, steps.calls = self._statistics, options.warmup_steps
+        steps.findings = Findings(self._diagnosis)
+        given = self.program, backend.device_type, options.optimizer_kernel
+        judge_optimizers(self._diagnosis, self._watch.optimizers, *given)
+        return steps
+
+    def _steps_of(
+        self,
+        kind: type[_Steps],
+        options: Options,
+        statistics: Statistics,
+        messages: Messages,
+        pool: GraphPool,
+        budget: MemoryBudget,
+    ) -> _Steps:
+        """Make what runs calls, with graphs in a pool."""
+        self._open.callback(pool.close)
+        watch = self._watch
+        self._ranks = ranks = self._processes.ranks()
         ranks.on_leave = self._leave
         self._open.callback(ranks.close)
         if not ranks.are_one:
             close = weakref.WeakMethod(self.close)
             self._open.enter_context(ahead_of_destruction(lambda: (close() or nothing)()))
         budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
-        pool.is_roomy = lambda: budget.is_roomy
-        timed = backend == "cuda"
         self._assertions = OpenAssertions(
             lambda: watch.calls,
             bool if ranks.are_one else lambda: watch.calls % _LOOK == 0,
             pool.backend.synchronize,
             ranks,
-            updates=not evaluates,
+            updates=watch.optimizes_itself,
         )
+        timed = pool.backend.name == "cuda"
         context = TrainingContext(
             module=self.program,
             options=options,
             pool=pool,
             statistics=statistics,
-            messages=self._messages,
+            messages=messages,
             policy=CapturePolicy(options, statistics, lambda: _MANY, timed=timed),
             budget=budget,
             ranks=ranks,
@@ -413,15 +463,11 @@ class Calls:
             assertions=self._assertions,
             no_whole_step="",
         )
-        tolerance = Tolerance(device.type, None)
-        listened = budget, ranks, self._messages
-        verifier = Verifier(options.verify, tolerance, *listened, lambda: watch.calls)
-        kind = EvaluationCalls if evaluates else FunctionSteps
-        parts = self.program, watch, statistics, budget, ranks
-        recovery = CallRecovery(*parts, raises=options.on_failure == "raise")
-        self._steps = kind(context, verifier, self._around, recovery)
-        self._stopwatch = Stopwatch(device)
-        self._timing = StepTiming(statistics, self._stopwatch, manual=True)
+        tolerance = Tolerance(self._device.type, None)
+        verifier = Verifier(options.verify, tolerance, budget, ranks, messages, lambda: watch.calls)
+        raises = options.on_failure == "raise"
+        recovery = CallRecovery(self.program, watch, statistics, budget, ranks, raises=raises)
+        return kind(context, verifier, self._around, recovery)
 
     # ------------------------------------------------------------------ calls
 
@@ -457,7 +503,7 @@ class Calls:
         """Put into the report what the times say; whether graphs pay off as far as they do."""
         if self._timing is not None:
             self._timing.read()
-        if self._steps is None or not self._stopwatch.meaningful:
+        if self._steps is None or self._options.diagnose or not self._stopwatch.meaningful:
             return True
         eager = self._statistics.step_times.eager
         verdict = judge(self._statistics.graphs, median(eager) if eager else None)

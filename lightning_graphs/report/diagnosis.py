@@ -78,17 +78,20 @@ class Finding:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """What ``GraphCapture(diagnose=True)`` found: ``report.diagnosis``.
+    """What ``diagnose=True`` found: ``report.diagnosis``.
 
     Attributes:
         steps: Steps that were observed.
-        kind: What they are: ``"training"``, ``"validation"``, ``"test"`` or ``"predict"``.
+        kind: What they are: ``"training"``, ``"validation"``, ``"test"`` or ``"predict"``;
+            empty for calls of a captured function.
         findings: What was found, in the order of its first appearance.
+        who: What has observed them: ``GraphCapture``, or ``capture`` of a function.
     """
 
     steps: int = 0
     kind: str = "training"
     findings: list[Finding] = field(default_factory=list)
+    who: str = "GraphCapture"
 
     @property
     def obstacles(self) -> list[Finding]:
@@ -143,8 +146,9 @@ class Diagnosis:
         return what
 
     def __str__(self) -> str:
-        observed = f"{self.steps} {self.kind} step{'s' * (self.steps != 1)} observed"
-        lines = [f"GraphCapture, doctor: {self.summary} ({observed})"]
+        what = f"{self.kind} step" if self.kind else "call"
+        observed = f"{self.steps} {what}{'s' * (self.steps != 1)} observed"
+        lines = [f"{self.who}, doctor: {self.summary} ({observed})"]
         obstacles = self.obstacles
         remarks = [finding for finding in self.findings if finding not in obstacles]
         lines += _in_groups(obstacles, "Fix")

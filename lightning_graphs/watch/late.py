@@ -316,6 +316,9 @@ class LateCalls:
 
     def add(self, function: Callable[..., Any], given: Given, name: str) -> LateCall:
         """Add a call, whose result nothing has yet."""
+        bounds = [(part.start, part.stop, part.step) for part in leaves_of(given, slice)]
+        for tracer in leaves_of(bounds, Tracer):  # in a slice no replay would find it
+            tracer.refuse()
         for tracer in leaves_of(given, Tracer):
             if not tracer.may_be_kept:
                 tracer.refuse()
