@@ -45,16 +45,7 @@ import torch
 from harness import Lab, Row, describe_environment, verdict_of
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from step import (
-    LOSSES_DIFFER,
-    TIMED,
-    WARMUP,
-    WORKLOADS,
-    Batches,
-    Probe,
-    TalkativeModule,
-    be_quiet,
-)
+from step import LOSSES_DIFFER, TIMED, WARMUP, WORKLOADS, Batches, Probe, TalkativeModule, be_quiet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader

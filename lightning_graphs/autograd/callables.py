@@ -44,10 +44,7 @@ from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, r
 from lightning_graphs.device.rules import REBOUND, SET_GENERATOR
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
-from lightning_graphs.private.engine import (
-    renew_gradient_nodes,
-    stale_gradient_nodes_tolerated,
-)
+from lightning_graphs.private.engine import renew_gradient_nodes, stale_gradient_nodes_tolerated
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import random_place, random_states
 from lightning_graphs.private.torch import (

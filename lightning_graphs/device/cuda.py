@@ -26,12 +26,7 @@ from lightning_graphs.device.rules import (
     known_remedy,
     with_known_remedy,
 )
-from lightning_graphs.device.trace import (
-    KnownStorage,
-    Operation,
-    Recorder,
-    refuse_dead_inputs,
-)
+from lightning_graphs.device.trace import KnownStorage, Operation, Recorder, refuse_dead_inputs
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import exchanged

@@ -19,10 +19,7 @@ from lightning_graphs.device.graph import Backend, GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts, step_of_loggers, updates_loggers
-from lightning_graphs.lightning.ranks import (
-    Ranks,
-    why_not_captured,
-)
+from lightning_graphs.lightning.ranks import Ranks, why_not_captured
 from lightning_graphs.lightning.runner import Runner, StepRunner
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,

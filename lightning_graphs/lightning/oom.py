@@ -15,11 +15,7 @@ from lightning_graphs.lightning.private import logs_snapshot
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.strategy import StrategyCalls
 from lightning_graphs.policy.worth import MemoryBudget
-from lightning_graphs.private.callsite import (
-    CallSiteFinder,
-    add_line,
-    calls_observed,
-)
+from lightning_graphs.private.callsite import CallSiteFinder, add_line, calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.generators import RandomState
 from lightning_graphs.regions.optimizer import scaler_of

@@ -9,12 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.device.rules import Obstacle
-from lightning_graphs.private.engine import (
-    FsdpModules,
-    is_within_backward,
-    local,
-    renew_reducer,
-)
+from lightning_graphs.private.engine import FsdpModules, is_within_backward, local, renew_reducer
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import collectives_called
 from lightning_graphs.regions.agreement import (

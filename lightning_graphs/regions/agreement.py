@@ -19,11 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.autograd.backward import (
-    empty_gradient,
-    is_dense,
-    write_all,
-)
+from lightning_graphs.autograd.backward import empty_gradient, is_dense, write_all
 from lightning_graphs.autograd.nodes import fused_grad_casts, removed, require_plain_gradients
 from lightning_graphs.errors import (
     FIX,

@@ -56,12 +56,7 @@ from lightning_graphs.watch.head import (
 )
 from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.host_trace import ONE_GENERATOR
-from lightning_graphs.watch.places import (
-    DrawnOutsideError,
-    StepState,
-    place_of,
-    trained_parameters,
-)
+from lightning_graphs.watch.places import DrawnOutsideError, StepState, place_of, trained_parameters
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 _AHEAD = frozenset(

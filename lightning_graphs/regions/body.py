@@ -26,24 +26,15 @@ from lightning_graphs.private.callsite import (
 )
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import (
-    scaling_states,
-)
-from lightning_graphs.regions.conditions import (
-    Observers,
-    Phase,
-)
+from lightning_graphs.private.torch import scaling_states
+from lightning_graphs.regions.conditions import Observers, Phase
 from lightning_graphs.regions.context import Recorder, TrainingContext
-from lightning_graphs.regions.gradients import (
-    drop_gradients,
-)
+from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepOutputs
 from lightning_graphs.regions.tried import UNSCALES_ITSELF, decided_on_device
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.environment import (
-    rates_exchanged,
-)
+from lightning_graphs.watch.environment import rates_exchanged
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.places import StepState
 

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_graphs.autograd.backward import (
-    AliasedGradients,
-    DirectGradients,
-    GradientMemory,
-)
+from lightning_graphs.autograd.backward import AliasedGradients, DirectGradients, GradientMemory
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
@@ -35,25 +31,14 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     is_compiled_in_place,
 )
-from lightning_graphs.regions.conditions import (
-    Check,
-    CodeOfModules,
-    moved_values,
-    tensors_in_words,
-)
+from lightning_graphs.regions.conditions import Check, CodeOfModules, moved_values, tensors_in_words
 from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import CaptureCost, Statistics, capture_cost, listed
 from lightning_graphs.values.memory import ReplayOrder, Source
-from lightning_graphs.values.signature import (
-    EVERYTHING,
-    BackendFlags,
-    CallPlan,
-    Modes,
-    Signature,
-)
+from lightning_graphs.values.signature import EVERYTHING, BackendFlags, CallPlan, Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
 from lightning_graphs.watch.assertions import Assertions, OpenAssertions
 from lightning_graphs.watch.environment import Environment, code_captured

@@ -17,10 +17,7 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
-from lightning_graphs.regions.conditions import (
-    Instruction,
-    Observers,
-)
+from lightning_graphs.regions.conditions import Instruction, Observers
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.watch import environment

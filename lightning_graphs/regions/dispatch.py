@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_graphs.errors import (
-    ArgumentElsewhereError,
-    GraphError,
-    ReplayError,
-    SignatureError,
-)
+from lightning_graphs.errors import ArgumentElsewhereError, GraphError, ReplayError, SignatureError
 from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.private.torch import (
     COMPILED_CALL,

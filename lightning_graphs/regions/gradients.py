@@ -16,18 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.backward import (
-    GradientMemory,
-    empty_gradient,
-)
+from lightning_graphs.autograd.backward import GradientMemory, empty_gradient
 from lightning_graphs.autograd.nodes import removed, require_plain_gradients
 from lightning_graphs.private.engine import local
-from lightning_graphs.private.torch import (
-    address_of,
-    storage_uses,
-    tensor_uses,
-    without_ownership,
-)
+from lightning_graphs.private.torch import address_of, storage_uses, tensor_uses, without_ownership
 from lightning_graphs.regions.conditions import Observers, Phase
 from lightning_graphs.values.memory import (
     Owing,

@@ -38,13 +38,7 @@ from lightning_graphs.private.torch import (
     will_execute,
 )
 from lightning_graphs.values.signature import BackendFlags, Modes, Signature
-from lightning_graphs.values.tree import (
-    alias_groups,
-    flatten,
-    leaves_of,
-    own_class,
-    substitute,
-)
+from lightning_graphs.values.tree import alias_groups, flatten, leaves_of, own_class, substitute
 
 Direction = Literal["forward", "backward"]
 Pass = tuple["ObservedCall", Direction]

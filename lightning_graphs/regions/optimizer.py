@@ -18,12 +18,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import SCHEDULED
-from lightning_graphs.errors import (
-    CaptureError,
-    GraphError,
-    VerificationError,
-    is_out_of_memory,
-)
+from lightning_graphs.errors import CaptureError, GraphError, VerificationError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn, defragment
 from lightning_graphs.private.engine import hides_memory, local, plain
 from lightning_graphs.private.exchange import nothing, replaced

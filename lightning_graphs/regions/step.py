@@ -27,10 +27,7 @@ from lightning_graphs.private.callsite import (
     definition_of,
     site_in,
 )
-from lightning_graphs.private.engine import (
-    backward_passes_observed,
-    renew_gradient_nodes,
-)
+from lightning_graphs.private.engine import backward_passes_observed, renew_gradient_nodes
 from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.private.torch import (
     capture_unseen,
@@ -50,11 +47,7 @@ from lightning_graphs.regions.conditions import (
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
 from lightning_graphs.regions.followed import Followed
-from lightning_graphs.regions.gradients import (
-    BatchGradients,
-    GradientTargets,
-    PersistentGradients,
-)
+from lightning_graphs.regions.gradients import BatchGradients, GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients
 from lightning_graphs.regions.plan import (
@@ -68,14 +61,8 @@ from lightning_graphs.regions.plan import (
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
-from lightning_graphs.watch.environment import (
-    Environment,
-    RaisedInCapture,
-    code_captured,
-)
-from lightning_graphs.watch.host_trace import (
-    ArenaFull,
-)
+from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
+from lightning_graphs.watch.host_trace import ArenaFull
 from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
 from lightning_graphs.watch.reads import AttributeGuards, UnusedTensors
 from lightning_graphs.watch.side_effects import SideEffects

@@ -17,10 +17,7 @@ from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.context import TrainingContext
-from lightning_graphs.regions.gradients import (
-    GradientBuffers,
-    PersistentGradients,
-)
+from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,

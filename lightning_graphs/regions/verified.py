@@ -35,13 +35,7 @@ from lightning_graphs.regions.plan import StepOutputs, StepPlan
 from lightning_graphs.regions.verify import Comparison, Tolerance, Verifier
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.values.snapshot import (
-    Part,
-    PythonSnapshot,
-    RegionState,
-    Result,
-    results_in,
-)
+from lightning_graphs.values.snapshot import Part, PythonSnapshot, RegionState, Result, results_in
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.head import HeadEnded
 from lightning_graphs.watch.places import StepState

@@ -23,13 +23,7 @@ from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import is_strided
-from lightning_graphs.values.guards import (
-    attributes_of,
-    is_array,
-    is_constant,
-    is_still,
-    slots_of,
-)
+from lightning_graphs.values.guards import attributes_of, is_array, is_constant, is_still, slots_of
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
 from lightning_graphs.values.tree import leaves_of, substitute

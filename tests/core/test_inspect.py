@@ -9,13 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_graphs.device.inspect import (
-    GraphInfo,
-    GraphNode,
-    diff,
-    from_recording,
-    inspect,
-)
+from lightning_graphs.device.inspect import GraphInfo, GraphNode, diff, from_recording, inspect
 from lightning_graphs.private.torch import demangle
 
 FILL = (
