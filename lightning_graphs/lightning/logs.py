@@ -39,6 +39,7 @@ from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.regions.conditions import Instruction, in_turn
+from lightning_graphs.regions.context import Recorder
 from lightning_graphs.values.memory import clone_all
 from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateCalls, LateValue, Use
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers
@@ -224,7 +225,7 @@ class LogUpdate:
         ]
 
 
-class LogRecorder:
+class LogRecorder(Recorder):
     """Collects the calls of ``self.log`` and of metrics in one captured ``training_step``."""
 
     def __init__(
@@ -239,6 +240,7 @@ class LogRecorder:
         keeps_calls: bool = True,  # keep those back; else they are made
         manual: ManualSteps | None = None,  # optimizer steps of the step's own code
     ) -> None:
+        super().__init__()
         self._module = module
         self._metrics, self._kept = later
         self._keeps_calls = keeps_calls
@@ -250,11 +252,8 @@ class LogRecorder:
         self._objects: list[tuple[_LogCall, Any, str]] = []
         self._computed: list[tuple[str, Tensor]] = []  # what these are given, by name
         self._update: LogUpdate | None = None
-        self._at_end: list[Instruction] = []
         self._mirrored: frozenset[str] = frozenset()
         self._dtype = torch.get_default_dtype()
-        # Maps a logged value to a function that returns the present one; to None for a constant
-        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
 
     @functools.cached_property
     def _late(self) -> LateCalls:
@@ -400,10 +399,6 @@ class LogRecorder:
         if self._manual is not None:
             parts.append(self._manual.repeat)
         return in_turn(parts)
-
-    def at_end(self, instruction: Instruction) -> None:
-        """Let a replay do this in the end, after what it does then already."""
-        self._at_end.append(instruction)
 
     def _reissue(self, calls: Sequence[LateCall | _LogCall]) -> None:
         dtype = torch.get_default_dtype()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,27 +25,6 @@ from lightning_graphs.values.snapshot import RegionState
 
 Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
 """Runs a step once more, given why, and what ``training_step`` was given."""
-
-
-class StepBegin(StateBefore):
-    """Snapshot of the state before a step of Lightning, with its metrics and logs.
-
-    Parameters and the optimizer's state do not change before the optimizer steps.
-    """
-
-    exchanged = frozenset({"forward", "log"})
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        args: tuple[Any, ...],
-        budget: MemoryBudget,
-        *,
-        gradients: bool,
-    ) -> None:
-        logs = [logs_snapshot(trainer)]
-        super().__init__(module, args, budget, gradients=gradients, outside=logs)
 
 
 class OomRecovery(MemoryRecovery):
@@ -78,9 +57,12 @@ class OomRecovery(MemoryRecovery):
         self.repetition: Callable[..., Any] | None = None
         self._update_fits = -1  # the optimizer step fits next to the graphs of so many captures
 
-    def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StepBegin:
-        gradients |= self._manual
-        return StepBegin(self._trainer, self._module, args, self._budget, gradients=gradients)
+    def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StateBefore:
+        """Take one with metrics and logs; only manual optimization changes parameters."""
+        own, logs = (self._module, args, self._budget), [logs_snapshot(self._trainer)]
+        before = StateBefore(*own, gradients=gradients or self._manual, outside=logs)
+        before.exchanged |= {"log"}
+        return before
 
     def begin_step(self) -> bool:
         is_over = super().begin_step()

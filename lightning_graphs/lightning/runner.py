@@ -23,15 +23,14 @@ from lightning_graphs.lightning.private import (
     takes_no_closure,
 )
 from lightning_graphs.lightning.ranks import Ranks
-from lightning_graphs.lightning.strategy import NAMES, StepHandler
+from lightning_graphs.lightning.strategy import NAMES
 from lightning_graphs.lightning.trainer import LightningContext, client_guards
 from lightning_graphs.lightning.words import OPTIMIZER
 from lightning_graphs.policy.worth import StepTiming
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.agreement import NOT_REDUCED
+from lightning_graphs.regions.agreement import EAGER, NOT_REDUCED
 from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.gradients import KEPT_LATE
-from lightning_graphs.regions.lifecycle import EAGER
 from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
@@ -292,7 +291,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 # ------------------ In place of the strategy's methods
 
 
-class Runner(StepHandler, Protocol):
+class Runner(Protocol):
     """Runs the steps of a fit: as whole graphs, or with graphs of submodules."""
 
     may_follow_values: bool
@@ -315,6 +314,16 @@ class Runner(StepHandler, Protocol):
 
     def close(self) -> None:
         """Release every graph and put back what was exchanged; may be called again."""
+
+    # In place of the strategy's methods
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any: ...
 
 
 class StrategyHandler:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -52,18 +52,6 @@ class StrategyCalls:
     training_step: Callable[..., Any]
     backward: Callable[..., Tensor]
     optimizer_step: Callable[..., Any]
-
-
-class StepHandler(Protocol):
-    """Takes the place of the strategy's methods."""
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any: ...
-
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any: ...
 
 
 def calls_of(strategy: Strategy) -> StrategyCalls:

@@ -48,7 +48,7 @@ from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.exchange import Absence, replaced, subclassed
 from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
-from lightning_graphs.regions.context import TrainingContext
+from lightning_graphs.regions.context import Client, TrainingContext
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.verify import Tolerance, Verifier
 from lightning_graphs.values.guards import is_object, is_plain
@@ -113,8 +113,8 @@ def _without_autocast_cache(plugin: Any) -> Iterator[None]:
         yield
 
 
-class TrainerWatch:
-    """The trainer as :class:`~lightning_graphs.regions.context.Client` of the engine."""
+class TrainerWatch(Client):
+    """The trainer as client of the engine."""
 
     watched = ()
     stores_outside = False

@@ -22,8 +22,7 @@ from lightning_graphs.loops.processes import Processes
 from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN
 from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
-from lightning_graphs.regions.conditions import Instruction, Observers, in_turn
-from lightning_graphs.regions.whole_step import NO_OBSERVERS
+from lightning_graphs.regions.context import Client, Recorder
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import item_label, leaves_of
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
@@ -161,13 +160,12 @@ def _owners_of(function: Any) -> list[Any]:
 # ------------------ The client
 
 
-class ProgramWatch:
-    """A plain loop as :class:`~lightning_graphs.regions.context.Client` of the engine."""
+class ProgramWatch(Client):
+    """A plain loop as client of the engine; its function runs its own backward passes."""
 
-    clipping: tuple[object, ...] = ()
+    watched: Sequence[tuple[str, Any]] = ()
+    optimizers: Sequence[Optimizer] = ()
     accumulates = True  # a call may add to gradients of earlier ones
-    cycles = ""
-    ddp: Any = None  # the function's own backward passes reduce gradients
     stores_outside = True
 
     def __init__(
@@ -253,14 +251,8 @@ class ProgramWatch:
     def calling(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def observers(self) -> Observers:
-        return NO_OBSERVERS
-
-    def recorder(self) -> NoLogs:
+    def recorder(self) -> Recorder:
         return HostReads(self._program, self._kept, self.processes.wrappers)
-
-    def mute(self) -> NoLogs:
-        return NoLogs()
 
     def learns(self) -> bool:
         return self._kept.learns()
@@ -270,9 +262,6 @@ class ProgramWatch:
 
     def declines(self, frame: FrameType) -> bool:
         return self._kept.calls.declines(frame)
-
-    def is_apart(self, module: nn.Module) -> bool:
-        return False
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
@@ -290,28 +279,8 @@ class ProgramWatch:
         if not any(optimizer is known for known in self.optimizers):
             raise OPTIMIZER_NOT_GIVEN.refused_here(f"a step of {type(optimizer).__name__} is taken")
 
-    def loss_of(self, returned: Any) -> None:
-        """Return None: the function has run its own backward pass, if there is one."""
-
-    def is_backward_unseen(self, loss: Tensor) -> bool:
-        return False
-
-    def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward(self, loss: Tensor, optimizer: Optimizer) -> None: ...
-
-    def clip(self, optimizer: Optimizer) -> None: ...
-
-    def call_gradient_hooks(self, optimizer: Optimizer) -> None: ...
-
-    def announce_optimizer_step(self, optimizer: Optimizer) -> None: ...
-
     def waits_for_gradients(self) -> bool:
         return self.processes.wait_for_gradients()
-
-    def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
-        return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
 
 
 # ------------------ What a call does on the host
@@ -326,36 +295,6 @@ CHANGED_LATER = Obstacle(
     kind="host-read",
     code="value = total.clone().item()",
 )
-
-
-class NoLogs:
-    """Records what a step logs: nothing, since a plain loop logs what the step has returned."""
-
-    def __init__(self) -> None:
-        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
-        self._at_end: list[Instruction] = []
-
-    def recording(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def keeping(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Called at the end of the step's own code."""
-
-    def reissue(self) -> None:
-        """Log again, after a replay."""
-
-    @property
-    def last(self) -> Instruction | None:
-        return in_turn(self._at_end)
-
-    def logged(self) -> list[tuple[str, Tensor]]:
-        return []
-
-    def at_end(self, instruction: Instruction) -> None:
-        self._at_end.append(instruction)
 
 
 class Kept:
@@ -377,7 +316,7 @@ class Kept:
         return learned
 
 
-class HostReads(NoLogs):
+class HostReads(Recorder):
     """Keeps reads on the host back, and leaves in wrappers of DDP what the function leaves there.
 
     Args:

@@ -38,7 +38,6 @@ from lightning_graphs.private.engine import (
     take_no_more_times,
 )
 from lightning_graphs.private.exchange import Member, replaced
-from lightning_graphs.regions.lifecycle import CAPTURE, EAGER
 
 # ------------------ What reduces gradients
 
@@ -90,6 +89,8 @@ def unseen_by(wrappers: Iterable[DistributedDataParallel]) -> list[Member]:
 
 # ------------------ Decisions of all ranks
 
+GIVE_UP, EAGER, CAPTURE = -1, 0, 1
+"""What becomes of a call; larger numbers are those of plans, which replay it."""
 _WELL, _FAILED, _NO_ROOM = range(3)
 
 _Result = TypeVar("_Result")

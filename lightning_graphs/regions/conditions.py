@@ -618,3 +618,7 @@ class Observers:
 
     def __bool__(self) -> bool:
         return bool(self.before_backward or self.before_step or self.own_zero_grad)
+
+
+NO_OBSERVERS = Observers((), (), False)
+"""No hook runs inside of a step."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType, FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
-from lightning_graphs.regions.conditions import Instruction, Observers
+from lightning_graphs.regions.conditions import NO_OBSERVERS, Instruction, Observers, in_turn
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.watch import environment
@@ -30,17 +31,21 @@ from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.user_code import CompiledCode
 
 
-class Recorder(Protocol):
-    """Records what a step logs."""
+class Recorder:
+    """Records what a step logs: nothing, unless a client derives from it."""
 
-    live: Callable[[Any], Callable[[], Any] | None]
-    """Gives what reads the present value of something that is logged; None if it is constant."""
+    def __init__(self) -> None:
+        # Gives what reads the present value of something that is logged; None if it is constant
+        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
+        self._at_end: list[Instruction] = []
 
     def recording(self) -> AbstractContextManager[None]:
         """Record what the body logs."""
+        return nullcontext()
 
     def keeping(self) -> AbstractContextManager[object]:
         """Keep back what a replay calls after its graphs, in the body: the step's own code."""
+        return nullcontext()
 
     def finish(self) -> None:
         """Called at the end of the step's own code, as a part of it."""
@@ -54,94 +59,119 @@ class Recorder(Protocol):
 
         It logs what these have changed, and counts the steps that the step's own code has taken.
         """
+        return in_turn(self._at_end)
 
     def logged(self) -> list[tuple[str, Tensor]]:
         """List the tensors that are logged, by name: those of the last run or replay."""
+        return []
 
     def at_end(self, instruction: Instruction) -> None:
         """Let a replay do this in the end, after what it does then already."""
+        self._at_end.append(instruction)
 
 
-class Client(environment.Client, Protocol):
-    """The loop around the regions of a fit, and what its parts of a step do."""
+class Client(environment.Client):
+    """The loop around the regions of a fit, and what its parts of a step do: as a rule nothing."""
 
     run: Callable[..., Any]
     """The step's own function, as it is called eagerly."""
 
     @property
+    @abstractmethod
     def optimizes_itself(self) -> bool:
         """Whether the step's own code runs backward passes and optimizer steps."""
 
     @property
+    @abstractmethod
     def function(self) -> FunctionType | MethodType:
         """The function that a user has written for the step."""
 
     @property
+    @abstractmethod
     def optimizers(self) -> Sequence[Optimizer]:
         """Those of the fit, as they are now."""
 
     @property
+    @abstractmethod
     def schedulers(self) -> Sequence[object]:
         """What moves learning rates."""
 
     @property
     def cycles(self) -> str:
         """Why a graph cannot hold the optimizer's numbers from the beginning; empty if it may."""
+        return ""
 
     @property
+    @abstractmethod
     def scaler(self) -> torch.amp.GradScaler | None:
         """What scales the loss; None if nothing does."""
 
     @property
     def clipping(self) -> tuple[object, ...]:
         """How gradients are clipped, to be compared."""
+        return ()
 
     @property
+    @abstractmethod
     def epoch(self) -> int:
         """The epoch, from 0."""
 
     @property
     def ddp(self) -> Any:
         """The wrapper whose reducer sums gradients over ranks; None if there is none."""
+        return None
 
+    @abstractmethod
     def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> Sequence[Any]:
         """Return the step's arguments besides its batch, with a tracer for each counter."""
 
+    @abstractmethod
     def environment(self, modules: Sequence[torch.nn.Module] | None = None) -> Environment:
         """Make an environment for code of the whole step, or of these modules."""
 
     def observers(self) -> Observers:
         """List the hooks that run within a step."""
+        return NO_OBSERVERS
 
+    @abstractmethod
     def recorder(self) -> Recorder:
         """Record what a step logs, for replays."""
 
     def mute(self) -> Recorder:
         """Discard what a step logs that is compared with its replay."""
+        return Recorder()
 
+    @abstractmethod
     def learns(self) -> bool:
         """Whether a refusal has shown how the next capture of the step may succeed."""
 
+    @abstractmethod
     def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
         """Whether the next capture keeps back the call in which a refusal arose, or these reads."""
 
+    @abstractmethod
     def declines(self, frame: FrameType) -> bool:
         """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
 
     def is_apart(self, module: torch.nn.Module) -> bool:
         """Whether a module runs after the replay of a step, not in it."""
+        return False
 
+    @abstractmethod
     def around_step(self) -> AbstractContextManager[None]:
         """Keep nothing of the body, a step that is captured or compared."""
 
     def loss_of(self, returned: Any) -> Tensor | None:
         """Find the loss in what the step has returned; None: it has no backward pass."""
+        return None
 
     def is_backward_unseen(self, loss: Tensor) -> bool:
         """Whether nothing but autograd's own operators runs in a backward pass."""
+        return False
 
     def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:
         """Cast gradients together in the body, a backward pass that nothing else sees."""
+        return nullcontext()
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         """Run the backward pass of a loss that is scaled already, without hooks."""
@@ -155,27 +185,13 @@ class Client(environment.Client, Protocol):
     def announce_optimizer_step(self, optimizer: Optimizer) -> None:
         """Call the hooks ahead of an optimizer step if none is overridden."""
 
+    @abstractmethod
     def waits_for_gradients(self) -> bool:
         """Whether a backward pass has failed, and its reducer has yet to forget it."""
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the host's copy of each tensor in a batch; None if it has none."""
-
-
-class Recovery(Protocol):
-    """Repairs steps that find no memory because of graphs."""
-
-    def before_capture(self, call: tuple[Any, ...]) -> None:
-        """Require memory for a capture of a step."""
-
-    def forget_gradients(self, plan: Any) -> None:
-        """Release old gradients that a captured step zeroes before user code can read them."""
-
-    def gradients_held(self) -> list[int]:
-        """Return the ``id`` of each gradient that is held for a repetition."""
-
-    def hand_out_without_copies(self, plan: Any, error: Exception) -> Any:
-        """Return the graph's own tensors for a replayed step that has no memory for copies."""
+        return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,12 @@ from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, History
 from lightning_graphs.private.exchange import TURN
+from lightning_graphs.regions.agreement import CAPTURE, EAGER, GIVE_UP
+from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.plan import Plan
-from lightning_graphs.regions.verify import Ranks, Verifier
+from lightning_graphs.regions.verify import Verifier
 
 # ------------------ Cache of plans
 
@@ -240,9 +241,6 @@ def _count(book: OrderedDict[Any, int], key: Any) -> None:
 
 # ------------------ Life cycle
 
-GIVE_UP, EAGER, CAPTURE = -1, 0, 1
-"""What becomes of a call; larger numbers are those of plans, which replay it."""
-
 
 Call = TypeVar("Call")
 P = TypeVar("P", bound=Plan)
@@ -314,24 +312,13 @@ class Region(ABC, Generic[Call, P]):
         self.discard(plan)
 
 
-class Context(Protocol):
-    """What all regions of a fit share."""
-
-    @property
-    def policy(self) -> CapturePolicy: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    @property
-    def options(self) -> Options: ...
-
-
 class Lifecycle(Generic[Call, P]):
     """Finds, captures and verifies the plans of a region; its owner replays them."""
 
     def __init__(
         self,
         region: Region[Call, P],
-        context: Context,
+        context: TrainingContext,
         verifier: Verifier | None,  # None: a capture has verified what it made
         # The part of a key that comes back; the rest are values that may change for good
         shape: Callable[[Any], Hashable] = lambda key: key,

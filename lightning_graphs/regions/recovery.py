@@ -46,9 +46,6 @@ class StateBefore(Snapshot):
         outside: Further snapshots of what :meth:`restore_python` puts back.
     """
 
-    # Attributes of modules that stand for methods while graphs or their code run
-    exchanged = frozenset({"forward"})
-
     def __init__(
         self,
         module: Any,
@@ -60,6 +57,8 @@ class StateBefore(Snapshot):
         outside: Sequence[Part] = (),
     ) -> None:
         self.args, self._outside = args, outside
+        # Attributes of modules that stand for methods while graphs or their code run
+        self.exchanged = {"forward"}
         held = [*iter_objects(module), *objects_in("batch", args, {})]
         self.gradients = Gradients(module.parameters())
         self._tables: list[dict[str, Any]] = [vars(one) for one in module.modules()]

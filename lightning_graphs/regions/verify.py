@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -20,6 +19,8 @@ from lightning_graphs.errors import GraphError, VerificationError, first_line, i
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.torch import storage_reference
+from lightning_graphs.regions.agreement import Ranks
+from lightning_graphs.report.messages import Messages
 from lightning_graphs.values.memory import bytes_of, storage_address
 from lightning_graphs.values.snapshot import (
     Fingerprint,
@@ -164,27 +165,6 @@ _REMEDY = (
 )
 
 
-class Ranks(Protocol):
-    """Makes all ranks treat a call alike."""
-
-    are_one: bool
-    whole_steps_only: bool  # parameters are sharded, and filled again in each step
-    wrappers: tuple[Any, ...]  # those of DDP, whose reducers sum gradients over ranks
-    numbers: itertools.count[int]  # of plans, above CAPTURE and equal on all ranks
-
-    def agree(self, choice: int, wish: bool) -> tuple[int, bool]: ...
-
-    def any(self, value: bool) -> bool: ...
-
-    def all_or_none(
-        self,
-        run: Callable[[], _Result],
-        undo: Callable[[_Result], None] = ...,
-        *,
-        exchanges: bool = False,  # it exchanges data with other ranks before it raises
-    ) -> _Result: ...
-
-
 class WrittenMemory:
     """Memory that runs of one region write, and that no walk from its module finds.
 
@@ -266,16 +246,6 @@ class Comparison:
     alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-class Listener(Protocol):
-    """Counts comparisons, and reports those that found no memory."""
-
-    def compared(self) -> None:
-        """Count a comparison."""
-
-    def unverified(self, what: str, reason: str) -> None:
-        """Warn that something was not verified, and why."""
-
-
 class Verifier:
     """Decides which steps are verified, and compares a region of one with its replay.
 
@@ -296,7 +266,7 @@ class Verifier:
         tolerance: Tolerance,
         budget: MemoryBudget,
         ranks: Ranks,
-        listener: Listener,
+        messages: Messages,  # count comparisons, and report those that found no memory
         step: Callable[[], int],  # how many optimizer steps were taken
     ) -> None:
         self.budget, self.ranks = budget, ranks
@@ -306,7 +276,7 @@ class Verifier:
         self.written: defaultdict[Hashable, WrittenMemory] = defaultdict(WrittenMemory)
         self.step = step
         self._tolerance = tolerance
-        self._listener = listener
+        self._messages = messages
 
     @property
     def is_due(self) -> bool:
@@ -322,7 +292,7 @@ class Verifier:
         Raises:
             VerificationError: The replay computes something else.
         """
-        self._listener.compared()
+        self._messages.compared()
         is_step = False
         try:
             state = self.ranks.all_or_none(partial(self._take, ways))
@@ -344,7 +314,7 @@ class Verifier:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._listener.unverified(what, first_line(error))
+            self._messages.unverified(what, first_line(error))
         finally:
             torch.cuda.empty_cache()  # of the eager run and the copy of the state
         return is_step

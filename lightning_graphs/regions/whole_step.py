@@ -24,11 +24,11 @@ from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.behind import Behind, HeadMissed, StepHead
 from lightning_graphs.regions.body import Given, NoOptimizer, StepBody
 from lightning_graphs.regions.conditions import (
+    NO_OBSERVERS,
     READ_OTHERWISE,
     CaptureKey,
     ClientGuards,
     NewSeeds,
-    Observers,
     Phase,
     ReplayGuards,
     differences,
@@ -36,7 +36,7 @@ from lightning_graphs.regions.conditions import (
     signature_in_words,
     without_values,
 )
-from lightning_graphs.regions.context import CaptureFacts, Recovery, TrainingContext
+from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.gradients import GradientTargets
 from lightning_graphs.regions.headed import HeadedSteps, refuse_unlike
 from lightning_graphs.regions.lifecycle import Lifecycle
@@ -49,6 +49,7 @@ from lightning_graphs.regions.optimizer import (
 )
 from lightning_graphs.regions.overlapped import Overlap
 from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.recovery import MemoryRecovery
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.verify import Verifier
@@ -83,7 +84,7 @@ class StepRegion(HeadedSteps):
     def __init__(
         self,
         fit: TrainingContext,
-        recovery: Recovery,
+        recovery: MemoryRecovery,
         verifier: Verifier,
         head_rules: tuple[str, ...] = (),  # see :class:`StepHead`
     ) -> None:
@@ -508,9 +509,6 @@ def _read_on_host(key: Signature, plans: Iterable[StepPlan]) -> CaptureError | N
 
 
 # ------------------ Steps of an evaluation
-
-NO_OBSERVERS = Observers((), (), False)
-"""No hook runs inside of a step of an evaluation."""
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:

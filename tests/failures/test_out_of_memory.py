@@ -368,12 +368,12 @@ def test_only_steps_that_may_be_repeated_are_copied(
 ) -> None:
     made: list[str] = []
 
-    class Counted(retry.StepBegin):
+    class Counted(retry.StateBefore):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             made.append("step")
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr(retry, "StepBegin", Counted)
+    monkeypatch.setattr(retry, "StateBefore", Counted)
     options: dict[str, Any] = {"capture": {"on_failure": on_failure}}
     options["data"] = partial(batches, 6, last=5)  # eager steps beside graphs
     compare(
