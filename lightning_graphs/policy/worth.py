@@ -546,7 +546,7 @@ _LEAST, _LEAST_SHARE = 2**31, 0.05
 _ROOMY = 4
 """If so many times the peak of eager steps is free, memory need not be counted."""
 SETTLED = 3  # steps after which the allocator has cut its memory into blocks for good
-_BESIDE = 2**26  # bytes: what a comparison takes next to the state that it has copied
+_BESIDE = 3 * 2**25  # bytes: what a comparison takes next to the state that it has copied
 _MIB = 2**20
 
 

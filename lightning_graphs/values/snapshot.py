@@ -33,35 +33,40 @@ from lightning_graphs.values.guards import (
     slots_of,
     walk,
 )
-from lightning_graphs.values.memory import bytes_of, clone_all, copy_all
+from lightning_graphs.values.memory import bytes_of, copy_all
 from lightning_graphs.values.tree import flatten
 
 # ------------------------------------------------------------------ fingerprints
 
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
-"""Elements at a time: what a CPU keeps in its cache, and what keeps a GPU busy. A fingerprint needs
-32 MiB next to the tensors at most."""
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
+"""Words at a time: what a CPU keeps in its cache, and what keeps a GPU busy for longer than a launch
+takes. A fingerprint needs 80 MiB next to the tensors at most."""
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_WORD = 4
+"""Bytes of a word. Those of eight lose bits: twice the sign of a double is nothing modulo 2**64."""
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 """2**64 over the golden ratio: its multiples are spread over all integers."""
 
 Fingerprint = tuple[int, ...]
 
 
+@torch.no_grad()
 def fingerprints_of(tensors: Sequence[Tensor], *, together: bool = False) -> list[Fingerprint]:
     """Return a fingerprint of each tensor's bits, independent of its strides.
 
-    The elements, read as integers, are multiplied by odd numbers that depend on their place and
-    added up, modulo 2**64, which does not depend on the order. One element that changed always
-    shows; several go unseen with a probability of about 2**-64. There is one wait a device.
+    Words, read as integers, are multiplied by odd numbers that depend on their place and added up,
+    modulo 2**64, which does not depend on the order. One that changed always shows; several go
+    unseen with a probability of about 2**-64, or 2**-33 if only signs change. There is one wait a
+    device.
 
     Together, small ones have one fingerprint for as many as are looked at at a time.
     """
     factors: dict[torch.device, Tensor] = {}
     sums: dict[torch.device, list[Tensor]] = defaultdict(list)
     owners: dict[torch.device, list[list[int]]] = defaultdict(list)
-    for whose, words in _pieces(tensors, together):
+    for whose, piece in _pieces(tensors, together):
+        words = _words(piece)
         device, size = words.device, words.numel()
         if device not in factors or factors[device].numel() < size:
             factors[device] = (torch.arange(1, size + 1, device=device) * _FACTOR) | 1
@@ -75,33 +80,44 @@ def fingerprints_of(tensors: Sequence[Tensor], *, together: bool = False) -> lis
     return [tuple(values) for values in found]
 
 
-def _words(tensor: Tensor) -> Tensor:
-    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    flat = dense.resolve_conj().resolve_neg().reshape(-1)  # whose bits are what it shows
-    return flat.contiguous().view(_INTEGERS[flat.element_size()])
+def _words(flat: Tensor) -> Tensor:
+    """View elements as words, or as shorter integers if these do not fill whole words."""
+    width = _WORD if flat.nbytes % _WORD == 0 else flat.element_size()
+    begins = flat.data_ptr() % width == flat.storage_offset() * flat.element_size() % width == 0
+    if flat.stride(0) != 1 or not begins:  # there are gaps, or no word begins there
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(_INTEGERS[width])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    if dense.is_conj() or dense.is_neg():  # whose bits are not what it shows
+        dense = dense.resolve_conj().resolve_neg()
+    return dense.reshape(-1)
 
 
 def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[int], Tensor]]:
-    """Words, as many as are looked at at a time, and whose they are; copies are made one by one."""
+    """Elements, as many as are looked at at a time, and whose they are; of small tensors copies."""
     small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
     taken: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
     for i, tensor in enumerate(tensors):
-        words, size = _words(tensor), _CHUNK[tensor.device.type]
-        if not together or words.numel() >= size:
-            for piece in words.split(size):
+        flat = _flat(tensor)
+        count, size = flat.numel(), max(1, _CHUNK[flat.device.type] * _WORD // flat.element_size())
+        if not together or count >= size:
+            for piece in flat.split(size):
                 yield [i], piece
             continue
-        kind = words.device, words.dtype
-        if taken[kind] + words.numel() > size:
+        kind = flat.device, flat.dtype
+        if taken[kind] + count > size:
             yield _side_by_side(small.pop(kind))
             taken[kind] = 0
-        small[kind].append((i, words))
-        taken[kind] += words.numel()
+        small[kind].append((i, flat))
+        taken[kind] += count
     yield from map(_side_by_side, small.values())
 
 
 def _side_by_side(group: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
-    return [i for i, _ in group], torch.cat([words for _, words in group])
+    return [i for i, _ in group], torch.cat([flat for _, flat in group])
 
 
 # ------------------------------------------------------------------ Python values
@@ -380,16 +396,11 @@ class Snapshot:
         on_device = room(size)
         self._saved: list[tuple[list[Tensor], list[Tensor]]] = []  # storages and their copies
         with torch.inference_mode(False), torch.no_grad():
-            for own in storages.values():
+            for device, own in storages.items():
                 here, there = _split(map(bytes_of, own.values()), on_device)
-                if here:
-                    self._saved.append((here, clone_all(here)))
-                if there:
-                    sizes = [view.nbytes for view in there]
-                    copies = list(torch.empty(sum(sizes), dtype=torch.uint8).split(sizes))
-                    for copy, view in zip(copies, there, strict=True):
-                        copy.copy_(view)
-                    self._saved.append((there, copies))
+                for views, where in ((here, device), (there, torch.device("cpu"))):
+                    for alike in _of_widths(views):
+                        self._saved.append((alike, _copied(alike, where)))
         self._copies = {
             view.data_ptr(): copy
             for own, copies in self._saved
@@ -455,6 +466,30 @@ def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Ten
         else:
             there.append(view)
     return here, there
+
+
+def _of_widths(views: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide bytes into those that are copied eight at a time, and others."""
+    wide: list[Tensor] = []
+    others: list[Tensor] = []
+    for view in views:
+        is_wide = view.nbytes % 8 == view.data_ptr() % 8 == 0
+        (wide if is_wide else others).append(view.view(torch.int64) if is_wide else view)
+    return filter(None, (wide, others))
+
+
+def _copied(views: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy storages to one piece of memory: many pieces take longer to get than to fill."""
+    kind = views[0].dtype
+    copies = list(
+        torch.empty(sum(map(len, views)), dtype=kind, device=device).split([*map(len, views)])
+    )
+    if device == views[0].device:
+        copy_all(copies, views)
+    else:
+        for copy_, view in zip(copies, views, strict=True):
+            copy_.copy_(view)
+    return copies
 
 
 # ------------------------------------------------------------------ parts
