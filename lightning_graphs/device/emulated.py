@@ -30,6 +30,7 @@ from lightning_graphs.device.trace import (
     dispatches,
     is_collective,
     mapped,
+    only_computes,
     only_views,
     refuse_dead_inputs,
     tensors_in,
@@ -42,6 +43,7 @@ from lightning_graphs.private.torch import (
     announced_as_cuda_capture,
     current_autograd_node,
     dispatch_modes,
+    dispatched_directly,
     has_memory,
     memory_of,
     out_of_sight,
@@ -58,6 +60,7 @@ def _put_back(storage: UntypedStorage, value: UntypedStorage) -> None:
     bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
 
 
+@dispatched_directly
 class WriteWatch(OperatorMode):
     """Watches which storages from before its entry code writes, and can undo that.
 
@@ -76,6 +79,21 @@ class WriteWatch(OperatorMode):
         self._made: set[int] = set()  # inside of the body; none from before can be among them
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
 
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not only_computes(func) or any(map(dispatches, types)):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        result = func(*args, **(kwargs or {}))
+        for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
+            if has_memory(tensor) and (key := memory_of(tensor)) not in self._made:
+                self._note(key, tensors_in((*args, *(kwargs or {}).values())))
+        return result
+
     def takes_other_formula(self, node: Node) -> None:
         """Accept it: that formula reads nothing on the host, and writes equal storages."""
 
@@ -90,11 +108,17 @@ class WriteWatch(OperatorMode):
             self._made |= returned.difference(map(memory_of, filter(has_memory, call.inputs)))
         return result
 
-    @out_of_sight()  # of a function that is traced while it is captured, as ``linearize`` does
+    def _note(self, key: int, inputs: Iterator[Tensor]) -> None:
+        """Note a storage that an operator has returned, unless it is that of an input."""
+        if key not in map(memory_of, filter(has_memory, inputs)):
+            self._made.add(key)
+
     def _save(self, tensor: Tensor) -> None:
         key, storage = memory_of(tensor), tensor.untyped_storage()
         is_known = key in self._made or key in self._saved
-        if not is_known and storage.data_ptr() not in self._left_out:
+        if is_known or storage.data_ptr() in self._left_out:
+            return
+        with out_of_sight():  # of functions that are traced while captured, as by ``linearize``
             # A GPU's allocator may be giving out memory of a graph, which its replay overwrites
             self._saved[key] = storage, storage.cpu() if storage.is_cuda else storage.clone()
 

@@ -289,6 +289,12 @@ def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
     return undeclared + declared
 
 
+@functools.cache
+def only_computes(func: object) -> bool:
+    """Return whether an operator writes none of its arguments."""
+    return isinstance(func, OpOverload) and not _written_arguments(func)
+
+
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Map the tensors in an argument; schemas nest lists one deep at most."""
     if isinstance(value, Tensor):

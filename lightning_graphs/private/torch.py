@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -72,6 +72,19 @@ def run_kernel(operator: Any, device: torch.device, *args: Any, **kwargs: Any) -
     """
     key = getattr(torch._C.DispatchKey, device.type.upper())
     return operator.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
+
+
+def dispatched_directly(kind: type[Mode]) -> type[Mode]:
+    """Take the wrapper off a mode's method with which torch keeps Dynamo out of it.
+
+    It takes as long as a small operator, for each one. A mode needs none that lets no code compile.
+    """
+    method: Any = kind.__torch_dispatch__
+    kind.__torch_dispatch__ = getattr(method, "__wrapped__", method)  # type: ignore[method-assign]
+    return kind
 
 
 def let_higher_order_operators_in(mode: type[TorchDispatchMode]) -> None:

@@ -416,9 +416,9 @@ class Verifier:
         self.ranks.all_or_none(judge)
 
     def _require_names(self, eager: Sequence[str], replayed: Sequence[str]) -> None:
-        ways = (("the eager step", eager, replayed), ("the replay", replayed, eager))
-        for way, names, others in ways:
-            for name in [name for name in names if name not in {*others}]:
+        both = {*eager} & {*replayed}
+        for way, names in (("the eager step", eager), ("the replay", replayed)):
+            for name in [name for name in names if name not in both]:
                 raise self._error(f"only {way} has {name}")
 
     def _error(self, observed: str) -> VerificationError:
