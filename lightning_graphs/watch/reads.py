@@ -43,6 +43,7 @@ from lightning_graphs.values.guards import (
     value_of_class,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot
+from lightning_graphs.watch.executed import functions_followed
 from lightning_graphs.watch.tracers import Tracer, is_exchanged
 from lightning_graphs.watch.user_code import (
     BASES,
@@ -442,21 +443,20 @@ class GlobalReads:
         if profiled:
             yield
             return
-        sys.setprofile(self._called)
-        try:
+        with functions_followed(self._begun, self._called, self._own.runs_in):
             yield
-        finally:
-            sys.setprofile(None)
 
     def assume_running(self, frames: Iterable[FrameType]) -> None:
         """Look at functions that were called before they could be followed."""
         for frame in frames:
-            self._called(frame, "call", None)
+            self._begun(frame)
 
-    def _called(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code not in self._known:
+    def _begun(self, frame: FrameType) -> None:
+        if frame.f_code not in self._known:
             self._read(frame.f_code, frame.f_globals)
-        elif event == "c_call" and (name := clock_named(argument)) and self._own.runs_in(frame):
+
+    def _called(self, frame: FrameType, function: Any) -> None:
+        if (name := clock_named(function)) and self._own.runs_in(frame):
             self.on_clock(name)
 
     def _read(self, code: CodeType, table: dict[str, Any]) -> None:
