@@ -141,8 +141,11 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         Empty: :meth:`training_step` is to run it. It goes on from what was found here.
         """
         life, self.client.given = self._life, args
-        if self._warmup_left > 0 or self._is_synced() or self._head.now is not None:
+        if self._warmup_left > 0 or self._is_synced():
             return ()
+        if self._head.now is not None:
+            is_theirs = self._captures_ahead or self._policy.is_over or self._collectives
+            return () if is_theirs else (self._run_head(args),)
         plan = life.find(args)
         if plan is None or not life.is_ready(plan):
             self.found = (plan,)
@@ -307,7 +310,9 @@ class EvaluationHandler(StrategyHandler):
         Empty: the method is to run it. It goes on from what was found here.
         """
         recovery, counts, method = self._recovery, self._statistics, self._methods[self.name]
-        if self._timing is not None or recovery.is_open or self._table.get(self.name) != method:
+        if self._timing is not None or self._table.get(self.name) != method:
+            return ()
+        if recovery.is_open and recovery.begin_step():
             return ()
         recovery.counted = counts.eager, counts.replayed
         try:

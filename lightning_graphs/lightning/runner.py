@@ -190,20 +190,29 @@ class StepRunner(StepRegion):
     def replay(self, args: tuple[Any, ...], *, stepping: bool) -> Any:
         """Replay a step as the three methods do, and return what it returns.
 
-        None: the methods are to run it. They go on from the plan that was :attr:`found` here.
+        None: the methods are to run it. They go on from the plan that was :attr:`found` here, or
+        from what the step has returned, which had a head but no graph behind it.
         """
-        recovery, counts, life = self._recovery, self._statistics, self._life
-        if recovery.is_open or self._warmup_left > 0 or not self.is_undivided:
+        recovery, counts = self._recovery, self._statistics
+        if self._warmup_left > 0 or not self.is_undivided or self._policy.is_over:
+            return None
+        has_head = self._head.now is not None
+        if has_head and (self._captures_ahead or (stepping and not self._in_graphs)):
+            return None
+        if recovery.is_open and recovery.begin_step():
             return None
         recovery.counted = counts.eager, counts.replayed
         self._stepping = stepping
         try:
-            plan = life.find(args)
-            if plan is None or plan.steps is not stepping or not life.is_ready(plan):
-                self.found = (plan,)
+            if has_head:
+                returned = self._run_head(args)
+            else:
+                returned = self._replay_found(args, stepping=stepping)
+            plan = self._active
+            if plan is None:
+                if has_head:
+                    recovery.repetition = lambda *_, **__: returned
                 return None
-            self._active, plan.present.batch = plan, args[0]
-            returned = self._replay(plan)
             vars(self._optimizers[0]).pop("zero_grad", None)
             plan.attach(bound=self._kept.bound is plan.gradients)
             if self._kept.tracked is not plan.gradients:
@@ -216,6 +225,16 @@ class StepRunner(StepRegion):
         finally:
             self._stepping, self._active = False, None
         return returned
+
+    def _replay_found(self, args: tuple[Any, ...], *, stepping: bool) -> Any:
+        """Replay a step for whose batch there is a plan, if nothing else is to be decided."""
+        life = self._life
+        plan = life.find(args)
+        if plan is None or plan.steps is not stepping or not life.is_ready(plan):
+            self.found = (plan,)
+            return None
+        self._active, plan.present.batch = plan, args[0]
+        return self._replay(plan)
 
     # ------------------------------------------------------------------ the three phases
 

@@ -282,6 +282,11 @@ class StepHead:
         """Return whether a step of this key is to be captured."""
         return _shape_of(key) in self._due
 
+    @property
+    def has_due(self) -> bool:
+        """Whether a capture is to be tried ahead of a coming step."""
+        return any(tries for _, tries in self._due.values())
+
     def due_key(self, phase: Phase) -> Signature | None:
         """Return a key that is to be captured, and may be the coming step's; None if none is."""
         for shape, (key, tries) in self._due.items():

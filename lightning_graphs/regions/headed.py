@@ -111,7 +111,6 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             self._fit.watch.function, VARIABLES, is_callers
         )  # of what leaves the head from now on
         self._cache.clear()
-        self.is_undivided = False
         self._facts.has_host_program, self._facts.is_unseen = False, True
         return True
 
@@ -143,8 +142,8 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         self._verification.fits = self._watch.are_as_in
         self._head.look_again()
         is_alone = self._ranks.are_one and not (self._ranks.wrappers or self._by_hand)
-        # Nothing but one graph runs between the batch and the end of the step
-        is_alone &= not self._observers and self._head.now is None
+        # Nothing but a head and one graph runs between the batch and the end of the step
+        is_alone &= not self._observers
         self.is_undivided = is_alone and self._fit.watch.scaler is None
 
     def _gives_up_head(self) -> bool:
@@ -184,20 +183,31 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
                 self._statistics.ran_ahead((perf_counter() - started) * 1e3)
                 raise HeadEnded
 
-        self._is_in_head = True
+        self._is_in_head, self._active = True, None
+        returned, is_over = None, False
         try:
-            returned = head.run(partial(self._run_step, *args), at_end)
+            returned = head.run_ahead(partial(self._run_step, *args), at_end)
         except HeadEnded:
-            assert self._active is not None, "its graph was found"
-            self._head.was_served()
-            self._idle = 0
-            return self._replay(self._active)
+            is_over = True  # what its frames hold is free by the replay
         finally:
             self._is_in_head = False
+        if is_over:
+            return self._replay_behind()
         if not ended:
             self._ranks.agree(EAGER, False)
         self._statistics.ran_eagerly()
         return returned
+
+    def _replay_behind(self) -> Any:
+        assert self._active is not None, "its graph was found"
+        self._head.was_served()
+        self._idle = 0
+        return self._replay(self._active)
+
+    @property
+    def _captures_ahead(self) -> bool:
+        """Whether something of the coming step may be captured or verified ahead of its head."""
+        return self._unverified is not None or self._head.has_due
 
     def _plan_behind(self, leaving: dict[str, Any]) -> StepPlan | None:
         """Find the plan for what follows the head of a step, given what leaves that."""

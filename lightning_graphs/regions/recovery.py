@@ -19,11 +19,22 @@ from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.agreement import Ranks
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics
+from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.snapshot import Gradients, Part, PythonSnapshot, Snapshot
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects, objects_in
 
 _NONE_YET = -1, 0
+
+
+def _size(value: Any) -> int:
+    """Return how many numbers the tensors of a batch have."""
+    kind = type(value)
+    if kind is Tensor:
+        return int(value.numel())
+    if kind is tuple or kind is list or kind is dict:
+        return sum(map(_size, value.values() if kind is dict else value))
+    return 0 if is_plain(value) else sum(t.numel() for t in leaves_of(value, Tensor))
 
 
 def _once_more(size: int, largest: int, times: int) -> tuple[int, int]:
@@ -194,7 +205,7 @@ class MemoryRecovery(ABC):
         """Begin an eager step: with a snapshot if it may find no memory beside graphs."""
         held = self._held
         if self._retries and self._begin is None and held:
-            size = sum(t.numel() for t in leaves_of(args, Tensor))
+            size = _size(args)
             holding = held, self._statistics.captures
             largest, times = self._fitting.get(holding, _NONE_YET)
             is_large = size > largest or (size == largest and times < SETTLED)

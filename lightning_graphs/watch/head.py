@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import dropwhile
 from operator import attrgetter
+from threading import get_ident
 from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -37,6 +38,7 @@ from lightning_graphs.private.callsite import (
     is_library,
 )
 from lightning_graphs.private.exchange import exchanged
+from lightning_graphs.private.lines import tell
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import storage_address
@@ -92,6 +94,15 @@ class HeadEnded(BaseException):
     """Ends the code of a step whose graph does the rest; no handler for errors catches it."""
 
 
+AtEnd = Callable[[dict[str, Any]], Mapping[str, Any] | None]
+"""Called once with the variables that are live, and their values, at the end of a head.
+
+It may give variables to be set, or raise :class:`HeadEnded`, and so end the step.
+"""
+_PLAIN = frozenset({Tensor, dict, str, int, float, bool, type(None)})
+"""Classes of variables that are none of a step's modules or optimizers, and wrap none."""
+
+
 class Head:
     """Runs the head of a step.
 
@@ -105,15 +116,14 @@ class Head:
         # The ``id`` of each module, parameter, buffer, optimizer and scheduler: a variable that is
         # one of them, or wraps an optimizer, stays it
         self.state: Container[int] = ()
+        self._waits: tuple[int, AtEnd] | None = None  # with its thread, and what is called then
+        self._is_told = tell(ending.code, ending.lines, self.reached)
 
-    def run(
-        self,
-        step: Callable[[], Returned],
-        # Called once with the variables that are live, and their values, at the end of the head;
-        # those that it returns are set. It may raise :class:`HeadEnded`, and so end the step
-        at_end: Callable[[dict[str, Any]], Mapping[str, Any] | None],
-    ) -> Returned:
-        """Run a step, which may end without having come to the end of its head."""
+    def run(self, step: Callable[[], Returned], at_end: AtEnd) -> Returned:
+        """Run a step, which may end without having come to the end of its head.
+
+        The variables that ``at_end`` returns are set.
+        """
         code, lines, before = self.ending.code, self.ending.lines, sys.gettrace()
 
         def line(frame: FrameType, event: str, _: object) -> Any:
@@ -137,6 +147,25 @@ class Head:
         finally:
             sys.settrace(before)
 
+    def run_ahead(self, step: Callable[[], Returned], at_end: AtEnd) -> Returned:
+        """Run a step as :meth:`run` does, for a replay: no variable is set."""
+        if not self._is_told:
+            return self.run(step, at_end)
+        self._waits = get_ident(), at_end
+        try:
+            return step()
+        finally:
+            self._waits = None
+
+    def reached(self, frame: FrameType) -> None:
+        """Note that the function with the statement has come to it."""
+        waits = self._waits
+        if waits is not None and waits[0] == get_ident():
+            leaving = self._leaving(frame, frame.f_locals)
+            if leaving is not None:
+                self.leaving, self._waits = leaving, None
+                waits[1](leaving)
+
     def _leaving(self, frame: FrameType, table: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the variables of callers, and those at the end; None if others have called."""
         found: dict[str, Any] = {}
@@ -154,15 +183,22 @@ class Head:
         self, code: CodeType, names: Sequence[str], table: Mapping[str, Any]
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        state = self.state
         for name in names:
             value = table.get(name, code)
-            if self._is_lasting(value):
+            if id(value) in state:
                 value = Identity(value)
-            elif isinstance(value, (list, tuple)) and value and all(map(self._is_lasting, value)):
-                value = Lasting(map(Identity, value))
+            elif type(value) in _PLAIN:
+                pass
+            elif isinstance(value, (list, tuple)):
+                if value and all(map(self._is_lasting, value)):
+                    value = Lasting(map(Identity, value))
+            elif self._is_lasting(value):
+                value = Identity(value)
             # Another one in each call; the variables that it has are among these
-            is_inside = isinstance(value, FunctionType) and value.__code__ in code.co_consts
-            if value is not code and not is_inside:
+            elif isinstance(value, FunctionType) and value.__code__ in code.co_consts:
+                continue
+            if value is not code:
                 found[name] = value
         return found
 

@@ -243,6 +243,8 @@ class LateCall:
         self, function: Callable[..., Any], given: Given, tensors: list[Tensor], device: str
     ) -> None:
         self._function, self.tensors = function, tensors
+        # A number is read where it is
+        self._number = function is _ITEM and len(given[0]) == 1 and isinstance(given[0][0], Tensor)
         self._template = substitute(given, tensors)
         self._has_tracers = bool(leaves_of(given, Tracer))
         # Of autocast: the type of the device, and in which type it computes; None if it is off
@@ -274,6 +276,9 @@ class LateCall:
         return self.tensors[0] if is_that and len(self.tensors) == 1 else None
 
     def reissue(self, _: object = None) -> None:
+        if self._number:
+            self.take(self.tensors[0].item())
+            return
         args, kwargs = substitute(self._template, clone_all(self.tensors))
         if self._has_tracers:
             args, kwargs = present((args, kwargs))

@@ -129,6 +129,17 @@ class Reading(Deep):
         return loss
 
 
+class Headed(Deep):
+    """Filters and draws rows ahead of the first parameter, and logs what it reads of the loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = torch.nonzero(batch["x"].sum(1) > -99.0).flatten()
+        rows = rows[torch.randperm(len(rows))[:6]]
+        loss = self.loss({key: value[rows] for key, value in batch.items()})
+        self.log("loss", loss.item(), prog_bar=True)
+        return loss
+
+
 def beside_the_graphs(
     backend: str,
     root: Path,
@@ -220,6 +231,16 @@ def test_a_number_that_is_only_logged_is_not_read(
         assert read.calls == logged.calls
 
 
+def test_a_head_takes_its_own_time_and_little_more(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in beside_the_graphs(backend, tmp_path, monkeypatch, "step", 3, 1, Headed):
+        assert step.calls["loop._step"] == 1
+        assert step.calls["runner.optimizer_step"] == 0
+        assert backend == "cuda" or step.calls.total() <= HEADED, step.calls
+
+
+HEADED = 100
 WAITING = {"step": 242, "modules": 296}
 
 

@@ -153,6 +153,19 @@ class Loaders(Logs):
         return {**batch, "x": batch["x"] * (2 + dataloader_idx)}
 
 
+class Sampled(Logs):
+    """Has a head, which logs; now and then what leaves it is no batch of a graph."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = torch.nonzero(batch["x"].sum(1) > -99.0).flatten()
+        rows = rows[torch.randperm(len(rows))[: 5 if batch_idx % 10 == 7 else 6]]
+        self.log("rows", float(len(rows)))
+        batch = {key: value[rows] for key, value in batch.items()}
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
 class Indexless(Logs):
     def validation_step(self, batch: Any) -> None:  # type: ignore[override]
         self.log("loss", self.loss(batch))
@@ -258,6 +271,7 @@ PROGRAMS = {
     "values of steps": Program(LogsSteps, ("validate", "test")),
     "hooks": Program(Hooks, ("validate", "predict")),
     "late values of steps": Program(LateSteps),
+    "head": Program(Sampled, data=lambda: whole(3 * COUNT)),
     "two loaders": Program(Loaders, ("validate", "predict"), data=two),
     "two loaders in one": Program(
         Zipped, data=lambda: CombinedLoader([whole(COUNT), whole(7)], "max_size_cycle")

@@ -181,6 +181,19 @@ class Moves(Logs):
         return {**batch, "x": batch["x"] + 1}
 
 
+class Sampled(Logs):
+    """Has a head, which logs; now and then what leaves it is no batch of a graph."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = torch.nonzero(batch["x"].sum(1) > -99.0).flatten()
+        rows = rows[torch.randperm(len(rows))[: 5 if batch_idx % 10 == 7 else 6]]
+        self.log("rows", float(len(rows)), on_epoch=True)
+        batch = {key: value[rows] for key, value in batch.items()}
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True, prog_bar=True)
+        return {"loss": loss, "rows": len(rows)}
+
+
 class OwnStep(Logs):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
         optimizer.step(closure=closure)
@@ -265,6 +278,8 @@ PROGRAMS = {
     "hooks of a batch": Program(
         Moves, lambda _: [Starts(lambda t, m: m.log("s", 1.0)), Ends(lambda t, m: None)]
     ),
+    "head": Program(scheduled(halved, Sampled), options={"max_epochs": 3}),
+    "head in windows": Program(Sampled, options={"max_epochs": 4, "accumulate_grad_batches": 2}),
     "own optimizer step": Program(OwnStep, at_once=False),
     "validation, checkpoints": Program(
         callbacks=lambda root: [checkpoint(root, every_n_train_steps=5, monitor="loss")],
