@@ -38,10 +38,11 @@ from lightning_graphs.lightning.strategy import ManualSteps, ProgressValues
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import current_autograd_node
-from lightning_graphs.regions.conditions import Instruction, in_turn
+from lightning_graphs.regions.conditions import in_turn
 from lightning_graphs.regions.context import Recorder
 from lightning_graphs.values.memory import clone_all
 from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateCalls, LateValue, Use
+from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers
 from lightning_graphs.watch.user_code import is_lightnings
 

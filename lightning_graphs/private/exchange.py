@@ -8,11 +8,13 @@ in any order, and their captures take turns (:data:`TURN`).
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
-from types import ModuleType
+from functools import wraps
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 
@@ -105,6 +107,40 @@ def exchanged(members: Iterable[Member]) -> Iterator[None]:
                 bind(table, name, layers[-1])
             else:
                 _take_from_below(layers, value)
+
+
+FOR_A_WHILE = "_stands_for_a_while"
+"""Attribute that marks functions and classes which a capture exchanges while it runs."""
+
+
+def is_exchanged(value: Any) -> bool:
+    """Return whether a value temporarily replaces ``float``, ``int`` or a function."""
+    return isinstance(value, (FunctionType, type)) and FOR_A_WHILE in vars(value)
+
+
+def standing_in(
+    own: Callable[..., Any],
+    instead: Callable[..., Any],
+    follows: Callable[[FrameType], bool] = bool,
+) -> Callable[..., Any]:
+    """Make what stands for a function while this thread captures code.
+
+    Args:
+        own: The function, which is called by other threads and from other frames.
+        instead: Called in its place, with the frame that calls, and the arguments.
+        follows: Whether it is, given that frame.
+    """
+    thread = threading.get_ident()
+
+    @wraps(own)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if threading.get_ident() != thread or not follows(frame):
+            return own(*args, **kwargs)
+        return instead(frame, *args, **kwargs)
+
+    vars(call)[FOR_A_WHILE] = True
+    return call
 
 
 def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:

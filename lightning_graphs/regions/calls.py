@@ -31,7 +31,7 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     is_compiled_in_place,
 )
-from lightning_graphs.regions.conditions import Check, CodeOfModules, moved_values, tensors_in_words
+from lightning_graphs.regions.conditions import CodeOfModules, moved_values, tensors_in_words
 from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import WrittenMemory
@@ -42,6 +42,7 @@ from lightning_graphs.values.signature import EVERYTHING, BackendFlags, CallPlan
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
 from lightning_graphs.watch.assertions import Assertions, OpenAssertions
 from lightning_graphs.watch.environment import Environment, code_captured
+from lightning_graphs.watch.mechanism import Check
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.user_code import CompiledCode, iter_objects
 

@@ -32,14 +32,9 @@ from lightning_graphs.values.guards import in_words, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
 from lightning_graphs.watch.host import HostReads
+from lightning_graphs.watch.mechanism import Check, Instruction
 
 # ------------------ Keys and checks
-
-Check = tuple[Callable[[], Any], Any]
-"""Compare: a function that reads something, and what it has given at the capture."""
-
-Instruction = Callable[[], object]
-"""Compute, copy in or emit: a call without arguments, prepared at the capture."""
 
 Values = tuple[tuple[str, Any], ...]
 """Names, and the value of each."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
-from lightning_graphs.regions.conditions import NO_OBSERVERS, Instruction, Observers, in_turn
+from lightning_graphs.regions.conditions import NO_OBSERVERS, Observers, in_turn
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.late import CallAt
+from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.reads import AttributeGuards
@@ -116,11 +117,6 @@ class Client(environment.Client):
     def epoch(self) -> int:
         """The epoch, from 0."""
 
-    @property
-    def ddp(self) -> Any:
-        """The wrapper whose reducer sums gradients over ranks; None if there is none."""
-        return None
-
     @abstractmethod
     def arguments(self, given: Sequence[Any], number: Callable[..., Any]) -> Sequence[Any]:
         """Return the step's arguments besides its batch, with a tracer for each counter."""
@@ -148,10 +144,6 @@ class Client(environment.Client):
     @abstractmethod
     def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
         """Whether the next capture keeps back the call in which a refusal arose, or these reads."""
-
-    @abstractmethod
-    def declines(self, frame: FrameType) -> bool:
-        """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
 
     def is_apart(self, module: torch.nn.Module) -> bool:
         """Whether a module runs after the replay of a step, not in it."""
@@ -188,10 +180,6 @@ class Client(environment.Client):
     @abstractmethod
     def waits_for_gradients(self) -> bool:
         """Whether a backward pass has failed, and its reducer has yet to forget it."""
-
-    def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Return the host's copy of each tensor in a batch; None if it has none."""
-        return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

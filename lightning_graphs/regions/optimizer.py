@@ -28,7 +28,7 @@ from lightning_graphs.private.torch import (
     scaling_states,
     step_hook_tables,
 )
-from lightning_graphs.regions.conditions import Instruction, OptimizerGuard, each, where_moved
+from lightning_graphs.regions.conditions import OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.tried import (
     UNSCALES_ITSELF,
@@ -49,6 +49,7 @@ from lightning_graphs.watch.environment import (
     number_places,
     numbers_exchanged,
 )
+from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.tracers import LateTracer, Tracer
 from lightning_graphs.watch.user_code import hidden_in
 

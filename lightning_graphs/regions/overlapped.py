@@ -20,12 +20,12 @@ from lightning_graphs.device.overlap import DataFlow, Overlapping
 from lightning_graphs.errors import GraphError, in_one_line, is_out_of_memory
 from lightning_graphs.policy.worth import Stopwatch
 from lightning_graphs.private.exchange import TURN, replaced
-from lightning_graphs.regions.conditions import Instruction
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import pool_sizes
+from lightning_graphs.watch.mechanism import Instruction
 
 Mode = TypeVar("Mode", DataFlow, Overlapping)
 

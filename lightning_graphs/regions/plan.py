@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -15,17 +14,16 @@ from torch.nn import Parameter
 
 from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.private.exchange import nothing
-from lightning_graphs.regions.conditions import CaptureKey, Check, Instruction, conditions_of
+from lightning_graphs.regions.conditions import CaptureKey, conditions_of
 from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all
 from lightning_graphs.values.signature import CallPlan, Signature
-from lightning_graphs.values.snapshot import Part as SnapshotPart
 from lightning_graphs.values.snapshot import Result, results_in
 from lightning_graphs.values.tree import flatten, substitute
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.late import LateValue
+from lightning_graphs.watch.mechanism import Check, Instruction, Mechanism
 from lightning_graphs.watch.side_effects import SideEffects
 from lightning_graphs.watch.tracers import LateTracer, Tracer
 
@@ -108,47 +106,6 @@ class Plan:
         """Launch a part, and do what follows."""
         self.launch(name)
         self.emit(name)
-
-
-Take = Callable[[Sequence[Tensor]], object]
-"""Take in what the tensors of a batch bring; False: the code would go another way than the graph.
-"""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Mechanism:
-    """What a plan does about one kind of thing that its code does: as a rule, a few of these.
-
-    Mechanisms are nested as contexts are: ``takes`` and ``before`` run in their order, ``after`` in
-    reverse. All but ``before_update`` are around the forward part.
-    """
-
-    key: tuple[Hashable, ...] = ()  # what tells the plan from others, in addition
-    checks: Sequence[Check] = ()
-    takes: Sequence[Take] = ()
-    cancel: Instruction | None = None  # undoes what ``takes`` have done, since there is no replay
-    why_missed: Callable[[], str] | None = None  # why ``takes`` gave False last; empty if they fit
-    before: Sequence[Instruction] = ()
-    before_update: Sequence[Instruction] = ()  # ahead of the optimizer step, if that is a part
-    after: Sequence[Instruction] = ()
-    last: Sequence[Instruction] = ()  # after those of all mechanisms, in their order
-    enter: Instruction | None = None  # called as soon as all ranks have the plan
-
-    # Where both ways are compared:
-    state: SnapshotPart | None = None  # what each of them is to begin with
-    draws: Sequence[Any] | None = None  # generators that are a part of that
-    # Lets the eager way have what the last replay had, of which there is no other one: ``before``
-    # does not run
-    repeated: Callable[[], AbstractContextManager[None]] | None = None
-
-
-class Watcher(NamedTuple):
-    """One kind of thing that captured code does, as its capture watches for it."""
-
-    around: Callable[[], AbstractContextManager[object]] = nullcontext  # surrounds the capture
-    inside: Callable[[], AbstractContextManager[object]] = nullcontext  # and the step's own code
-    finish: Instruction = nothing  # refuses what shows only at the end
-    mechanism: Callable[[], Mechanism | None] = nothing  # what replays do about it
 
 
 @dataclass(slots=True)

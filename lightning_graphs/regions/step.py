@@ -46,16 +46,13 @@ from lightning_graphs.regions.conditions import (
     refuse_new_seeds,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
-from lightning_graphs.regions.followed import Followed
 from lightning_graphs.regions.gradients import BatchGradients, GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients
 from lightning_graphs.regions.plan import (
-    Mechanism,
     Present,
     StepOutputs,
     StepPlan,
-    Watcher,
     batch_written,
 )
 from lightning_graphs.values.memory import StaticInputs
@@ -63,6 +60,8 @@ from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.host_trace import ArenaFull
+from lightning_graphs.watch.mechanism import Mechanism, Watcher
+from lightning_graphs.watch.numbers import Followed
 from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
 from lightning_graphs.watch.reads import AttributeGuards, UnusedTensors
 from lightning_graphs.watch.side_effects import SideEffects
@@ -183,7 +182,8 @@ class Attempts(StepBody):
         self._units = context.ranks.units
         self._hooks, self._registers_hooks = 0, False
         self._asked: list[str] = []
-        self._followed = Followed(context, facts)
+        given = context.module, context.watch, facts, context.compiled, context.assertions
+        self._followed = Followed(*given, context.pool.backend.refusal)
         self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._unread: UnreadValues | None = None  # the unguarded values of what is captured
         self._inside = contextlib.ExitStack()  # surrounds the step's own code

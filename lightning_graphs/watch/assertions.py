@@ -7,28 +7,24 @@ The error comes late, then: the steps since have been made, and nothing of them 
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
-from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import in_transform, is_strided, out_of_sight, version_of
 from lightning_graphs.watch.branches import (
     NotKept,
@@ -39,7 +35,14 @@ from lightning_graphs.watch.branches import (
     way_on,
 )
 from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, chosen, goes_through
-from lightning_graphs.watch.tracers import OURS, ScalarTracer, Tracer
+from lightning_graphs.watch.tracers import (
+    PLAIN_TENSORS,
+    Asks,
+    Question,
+    ScalarTracer,
+    Tracer,
+    tensors_asked,
+)
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 
@@ -55,95 +58,42 @@ class Ranks(Protocol):
         """Raise the error of one rank on all of them."""
 
 
-class Question(NamedTuple):
-    """What code asks of tensors to have a plain truth."""
-
-    frame: FrameType  # that asks
-    tensors: Sequence[Tensor]
-    condition: Callable[[], Tensor]  # computes it on the device
-    called: bool = True  # by a function of torch, and not by Python itself
-    is_number: bool = False  # what it gets is a number, of which only nought is known
-    is_item: bool = False  # it asks for the number itself
-
-    def way(self, device: torch.device) -> Way | None:
-        """Return how code goes on that asks values of a device only to raise; else None."""
-        if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
-            return None
-        way = way_on(self.frame, called=self.called)
-        if way is None or (way.outcome and self.is_number) or not can_be_raised_late(way):
-            return None
-        return way
-
-    def choice(self, device: torch.device) -> Choice | None:
-        """Return the choice of values that the code makes by its answer; None if it does more."""
-        if not all(_is_plain(tensor, device) for tensor in self.tensors) or in_transform():
-            return None
-        return choice_of(self.frame, called=self.called) if not self.is_number else None
-
-    def is_compared(self, device: torch.device) -> bool:
-        """Whether code compares the number of a tensor, and that only to raise."""
-        (tensor, *_), is_here = self.tensors, not in_transform()
-        is_one = is_here and _is_plain(tensor, device) and tensor.numel() == 1
-        is_real = is_one and not tensor.is_complex()
-        return self.is_item and is_real and compares_to_raise(self.frame)
-
-
-def truths_exchanged(
-    answer: Callable[[Question], Any],
-) -> AbstractContextManager[None]:
-    """Let a function answer where code of this thread asks tensors for a plain truth.
-
-    None: torch answers.
-    """
-    thread = threading.get_ident()
-
-    def exchange(owner: Any, name: str, ask: Callable[..., Question]) -> Member:
-        own: Callable[..., Any] = getattr(owner, name)
-
-        @functools.wraps(own)
-        def told(*args: Any, **kwargs: Any) -> Any:
-            frame, found = sys._getframe(1), None
-            asks = not frame.f_globals.get("__name__", "").startswith(OURS)
-            if asks and threading.get_ident() == thread and args and type(args[0]) in _PLAIN:
-                found = answer(ask(frame, *args, **kwargs))
-            return own(*args, **kwargs) if found is None else found
-
-        return owner, name, told
-
-    members: list[tuple[Any, str, Callable[..., Question]]]
-    members = [(Tensor, "__bool__", _asked_by_python), (Tensor, "item", _asked_for_item)]
-    for owner in (torch, Tensor):
-        members += [(owner, "equal", _asked_if_equal), (owner, "allclose", _asked_if_close)]
-    return exchanged([exchange(*member) for member in members])
-
-
-_PLAIN = (Tensor, Parameter)
-
-
 def _is_plain(tensor: Any, device: torch.device) -> bool:
-    return type(tensor) in _PLAIN and is_strided(tensor) and tensor.device == device
+    return type(tensor) in PLAIN_TENSORS and is_strided(tensor) and tensor.device == device
 
 
-def _asked_by_python(frame: FrameType, tensor: Tensor) -> Question:
-    return Question(frame, [tensor], lambda: tensor, called=False)
+def _way(asked: Question, device: torch.device) -> Way | None:
+    """Return how code goes on that asks values of a device only to raise; else None."""
+    if not _can_compute(asked, device):
+        return None
+    way = way_on(asked.frame, called=asked.asks is not Asks.TRUTH)
+    if way is None or (way.outcome and _is_number(asked)) or not can_be_raised_late(way):
+        return None
+    return way
 
 
-def _asked_for_item(frame: FrameType, tensor: Tensor) -> Question:
-    is_number = tensor.dtype is not torch.bool
-    return Question(frame, [tensor], lambda: tensor, is_number=is_number, is_item=True)
+def _choice(asked: Question, device: torch.device) -> Choice | None:
+    """Return the choice of values that code makes by its answer; None if it does more."""
+    if not _can_compute(asked, device) or _is_number(asked):
+        return None
+    return choice_of(asked.frame, called=asked.asks is not Asks.TRUTH)
 
 
-def _asked_if_equal(frame: FrameType, one: Tensor, other: Tensor) -> Question:
-    def are_equal() -> Tensor:
-        if one.shape != other.shape:  # which `==` would broadcast
-            return one.new_zeros((), dtype=torch.bool)
-        return (one == other).all()
+def _is_compared(asked: Question, device: torch.device) -> bool:
+    """Return whether code compares the number of a tensor, and that only to raise."""
+    (tensor, *_) = asked.tensors
+    is_item = asked.asks is Asks.ITEM and _can_compute(asked, device)
+    is_real = is_item and tensor.numel() == 1 and not tensor.is_complex()
+    return is_real and compares_to_raise(asked.frame)
 
-    return Question(frame, [one, other], are_equal)
+
+def _can_compute(asked: Question, device: torch.device) -> bool:
+    return all(_is_plain(tensor, device) for tensor in asked.tensors) and not in_transform()
 
 
-def _asked_if_close(frame: FrameType, one: Tensor, other: Tensor, *how: Any, **by: Any) -> Question:
-    return Question(frame, [one, other], lambda: one.isclose(other, *how, **by).all())
+def _is_number(asked: Question) -> bool:
+    """Return whether code gets a number, of which only nought is known."""
+    return asked.asks is Asks.ITEM and asked.tensors[0].dtype is not torch.bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,15 +236,16 @@ class Assertions:
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
-        return truths_exchanged(self._answer)
+        return tensors_asked(self._answer)
 
     def _answer(self, asked: Question) -> Any:
-        if self._is_over or any(map(self._is_host, asked.tensors)):
+        asks_more = asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER)
+        if self._is_over or asks_more or any(map(self._is_host, asked.tensors)):
             return None
-        if (way := asked.way(self._device)) is None:
-            if asked.is_compared(self._device):
+        if (way := _way(asked, self._device)) is None:
+            if _is_compared(asked, self._device):
                 return _NumberOfDevice(self, asked.tensors[0].detach().reshape(()))
-            choice = asked.choice(self._device)
+            choice = _choice(asked, self._device)
             return None if choice is None else self._chooses(asked, choice)
         return self._asserted(asked, way)
 
@@ -349,8 +300,8 @@ class Assertions:
 
     def holds(self, truth: Tensor, frame: FrameType) -> bool:
         """Answer whether a comparison is true that code makes only to raise."""
-        asked = Question(frame, [truth], lambda: truth, called=False)
-        way = asked.way(self._device)
+        asked = Question(frame, Asks.TRUTH, [truth], lambda: truth)
+        way = _way(asked, self._device)
         found = None if way is None or self._is_over else self._asserted(asked, way)
         if found is None:
             HOST_READ.refuse_here("a number of the device is read")

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import sys
 import threading
-import time
-import timeit
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial, wraps
 from operator import is_
 from types import FrameType
 from typing import Any, Protocol
@@ -21,7 +19,6 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import (
     CACHED_WEIGHTS,
-    CLOCK,
     DRAWN,
     OLD_GRADIENTS,
     OPTIMIZER_SET,
@@ -49,10 +46,8 @@ from lightning_graphs.private.torch import (
     version_of,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.watch.host import Draw
-from lightning_graphs.watch.numbers import StepNumbers
-from lightning_graphs.watch.reads import NUMBERS, AttributeGuards, GlobalReads
-from lightning_graphs.watch.tracers import FOR_A_WHILE, OURS, OpaqueTracer
+from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
+from lightning_graphs.watch.tracers import OURS, OpaqueTracer
 from lightning_graphs.watch.user_code import UnregisteredTensors, UserCode, iter_objects
 
 _CALLS = (
@@ -106,6 +101,19 @@ class Client(Protocol):
 
     def calling(self) -> AbstractContextManager[None]:
         """Refuse what captured module calls, the body, must leave to the step around them."""
+
+    @property
+    def ddp(self) -> Any:
+        """The wrapper whose reducer sums gradients over ranks; None if there is none."""
+        return None
+
+    @abstractmethod
+    def declines(self, frame: FrameType) -> bool:
+        """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
+
+    def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the host's copy of each tensor in a batch; None if it has none."""
+        return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
 
 
 class Environment:
@@ -323,81 +331,6 @@ def code_captured(what: str) -> Iterator[None]:
                 "correct the line, if it raises in an eager step, too; else only pass on or log "
                 "the value: some, such as those of metrics, are not there during a capture",
             ) from error
-
-
-# ------------------ Clocks: a replay reads the first before its graph, and the others after it
-
-Read = Callable[[str, Callable[..., Any]], Any]
-"""Answers a clock that user code reads, given its name and function."""
-
-_APART = 0.001  # seconds, at least, between the times that captured code sees
-
-
-class Readings:
-    """The readings of clocks in one step."""
-
-    def __init__(self) -> None:
-        self._taken: list[Draw] = []
-
-    def __len__(self) -> int:
-        return len(self._taken)
-
-    def reading(self, numbers: StepNumbers, name: str, function: Callable[..., Any]) -> Any:
-        """Return one more reading during a capture, without a call of the user's clock."""
-        reading = Draw(function)
-        reading.value = self._apart(name)
-        self._taken.append(reading)
-        return numbers.number(numbers.unique(name), partial(getattr, reading, "value"), CLOCK)
-
-    def _apart(self, name: str) -> Any:
-        now, apart = NUMBERS[name.removeprefix("time.")](), len(self) * _APART
-        return now + int(apart * 1e9) if isinstance(now, int) else now + apart
-
-    def begin(self) -> None:
-        """Read the first clock ahead of a replay."""
-        self._taken[0]()
-
-    def end(self, _: object = None) -> None:
-        """Read the other clocks after a replay."""
-        for reading in self._taken[1:]:
-            reading()
-
-    def repeated(self, own: UserCode) -> AbstractContextManager[None]:
-        """Give the captured code, the body, the last readings again."""
-        values = iter([reading.value for reading in self._taken])
-        return clocks_exchanged(own, lambda name, _: next(values, self._apart(name)))
-
-
-def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
-    """Replace clocks that user code reads in this thread.
-
-    Packages read clocks on their own account, some whenever Python collects garbage. Compiled code
-    must see none of it.
-    """
-    thread = threading.get_ident()
-
-    def standing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def call(*args: Any) -> Any:
-            follows = threading.get_ident() == thread and own.runs_in(sys._getframe(1))
-            return read(f"time.{name}", partial(function, *args)) if follows else function(*args)
-
-        vars(call)[FOR_A_WHILE] = True
-        return call
-
-    proxies: dict[int, Callable[..., Any]] = {}
-    for name, known in NUMBERS.items():
-        function = vars(time)[name]
-        proxies[id(known)] = proxies[id(function)] = standing(name, function)
-    return exchanged(
-        [
-            (module, key, proxies[id(value)])
-            for module in (time, timeit, *own.modules())
-            if not proxies.keys().isdisjoint(map(id, vars(module).values()))  # few of thousands
-            for key, value in vars(module).items()
-            if id(value) in proxies
-        ]
-    )
 
 
 # ------------------ Numbers and gradients of the optimizer

@@ -17,11 +17,17 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.tracers import ScalarTracer
+from lightning_graphs.watch.tracers import Conversion, ScalarTracer
 
 
-class Given(Protocol):
-    """The numbers of a step, given to operators."""
+class Numbers(Protocol):
+    """The numbers of a step, as tracers and tensors ask for them."""
+
+    asked: set[Conversion]
+    """Where code asks for bare numbers."""
+
+    def number(self, name: str, read: Callable[[], Any]) -> Any:
+        """Return the tracer for a value that changes between steps."""
 
     def tensor_of(self, number: ScalarTracer, dtype: torch.dtype) -> Tensor:
         """A number of this step in a tensor."""
@@ -30,7 +36,7 @@ class Given(Protocol):
         """Refuse the step at its end if it has written to one of these."""
 
 
-Form = Callable[[Given], Any]
+Form = Callable[[Numbers], Any]
 """Computes what an operator does, with its numbers on the device."""
 
 
@@ -113,7 +119,7 @@ def _binary(
     is_product = quotient and x.is_cuda
     operate: Any = getattr(Tensor, "mul_" if in_place else "mul") if is_product else function
 
-    def compute(given: Given) -> Tensor:
+    def compute(given: Numbers) -> Tensor:
         number = other.computed(f"1 / ({other.name})", _inverse, other) if is_product else other
         found: Tensor = operate(x.to(wide), given.tensor_of(number, wide))
         if wide == result:
@@ -131,7 +137,7 @@ def _number_by_tensor(function: Any, input: Any, other: Any) -> Form | None:
     if not (_is_tensor(input, _FLOATS) and _is_number(other)):
         return None
 
-    def divide(given: Given) -> Any:  # as torch's own does
+    def divide(given: Numbers) -> Any:  # as torch's own does
         product = _multiplied(Tensor.mul, input.reciprocal(), other)
         return None if product is None else product(given)
 
@@ -159,7 +165,7 @@ def _added(function: Any, input: Any, other: Any, *, alpha: Any = 1) -> Form | N
     is_difference = function.__name__.startswith("sub")
     add = Tensor.addcmul_ if _is_in_place(function) else Tensor.addcmul
 
-    def combine(given: Given) -> Any:
+    def combine(given: Numbers) -> Any:
         factor = given.tensor_of(alpha, input.dtype)
         return add(input, other, -factor if is_difference else factor)
 
@@ -178,7 +184,7 @@ def _product_added(
     add: Any = Tensor.addcmul_ if _is_in_place(function) else Tensor.addcmul
     join: Any = Tensor.add_ if _is_in_place(function) else Tensor.add
 
-    def combine(given: Given) -> Any:
+    def combine(given: Numbers) -> Any:
         factor = given.tensor_of(value, input.dtype)
         if input.is_cuda:
             return add(input, tensor1 / tensor2 if divides else tensor1 * tensor2, factor)
@@ -197,7 +203,7 @@ def _interpolated(function: Any, input: Any, end: Any, weight: Any) -> Form | No
     if x.dtype in _LARGE:
         return lambda given: function(x, end, given.tensor_of(weight, x.dtype))
 
-    def lerp(given: Given) -> Any:
+    def lerp(given: Numbers) -> Any:
         found = x.float().lerp(end.float(), given.tensor_of(weight, torch.float32))
         return x.copy_(found) if _is_in_place(function) else found.to(x.dtype)
 
@@ -212,7 +218,7 @@ def _clamped(function: Any, input: Any, min: Any = None, max: Any = None) -> For
         return None
     clamp: Any = Tensor.clamp_ if _is_in_place(function) else Tensor.clamp
 
-    def clamped(given: Given) -> Any:
+    def clamped(given: Numbers) -> Any:
         found = input
         for key, bound in bounds:
             if _is_number(bound):
@@ -239,7 +245,7 @@ def _masked(function: Any, input: Any, mask: Any, value: Any) -> Form | None:
     if _filled(function, input, value) is None or not _is_tensor(mask, {torch.bool}):
         return None
 
-    def fill(given: Given) -> Tensor:
+    def fill(given: Numbers) -> Tensor:
         found = torch.where(mask, given.tensor_of(value, input.dtype), input)
         return input.copy_(found) if _is_in_place(function) else found
 
@@ -254,7 +260,7 @@ def _chosen(function: Any, first: Any, second: Any, other: Any) -> Form | None:
     if not (_is_tensor(tensor) and _is_number(number) and _fits(tensor, number)):
         return None
 
-    def choose(given: Given) -> Any:
+    def choose(given: Numbers) -> Any:
         memory = given.tensor_of(number, tensor.dtype)
         return torch.where(condition, *((memory, y) if tensor is y else (x, memory)))
 
@@ -285,7 +291,7 @@ def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
     if not _is_number(number):
         return None
 
-    def fill(given: Given) -> Tensor:
+    def fill(given: Numbers) -> Tensor:
         tensor = make()
         if not _fits(tensor, number):
             number.refuse()
@@ -307,7 +313,7 @@ def _indexed(function: Any, input: Any, index: Any) -> Form | None:
     if has_gradient or not (is_whole and -size <= index.value < size):
         return None
 
-    def entry(given: Given) -> Any:
+    def entry(given: Numbers) -> Any:
         if not (index >= -size and index < size):
             index.refuse()
         place = given.tensor_of(index % size, torch.int64)

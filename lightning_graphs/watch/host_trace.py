@@ -1,8 +1,4 @@
-"""Records what captured code does on the host, and answers what it reads of the device.
-
-Functions of ``random`` and ``numpy.random`` return tracers while a step is captured. A replay draws
-before its graph, in the same order, from the same generators.
-"""
+"""Records what captured code does on the host, and answers what it reads of the device."""
 
 from __future__ import annotations
 
@@ -10,28 +6,25 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_map
 
-from lightning_graphs.device.rules import DRAWN, HOST_READ, has_other_tangents
+from lightning_graphs.device.rules import HOST_READ, has_other_tangents
 from lightning_graphs.device.trace import (
     OperatorCall,
     OperatorMode,
-    OperatorsSeen,
     mapped,
     tensors_in,
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
-from lightning_graphs.private.exchange import replaced
-from lightning_graphs.private.generators import PythonGenerator, comparable
+from lightning_graphs.private.generators import comparable
 from lightning_graphs.private.torch import (
     captured_code_runs,
     functions_out_of_sight,
@@ -40,7 +33,6 @@ from lightning_graphs.private.torch import (
     run_kernel,
 )
 from lightning_graphs.values.memory import extent
-from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import (
     OF_SHAPES,
     PACKING,
@@ -59,18 +51,6 @@ from lightning_graphs.watch.host import (
     name_of,
     numbers,
     shape,
-)
-from lightning_graphs.watch.numbers import StepNumbers
-from lightning_graphs.watch.tracers import (
-    SETTERS,
-    ArrayTracer,
-    DrawingFunction,
-    drawing_functions,
-    drawn_by,
-    draws_exchanged,
-    numbers_ahead,
-    present,
-    used,
 )
 
 aten = torch.ops.aten
@@ -571,72 +551,3 @@ def _filled(tensor: Tensor, index: Any, number: float) -> bool:
     else:
         return False
     return True
-
-
-# ------------------ Draws of Python and NumPy
-
-
-@contextlib.contextmanager
-def draws_recorded(
-    numbers: StepNumbers, recording: HostTracer, functions: Collection[DrawingFunction]
-) -> Iterator[None]:
-    """Record host computations and host draws of code under capture, the body.
-
-    Replays call these functions of plain values as a whole, whatever they compute from draws.
-    """
-    tape, from_numpy = recording.tape, torch.from_numpy
-
-    def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            numbers.drawing.update(drawing_functions(generator))
-            numbers_ahead((args, kwargs))
-            if name.endswith((*SETTERS, "shuffle")):
-                numbers.refuse(DRAWN, name)
-            call = partial(drawn_by, function, _own(args), _own(kwargs))
-            with out_of_sight():
-                state = torch.get_rng_state()
-                drawn = tape.draw(generator, call)
-                if not torch.equal(state, torch.get_rng_state()):
-                    torch.set_rng_state(state)
-                    raise used(DRAWN, f"{name}, which draws from torch's generator, too,")
-            return numbers.number(numbers.unique(name), partial(getattr, drawn, "value"), DRAWN)
-
-        return draw
-
-    def converted(array: Any) -> Any:
-        return torch.as_tensor(array) if isinstance(array, ArrayTracer) else from_numpy(array)
-
-    drawn = draws_exchanged(drawing, functions)
-    # What gives the present value of data with live numbers in it; None of other data
-    recording.reader_of = lambda d: partial(present, d) if numbers_ahead(d) else None
-    with recording, drawn, replaced(torch, "from_numpy", converted):
-        yield
-
-
-@contextlib.contextmanager
-def draws_refused(device: torch.device) -> Iterator[None]:
-    """Refuse the first host draw of the body, by Python, NumPy or torch, with its line."""
-
-    def refusing(name: str, *_: Any) -> Callable[..., Any]:
-        return partial(_refuse_draw, name)
-
-    # On a CPU torch's draws are those of the device.
-    mode = contextlib.nullcontext() if device.type == "cpu" else OperatorsSeen(_refuse_on_host)
-    with draws_exchanged(refusing), mode:
-        yield
-
-
-def _refuse_on_host(call: OperatorCall, result: Any) -> None:
-    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
-        tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
-    ):
-        _refuse_draw(str(call.func))
-
-
-def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise DRAWN.refused_here(f"{name} draws on the host, next to compiled code,")
-
-
-def _own(arguments: Any) -> Any:
-    """Copy the containers and arrays in arguments, so that user code cannot change them."""
-    return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)

@@ -32,22 +32,24 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.engine import plain
-from lightning_graphs.private.exchange import bound, exchanged
+from lightning_graphs.private.exchange import bound, exchanged, standing_in
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.memory import RETURNED, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.tracers import (
-    FOR_A_WHILE,
     OPERATIONS,
     OURS,
+    Asks,
     Kind,
     Operation,
+    Question,
     Tracer,
     calls_followed,
+    is_of_others,
     present,
     special,
-    tensors_as_numbers,
+    tensors_asked,
 )
 from lightning_graphs.watch.user_code import UserCode, objects_in
 
@@ -527,17 +529,14 @@ class KeptCalls:
             yield
             return
 
-        def number(tensor: Tensor) -> LateValue | None:
-            frame = _caller_past(OURS)
-            use = None if frame is None else self.use_at(frame, keep)
+        def number(asked: Question) -> LateValue | None:
+            (tensor, *_) = asked.tensors
+            use = self.use_at(asked.frame, keep) if asked.asks is Asks.NUMBER else None
             if use is None or tensor.numel() != 1:
                 return None
             late = keep(_ITEM, ((tensor,), {}), replace(use, is_pure=True))
-            if (
-                type(late) is LateValue
-                and tensor.dtype is not torch.bool
-                and not tensor.is_complex()
-            ):
+            is_real = tensor.dtype is not torch.bool and not tensor.is_complex()
+            if type(late) is LateValue and is_real:
                 late.kind = float if tensor.is_floating_point() else int
             return late
 
@@ -546,7 +545,8 @@ class KeptCalls:
         chosen = [(sys.modules[m], f.__name__, _among_late(f)) for m in modules for f in (max, min)]
         with (
             calls_followed(conversions),
-            tensors_as_numbers(number, chosen),
+            tensors_asked(number),
+            exchanged(chosen),
             _CallsOfTorch(self, keep),
         ):
             yield
@@ -564,12 +564,11 @@ class KeptCalls:
         held = bound(owner, name)
         function = getattr(owner, name) if isinstance(owner, type) else held
 
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            use = self.use_at(sys._getframe(1), keep)
+        def instead(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+            use = self.use_at(frame, keep)
             return function(*args, **kwargs) if use is None else keep(function, (args, kwargs), use)
 
-        setattr(call, FOR_A_WHILE, True)
+        call = standing_in(function, instead)
         return staticmethod(call) if isinstance(held, staticmethod) else call
 
 
@@ -578,9 +577,6 @@ _READING = frozenset(
     | {"masked_select", "svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals", "matrix_rank"}
 )
 """Functions that read values on the host, also for the shapes of their results."""
-
-_WATCHERS = f"{OURS}watch."
-"""Code that passes calls of tensors' methods on."""
 
 
 class _CallsOfTorch(TorchFunctionMode):
@@ -597,7 +593,7 @@ class _CallsOfTorch(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         frame: Any = sys._getframe(1)
-        while frame.f_globals.get("__name__", "").startswith(_WATCHERS):
+        while not is_of_others(frame):  # what passes calls of tensors' methods on
             frame = frame.f_back
         use = self._kept.use_at(frame, self._keep)
         name = getattr(function, "__name__", "").removeprefix("linalg_")
@@ -610,15 +606,13 @@ class _CallsOfTorch(TorchFunctionMode):
 
 
 def _among_late(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(_: FrameType, *args: Any, **kwargs: Any) -> Any:
         late = next((a for a in args if isinstance(a, LateValue)), None)
         if late is None or kwargs:
             return function(*args, **kwargs)
         return late.applied(function, args)
 
-    vars(call)[FOR_A_WHILE] = True
-    return call
+    return standing_in(function, call)
 
 
 _ITEM = Tensor.item

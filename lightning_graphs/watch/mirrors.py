@@ -8,11 +8,8 @@ such a number (``queue[:, ptr : ptr + n]``) are indexed on the device.
 
 from __future__ import annotations
 
-import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from threading import get_ident
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,20 +21,21 @@ from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.private.callsite import CallSiteFinder
-from lightning_graphs.private.exchange import Member, exchanged
+from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.torch import base_of, version_of
 from lightning_graphs.watch.assertions import Assertions
-from lightning_graphs.watch.numbers import StepNumbers
+from lightning_graphs.watch.forms import Numbers
 from lightning_graphs.watch.tracers import (
-    OURS,
+    Asks,
+    Question,
     ScalarTracer,
+    is_of_others,
     present,
-    tensors_as_numbers,
+    tensors_asked,
 )
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _UNKNOWN = object()
-_ASSERTING = Assertions.__module__  # passes on what it does not answer
 
 
 class Mirror:
@@ -97,23 +95,6 @@ def held_numbers(named: Iterable[tuple[str, Tensor]]) -> dict[int, Mirror]:
     return found
 
 
-def _member(owner: Any, name: str, instead: Callable[..., Any]) -> Member:
-    """Make what takes the place of a method where code of this thread calls it, but not ours."""
-    own: Callable[..., Any] = getattr(owner, name)
-    thread = get_ident()
-
-    @functools.wraps(own)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        asking: Any = sys._getframe(1)
-        if asking.f_globals.get("__name__") == _ASSERTING:
-            asking = asking.f_back
-        if asking.f_globals.get("__name__", "").startswith(OURS) or get_ident() != thread:
-            return own(*args, **kwargs)
-        return instead(asking, own, *args, **kwargs)
-
-    return owner, name, call
-
-
 class _Moved:
     """Makes the error for a number that was written past torch's sight."""
 
@@ -145,7 +126,7 @@ class FollowedState:
         self,
         mirrors: Mirrors,
         candidates: Mapping[int, Mirror],
-        numbers: StepNumbers,
+        numbers: Numbers,
         assertions: Assertions,
         *,
         is_synced: bool,
@@ -160,26 +141,27 @@ class FollowedState:
             mirror.now()  # ahead of the capture, in which nothing may wait
             self._versions[mirror] = version_of(mirror.tensor)
 
-    def watching(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
         """Follow the numbers in the body, captured code."""
         if not self._candidates:
-            return exchanged([])
-        members: list[Member] = [
-            (Tensor, "item", self._item),
-            (Tensor, "__bool__", self._truth),
-            (Tensor, "__int__", self._converted(int)),
-            (Tensor, "__float__", self._converted(float)),
-        ]
-        if not self._mirrors.known:
-            return exchanged([_member(*member) for member in members])
-        members += [(Tensor, name, self._writing(name)) for name in _WRITING]
-        return self._in_place([_member(*member) for member in members])
-
-    @contextmanager
-    def _in_place(self, members: Sequence[Member]) -> Iterator[None]:
-        # Not as a member: a class that once had a `__getitem__` counts as a sequence ever after
-        with tensors_as_numbers(self._number, members), FunctionMode(self._call):
             yield
+            return
+        with tensors_asked(self._answer):
+            if not self._mirrors.known:
+                yield
+                return
+            # Not as a member: a class that once had a `__getitem__` is a sequence ever after
+            with exchanged(map(self._member, _WRITING)), FunctionMode(self._call):
+                yield
+
+    def _member(self, name: str) -> Member:
+        own = getattr(Tensor, name)
+
+        def write(_: FrameType, *args: Any, **kwargs: Any) -> Any:
+            return self._write(_WRITING[name], own, *args, **kwargs)
+
+        return Tensor, name, standing_in(own, write, is_of_others)
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_part = function is Tensor.__getitem__ or function is Tensor.__setitem__
@@ -217,45 +199,44 @@ class FollowedState:
             return None
         return self._found[mirror]
 
-    def _item(self, _: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
-        found = self._number(tensor)
-        return own(tensor) if found is None else found
-
-    def _truth(self, _: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
-        found = self._number(tensor)
-        return own(tensor) if found is None else bool(found)
-
-    def _converted(self, kind: Any) -> Callable[..., Any]:
-        def convert(asking: FrameType, own: Callable[..., Any], tensor: Tensor) -> Any:
-            asked = asking.f_globals.get("__name__", ""), kind
-            if self._mirror(tensor) is not None:
-                self._numbers.asked.add(asked)  # the next capture follows that, too
+    def _answer(self, asked: Question) -> Any:
+        """Return the number that code asks of a tensor, or its truth."""
+        (tensor, *_), asks = asked.tensors, asked.asks
+        if asks is Asks.EQUALITY:
+            return None
+        if asks in (Asks.ITEM, Asks.NUMBER):
+            return self._number(tensor)
+        if asks is Asks.TRUTH:
             found = self._number(tensor)
-            if isinstance(found, ScalarTracer):
-                return found.converted(kind, asked[0])
-            return own(tensor) if found is None else kind(found)
-
-        return convert
+            return None if found is None else bool(found)
+        kind: type = int if asks is Asks.INT else float
+        module = asked.frame.f_globals.get("__name__", "")
+        if self._mirror(tensor) is not None:
+            self._numbers.asked.add((module, kind))  # the next capture follows that, too
+        found = self._number(tensor)
+        if isinstance(found, ScalarTracer):
+            return found.converted(kind, module)
+        return None if found is None else kind(found)
 
     # ------------------------------------------------------------------ writes
 
-    def _writing(self, name: str) -> Callable[..., Any]:
-        compute = _WRITING.get(name, _last)
-
-        def write(
-            _: Any, own: Callable[..., Any], tensor: Tensor, *args: Any, **kwargs: Any
-        ) -> Any:
-            mirror = self._mirror(tensor)
-            if mirror is None or id(mirror.tensor) not in self._mirrors.known:
-                return own(tensor, *args, **kwargs)
-            value = _UNKNOWN if kwargs else self._computed(compute, tensor, args)
-            result = own(tensor, *args, **kwargs)
-            self._found[mirror] = value
-            self._written.add(mirror)
-            self._versions[mirror] = version_of(mirror.tensor)
-            return result
-
-        return write
+    def _write(
+        self,
+        compute: Callable[..., Any],
+        own: Callable[..., Any],
+        tensor: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        mirror = self._mirror(tensor)
+        if mirror is None or id(mirror.tensor) not in self._mirrors.known:
+            return own(tensor, *args, **kwargs)
+        value = _UNKNOWN if kwargs else self._computed(compute, tensor, args)
+        result = own(tensor, *args, **kwargs)
+        self._found[mirror] = value
+        self._written.add(mirror)
+        self._versions[mirror] = version_of(mirror.tensor)
+        return result
 
     def _computed(self, compute: Callable[..., Any], tensor: Tensor, args: Sequence[Any]) -> Any:
         """Return what a write makes of a number, if the host knows."""
@@ -295,7 +276,7 @@ class FollowedState:
         """Get or set a part; one that moves is indexed on the device."""
         mirror = self._mirror(tensor)
         if mirror is not None and value and id(mirror.tensor) in self._mirrors.known:
-            return self._writing("__setitem__")(None, own, tensor, index, *value)
+            return self._write(_last, own, tensor, index, *value)
         parts = index if type(index) is tuple else (index,)
         if not any(map(_moves, parts)):
             return own(tensor, index, *value)

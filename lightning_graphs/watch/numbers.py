@@ -9,34 +9,65 @@ the device that every replay fills. Code that asks for the bare number cannot be
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sys
+import threading
+import time
+import timeit
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn, Protocol
 
 import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, refuse
-from lightning_graphs.private.callsite import CallSiteFinder
-from lightning_graphs.private.exchange import Absence
+from lightning_graphs.device.rules import (
+    CLOCK,
+    COUNTER,
+    DRAWN,
+    NOT_RECORDED,
+    Obstacle,
+    refuse,
+    with_known_remedy,
+)
+from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder, frames_from
+from lightning_graphs.private.exchange import Absence, exchanged, replaced, standing_in
+from lightning_graphs.private.generators import PythonGenerator, shared_generators
 from lightning_graphs.private.torch import captured_code_runs, out_of_sight, version_of
 from lightning_graphs.values.guards import is_plain
+from lightning_graphs.values.memory import StaticInputs
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.assertions import Assertions, OpenAssertions
+from lightning_graphs.watch.environment import Client
 from lightning_graphs.watch.forms import Form, form_of
-from lightning_graphs.watch.host import HostTape
-from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.host import Draw, HostProgram, HostTape
+from lightning_graphs.watch.host_trace import HostTracer
+from lightning_graphs.watch.late import CallAt
+from lightning_graphs.watch.mechanism import Instruction, Mechanism, Watcher
+from lightning_graphs.watch.mirrors import FollowedState, Mirrors, held_numbers
+from lightning_graphs.watch.reads import NUMBERS, AttributeGuards
 from lightning_graphs.watch.tracers import (
     ArrayTracer,
     Conversion,
     DrawingFunction,
     OpaqueTracer,
     ScalarTracer,
+    calls_followed,
     constants_around,
+    numbers_ahead,
+    present,
     used,
 )
+from lightning_graphs.watch.user_code import CompiledCode, UserCode
 
 _ROOM = 64  # numbers on the device, in one step
 WAYS = 8.0  # which draws may lead a step, at most: so many graphs there are for one batch
@@ -215,6 +246,10 @@ class StepNumbers:
             self._reads.add(name, read, name, self._reads)
         self._guards.clear()
 
+    def mechanism(self) -> Mechanism:
+        """Return what fills the numbers on the device ahead of a replay."""
+        return Mechanism(before=[number.refresh for number in self.on_device.values()])
+
     def finish(self) -> None:
         """Refuse what shows only at the end of the step, and note which values guard the graph."""
         for observed, tensor, version in self._read_only:
@@ -222,3 +257,393 @@ class StepNumbers:
                 COUNTER.refuse(observed)
         self._read_only.clear()
         self.note_guards()
+
+
+# ------------------ Clocks: a replay reads the first before its graph, and the others after it
+
+Read = Callable[[str, Callable[..., Any]], Any]
+"""Answers a clock that user code reads, given its name and function."""
+
+_APART = 0.001  # seconds, at least, between the times that captured code sees
+
+
+class Clocks:
+    """The readings of clocks in one step."""
+
+    def __init__(self, numbers: StepNumbers, own: UserCode) -> None:
+        self._numbers, self._own = numbers, own
+        self._taken: list[Draw] = []
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Give user code in the body, captured code, tracers in place of readings."""
+        return clocks_exchanged(self._own, self._reading)
+
+    def _reading(self, name: str, function: Callable[..., Any]) -> Any:
+        """Return one more reading during a capture, without a call of the user's clock."""
+        reading = Draw(function)
+        reading.value = self._apart(name)
+        self._taken.append(reading)
+        read = partial(getattr, reading, "value")
+        return self._numbers.number(self._numbers.unique(name), read, CLOCK)
+
+    def _apart(self, name: str) -> Any:
+        now, apart = NUMBERS[name.removeprefix("time.")](), len(self._taken) * _APART
+        return now + int(apart * 1e9) if isinstance(now, int) else now + apart
+
+    def _end(self) -> None:
+        for reading in self._taken[1:]:
+            reading()
+
+    def _repeated(self) -> AbstractContextManager[None]:
+        """Give the captured code, the body, the last readings again."""
+        values = iter([reading.value for reading in self._taken])
+        return clocks_exchanged(self._own, lambda name, _: next(values, self._apart(name)))
+
+    def mechanism(self) -> Mechanism | None:
+        """Return what reads the clocks in a replay; None if the step reads none."""
+        if not self._taken:
+            return None
+        return Mechanism(before=(self._taken[0],), after=(self._end,), repeated=self._repeated)
+
+
+def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
+    """Replace clocks that user code reads in this thread.
+
+    Packages read clocks on their own account, some whenever Python collects garbage. Compiled code
+    must see none of it.
+    """
+
+    def standing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def instead(_: FrameType, *args: Any) -> Any:
+            return read(f"time.{name}", partial(function, *args))
+
+        return standing_in(function, instead, own.runs_in)
+
+    proxies: dict[int, Callable[..., Any]] = {}
+    for name, known in NUMBERS.items():
+        function = vars(time)[name]
+        proxies[id(known)] = proxies[id(function)] = standing(name, function)
+    return exchanged(
+        [
+            (module, key, proxies[id(value)])
+            for module in (time, timeit, *own.modules())
+            if not proxies.keys().isdisjoint(map(id, vars(module).values()))  # few of thousands
+            for key, value in vars(module).items()
+            if id(value) in proxies
+        ]
+    )
+
+
+# ------------------ Draws: a replay draws ahead of its graph, in the same order
+
+SETTERS = ("setstate", "set_state", "seed")
+_GETTERS = ("getstate", "get_state")
+
+Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
+
+
+_plainly: set[int] = set()
+"""Threads in which drawing functions are not replaced."""
+
+
+def draws_exchanged(
+    exchange: Exchange, further: Collection[DrawingFunction] = ()
+) -> AbstractContextManager[None]:
+    """Replace the functions of shared generators in this thread.
+
+    Args:
+        exchange: Returns the replacement for a function's name, the function and its generator.
+        further: Functions of plain values that are replaced as well.
+    """
+
+    def drawing(
+        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
+    ) -> Any:
+        own = exchange(name, function, generator)
+
+        def call(_: FrameType, *args: Any, **kwargs: Any) -> Any:
+            # A further function may be called with tensors elsewhere.
+            is_own = threading.get_ident() not in _plainly and (draws or _are_plain((args, kwargs)))
+            return own(*args, **kwargs) if is_own else function(*args, **kwargs)
+
+        return standing_in(function, call)
+
+    generators, members = {}, []
+    for module, generator in shared_generators():
+        generators[generator.name] = generator
+        owner = getattr(generator.get_state, "__self__", module)
+        for name, function in vars(module).items():
+            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
+                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
+                members.append((module, name, own))
+    for module_name, name, drawn in further:
+        module = sys.modules[module_name]
+        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
+        members.append((module, name, own))
+    return exchanged(members)
+
+
+def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
+    """List functions of plain values, called by name, through which the step draws now."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
+        code, around = frame.f_code, frame.f_back
+        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
+            count = code.co_argcount + code.co_kwonlyargcount
+            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
+                yield around.f_globals["__name__"], code.co_name, generator.name
+        frame = around
+
+
+def _are_plain(values: Any) -> bool:
+    return all(is_plain(leaf) or isinstance(leaf, ScalarTracer) for leaf in leaves_of(values))
+
+
+def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a drawing function itself, in an eager step and in a replay."""
+    thread = threading.get_ident()
+    _plainly.add(thread)
+    try:
+        return function(*present(args), **present(kwargs))
+    finally:
+        _plainly.discard(thread)
+
+
+@contextlib.contextmanager
+def draws_recorded(
+    numbers: StepNumbers, recording: HostTracer, functions: Collection[DrawingFunction]
+) -> Iterator[None]:
+    """Record host computations and host draws of code under capture, the body.
+
+    Replays call these functions of plain values as a whole, whatever they compute from draws.
+    """
+    tape, from_numpy = recording.tape, torch.from_numpy
+
+    def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            numbers.drawing.update(drawing_functions(generator))
+            numbers_ahead((args, kwargs))
+            if name.endswith((*SETTERS, "shuffle")):
+                numbers.refuse(DRAWN, name)
+            call = partial(drawn_by, function, _own(args), _own(kwargs))
+            with out_of_sight():
+                state = torch.get_rng_state()
+                drawn = tape.draw(generator, call)
+                if not torch.equal(state, torch.get_rng_state()):
+                    torch.set_rng_state(state)
+                    raise used(DRAWN, f"{name}, which draws from torch's generator, too,")
+            return numbers.number(numbers.unique(name), partial(getattr, drawn, "value"), DRAWN)
+
+        return draw
+
+    def converted(array: Any) -> Any:
+        return torch.as_tensor(array) if isinstance(array, ArrayTracer) else from_numpy(array)
+
+    drawn = draws_exchanged(drawing, functions)
+    # What gives the present value of data with live numbers in it; None of other data
+    recording.reader_of = lambda d: partial(present, d) if numbers_ahead(d) else None
+    with recording, drawn, replaced(torch, "from_numpy", converted):
+        yield
+
+
+@contextlib.contextmanager
+def draws_refused(device: torch.device) -> Iterator[None]:
+    """Refuse the first host draw of the body, by Python, NumPy or torch, with its line."""
+
+    def refusing(name: str, *_: Any) -> Callable[..., Any]:
+        return partial(_refuse_draw, name)
+
+    # On a CPU torch's draws are those of the device.
+    mode = contextlib.nullcontext() if device.type == "cpu" else OperatorsSeen(_refuse_on_host)
+    with draws_exchanged(refusing), mode:
+        yield
+
+
+def _refuse_on_host(call: OperatorCall, result: Any) -> None:
+    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
+        tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
+    ):
+        _refuse_draw(str(call.func))
+
+
+def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise DRAWN.refused_here(f"{name} draws on the host, next to compiled code,")
+
+
+def _own(arguments: Any) -> Any:
+    """Copy the containers and arrays in arguments, so that user code cannot change them."""
+    return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
+
+
+# ------------------ All of it
+
+_ROOM_FOR_HOST = 2**20  # bytes for what the host hands to the graph, to begin with
+
+
+class Facts(Protocol):
+    """What captures have learned of a fit."""
+
+    reads: AttributeGuards
+    mirrors: Mirrors
+    has_host_program: bool
+
+
+class Followed:
+    """What captures of one step follow on the host; it learns from refused ones.
+
+    Args:
+        module: The module that is trained.
+        client: The program around the step.
+        facts: What was learned of it.
+        compiled: Whether the step calls compiled code, next to which less is followed.
+        fit: The assertions of the fit.
+        refusal: Gives CUDA's refusal of an operator, from its error; None for other errors.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        client: Client,
+        facts: Facts,
+        compiled: CompiledCode,
+        fit: OpenAssertions,
+        refusal: Callable[[RuntimeError], CaptureError | None],
+    ) -> None:
+        self._module, self._client, self._facts = module, client, facts
+        self._compiled, self._fit, self._refusal = compiled, fit, refusal
+        self._device: torch.device = module.device
+        self.room_on_device = _ROOM_FOR_HOST
+        self.finds_draws = False  # refuse the first draw on the host, with its line
+        self.caught: list[CaptureError] = []  # CUDA's refusals of operators, which code may catch
+        self._conversions: frozenset[Conversion] = frozenset()
+        self._functions: frozenset[DrawingFunction] = frozenset()
+        self._has_branched = False
+        # Of the coming or the last capture
+        self.numbers = StepNumbers(facts.reads, self._device)
+        self.tracer: HostTracer | None = None
+        self.assertions: Assertions  # what it reads only to raise
+        self._state: FollowedState | None = None  # numbers that it reads and writes in tensors
+        self.reads: list[CallAt] = []  # by which it has read numbers that the host knows
+        self._advance: Instruction | None = None  # advances the numbers of its state
+        self._program: HostProgram | None = None
+
+    def begin(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> None:
+        """Prepare to follow what the coming capture computes on the host."""
+        client, facts, tape = self._client, self._facts, None
+        self.tracer, self._program, self._state, self._advance = None, None, None, None
+        self.reads.clear()
+        if facts.has_host_program and not self._compiled.runs:
+            copies, room = client.copies_on_host(tensors), self.room_on_device
+            self.tracer = HostTracer(self._device, inputs.tensors, copies, room)
+            self.tracer.on_read, self.tracer.on_error = self._note_read, self._note_refusal
+            self.tracer.declines, tape = client.declines, self.tracer.tape
+        knows = (lambda _: False) if tape is None else tape.knows
+        self.assertions = Assertions(self._device, knows)
+        self.numbers = StepNumbers(facts.reads, self._device, tape, self._could_follow)
+        if buffers := [(f"self.{name}", buffer) for name, buffer in self._module.named_buffers()]:
+            followed = facts.mirrors, held_numbers(buffers), self.numbers, self.assertions
+            self._state = FollowedState(*followed, is_synced=client.ddp is not None)
+
+    def watchers(self) -> list[Watcher]:
+        """List what the coming capture follows."""
+        clocks, compiled = Clocks(self.numbers, self._client.own), self._compiled.runs
+        return [
+            Watcher(
+                inside=nullcontext if compiled else partial(calls_followed, self._conversions),
+                finish=self._refuse_beside_compiled,
+                mechanism=self.numbers.mechanism,
+            ),
+            Watcher(inside=nullcontext if compiled else clocks.watched, mechanism=clocks.mechanism),
+            Watcher(inside=self._draws, finish=self._finish, mechanism=self._computed),
+            Watcher(inside=self._asked, mechanism=self._asserted),
+        ]
+
+    def learn(self) -> bool:
+        """Learn from a refused capture; return whether another one would follow more.
+
+        Conversions to bare numbers are followed if user code, or a package's, has asked for them;
+        functions that draw are followed if a use of what they drew was refused.
+        """
+        learned = self._facts.mirrors.learn()
+        known = self._conversions, self._functions
+        self._conversions |= set(filter(self._could_follow, self.numbers.asked))
+        self._functions |= self.numbers.refused
+        return learned or known != (self._conversions, self._functions)
+
+    def was_in_a_branch(self) -> bool:
+        """Whether the first refusal may hold only for the present numbers of the trainer."""
+        first = not self._has_branched
+        self.numbers.note_guards()
+        self._has_branched |= self.numbers.has_guards
+        return first and self._has_branched
+
+    def _note_read(self, frame: FrameType) -> None:
+        inside = next(filter(self._client.own.runs_in, frames_from(frame)), None)
+        if inside is not None:
+            self.reads.append(CallAt.of((inside, inside.f_lasti, inside.f_lineno)))
+
+    def _note_refusal(self, error: RuntimeError) -> None:
+        """Note an operator that CUDA refuses, while the user's line runs that calls it."""
+        if not self.caught and (refusal := self._refusal(error)) is not None:
+            if refusal.rule == NOT_RECORDED.rule:
+                refusal.remedy = with_known_remedy(NOT_RECORDED).remedy
+            self.caught.append(refusal)
+
+    def _could_follow(self, asked: Conversion) -> bool:
+        own = self._client.own
+        is_new = asked not in self._conversions and not self._compiled.runs
+        return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
+
+    def _refuse_beside_compiled(self) -> None:
+        if self.tracer is not None and self._compiled.runs:
+            raise CaptureError(  # and once more without: it runs eagerly while that is done
+                "A capture cannot record what the host computes next to compiled code.",
+                "the step calls code that torch.compile has made",
+                "move what is compiled, or what the host computes, out of the step",
+            )
+        self.numbers.finish()
+
+    # ------------------------------------------------------------------ the host's program
+
+    def _draws(self) -> AbstractContextManager[object]:
+        if self.finds_draws:
+            return draws_refused(self._device)
+        if self.tracer is None:
+            return nullcontext()
+        return draws_recorded(self.numbers, self.tracer, self._functions)
+
+    def _finish(self) -> None:
+        if self.tracer is not None:
+            self._program = self.tracer.finish()
+
+    def _computed(self) -> Mechanism | None:
+        program, copies = self._program, self._client.copies_on_host
+        if program is None:
+            return None
+        return Mechanism(
+            key=(program.read,),
+            takes=(lambda batch: program.run(partial(copies, batch)),),
+            cancel=program.restore,
+            why_missed=lambda: program.why_missed,
+            state=program,
+            draws=program.generators,
+        )
+
+    # ------------------------------------------------------------------ what code asks of tensors
+
+    @contextlib.contextmanager
+    def _asked(self) -> Iterator[None]:
+        state = self._state
+        with nullcontext() if state is None else state.watching(), self.assertions.watching():
+            yield
+        self._advance = None if state is None else state.instruction()
+        self.assertions.finish()
+
+    def _asserted(self) -> Mechanism:
+        """Advance the numbers that the host knows, and look at what the graph has asserted."""
+        pending = self.assertions.pending(self._fit)
+        last = [] if self._advance is None else [self._advance]
+        if pending is None:
+            return Mechanism(last=last)
+        enter = partial(setattr, self._fit, "is_used", True)
+        return Mechanism(before=(pending.note,), last=(*last, pending.look), enter=enter)

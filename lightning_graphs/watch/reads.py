@@ -26,7 +26,7 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.device.trace import FunctionMode, tensors_in
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
-from lightning_graphs.private.exchange import Absence, bind, bound, replaced
+from lightning_graphs.private.exchange import Absence, bind, bound, is_exchanged, replaced
 from lightning_graphs.private.generators import OF_TORCH
 from lightning_graphs.private.torch import (
     accumulation_hooks,
@@ -44,7 +44,7 @@ from lightning_graphs.values.guards import (
 )
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.executed import functions_followed
-from lightning_graphs.watch.tracers import Tracer, is_exchanged
+from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import (
     BASES,
     OF_ALL_MODULES,

@@ -11,15 +11,15 @@ import enum
 import math
 import operator
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from types import FunctionType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import (
@@ -31,15 +31,14 @@ from lightning_graphs.device.rules import (
     with_known_remedy,
 )
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.private.callsite import (
-    LIBRARIES,
-    CallSiteFinder,
-    frames_from,
-    is_library,
+from lightning_graphs.private.callsite import CallSiteFinder, frames_from, is_library
+from lightning_graphs.private.exchange import (
+    FOR_A_WHILE,
+    Member,
+    exchanged,
+    nothing,
+    standing_in,
 )
-from lightning_graphs.private.exchange import Member, exchanged, nothing
-from lightning_graphs.private.generators import PythonGenerator, shared_generators
-from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
 
 # ------------------ Tracers that refuse every use
@@ -485,36 +484,14 @@ _OF_MATH: list[Member] = [
 ]
 
 
-_numbers_of: list[Callable[[Tensor], Any]] = []
-
-
-@contextlib.contextmanager
-def tensors_as_numbers(
-    number: Callable[[Tensor], Any], members: Sequence[Member]
-) -> Iterator[None]:
-    """Let ``float`` and ``int`` accept tensors whose number is followed, and exchange members.
-
-    Args:
-        number: Gives the tracer for the number in a tensor; None for other tensors.
-        members: What stands for methods of tensors meanwhile.
-    """
-    _numbers_of.append(number)
-    try:
-        with exchanged(members):
-            yield
-    finally:
-        _numbers_of.pop()
-
-
 def _conversion(kind: Any) -> type:
     """Replacement for ``float`` or ``int`` in a module; torch does not know it as a dtype."""
     following = _following(kind)
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if _numbers_of and args and isinstance(args[0], Tensor):
-                asked = (number(args[0]) for number in reversed(_numbers_of))
-                found = next((each for each in asked if each is not None), None)
+            if _answers and args and isinstance(args[0], Tensor):
+                found = _answered(_asked_for(Asks.NUMBER)(sys._getframe(1), args[0]))
                 args = args if found is None else (found, *args[1:])
             return following(*args, **kwargs)
 
@@ -530,15 +507,7 @@ def _conversion(kind: Any) -> type:
     return Meta(kind.__name__, (kind,), {FOR_A_WHILE: True})
 
 
-FOR_A_WHILE = "_stands_for_a_while"
-"""Attribute that marks functions and classes which a capture exchanges while it runs."""
-
 _CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
-
-
-def is_exchanged(value: Any) -> bool:
-    """Return whether a value temporarily replaces ``float``, ``int`` or a function."""
-    return isinstance(value, (FunctionType, type)) and FOR_A_WHILE in vars(value)
 
 
 def constants_around() -> Iterator[Any]:
@@ -548,80 +517,99 @@ def constants_around() -> Iterator[Any]:
             yield from frame.f_code.co_consts
 
 
-# ------------------ Functions that draw
-
-SETTERS = ("setstate", "set_state", "seed")
-_GETTERS = ("getstate", "get_state")
-
-Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
+# ------------------ What code asks of tensors
 
 
-_plainly: set[int] = set()
-"""Threads in which drawing functions are not replaced."""
+class Asks(enum.Enum):
+    """How code asks tensors for a plain truth or number."""
+
+    TRUTH = enum.auto()  # Python does, for an `if` or the like
+    ITEM = enum.auto()
+    EQUALITY = enum.auto()  # of two tensors
+    INT = enum.auto()  # code in C needs a plain number
+    FLOAT = enum.auto()
+    NUMBER = enum.auto()  # a function that accepts tracers does
 
 
-def draws_exchanged(
-    exchange: Exchange, further: Collection[DrawingFunction] = ()
-) -> AbstractContextManager[None]:
-    """Replace the functions of shared generators in this thread.
+class Question(NamedTuple):
+    """What code asks of tensors."""
 
-    Args:
-        exchange: Returns the replacement for a function's name, the function and its generator.
-        further: Functions of plain values that are replaced as well.
+    frame: FrameType  # that asks
+    asks: Asks
+    tensors: Sequence[Tensor]
+    condition: Callable[[], Tensor]  # computes it on the device
+
+
+Answer = Callable[[Question], Any]
+"""Answers a question; None if it cannot."""
+
+_answers: list[Answer] = []
+
+
+def _answered(asked: Question) -> Any:
+    found = (answer(asked) for answer in reversed(_answers))
+    return next((each for each in found if each is not None), None)
+
+
+@contextlib.contextmanager
+def tensors_asked(answer: Answer) -> Iterator[None]:
+    """Let a function answer where the body asks tensors; what it does not, earlier ones do.
+
+    What none of them answers, torch does.
     """
-    thread = threading.get_ident()
-
-    def drawing(
-        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
-    ) -> Any:
-        own = exchange(name, function, generator)
-
-        @wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            is_ours = threading.get_ident() == thread and thread not in _plainly
-            # A further function may be called with tensors elsewhere.
-            follows = is_ours and (draws or _are_plain((args, kwargs)))
-            return own(*args, **kwargs) if follows else function(*args, **kwargs)
-
-        vars(call)[FOR_A_WHILE] = True
-        return call
-
-    generators, members = {}, []
-    for module, generator in shared_generators():
-        generators[generator.name] = generator
-        owner = getattr(generator.get_state, "__self__", module)
-        for name, function in vars(module).items():
-            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
-                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
-                members.append((module, name, own))
-    for module_name, name, drawn in further:
-        module = sys.modules[module_name]
-        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
-        members.append((module, name, own))
-    return exchanged(members)
+    with contextlib.nullcontext() if _answers else exchanged(list(_asking())):
+        _answers.append(answer)
+        try:
+            yield
+        finally:
+            _answers.pop()
 
 
-def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
-    """List functions of plain values, called by name, through which the step draws now."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
-        code, around = frame.f_code, frame.f_back
-        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
-            count = code.co_argcount + code.co_kwonlyargcount
-            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
-                yield around.f_globals["__name__"], code.co_name, generator.name
-        frame = around
+def _asking() -> Iterator[Member]:
+    """Yield what stands for the functions by which code asks tensors."""
+
+    def member(owner: Any, name: str, question: Callable[..., Question]) -> Member:
+        own = getattr(owner, name)
+
+        def ask(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+            found = None
+            if args and type(args[0]) in PLAIN_TENSORS:
+                found = _answered(question(frame, *args, **kwargs))
+            return own(*args, **kwargs) if found is None else found
+
+        return owner, name, standing_in(own, ask, is_of_others)
+
+    ways = {"__bool__": Asks.TRUTH, "item": Asks.ITEM, "__int__": Asks.INT, "__float__": Asks.FLOAT}
+    for name, asks in ways.items():
+        yield member(Tensor, name, _asked_for(asks))
+    for owner in (torch, Tensor):
+        yield member(owner, "equal", _asked_if_equal)
+        yield member(owner, "allclose", _asked_if_close)
 
 
-def _are_plain(values: Any) -> bool:
-    return all(is_plain(leaf) or isinstance(leaf, ScalarTracer) for leaf in leaves_of(values))
+PLAIN_TENSORS = (Tensor, Parameter)
 
 
-def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a drawing function itself, in an eager step and in a replay."""
-    thread = threading.get_ident()
-    _plainly.add(thread)
-    try:
-        return function(*present(args), **present(kwargs))
-    finally:
-        _plainly.discard(thread)
+def is_of_others(frame: FrameType) -> bool:
+    """Return whether a frame runs code of others than this package."""
+    return not frame.f_globals.get("__name__", "").startswith(OURS)
+
+
+def _asked_for(asks: Asks) -> Callable[[FrameType, Tensor], Question]:
+    return lambda frame, tensor: Question(frame, asks, [tensor], lambda: tensor)
+
+
+def _asked_if_equal(frame: FrameType, one: Tensor, other: Tensor) -> Question:
+    def are_equal() -> Tensor:
+        if one.shape != other.shape:  # which `==` would broadcast
+            return one.new_zeros((), dtype=torch.bool)
+        return (one == other).all()
+
+    return Question(frame, Asks.EQUALITY, [one, other], are_equal)
+
+
+def _asked_if_close(frame: FrameType, one: Tensor, other: Tensor, *how: Any, **by: Any) -> Question:
+    def are_close() -> Tensor:
+        return one.isclose(other, *how, **by).all()
+
+    return Question(frame, Asks.EQUALITY, [one, other], are_close)
