@@ -38,6 +38,7 @@ from lightning_graphs.private.engine import (
     take_no_more_times,
 )
 from lightning_graphs.private.exchange import Member, replaced
+from lightning_graphs.regions.peers import PartedError, Peers
 
 # ------------------ What reduces gradients
 
@@ -96,13 +97,6 @@ _WELL, _FAILED, _NO_ROOM = range(3)
 _Result = TypeVar("_Result")
 
 
-class PartedError(Exception):
-    """Some ranks have failed that others wait for: it ends the program, as a refusal does not."""
-
-    def __init__(self, rule: str, observed: str, remedy: str) -> None:
-        super().__init__(str(GraphError(rule, observed, remedy)))
-
-
 class Ranks:
     """Decisions that ranks make together; with one rank they cost nothing.
 
@@ -135,10 +129,13 @@ class Ranks:
         self._reason = self.lost = ""  # why graphs are wrong from now on; empty if they are right
         self._open = contextlib.ExitStack()
         self._group = group
+        self._peers = None if group is None else Peers(group)
 
     def close(self) -> None:
         """Decide alone from now on, as with one rank; may be called again."""
-        self._group, self.wrappers = None, ()
+        if self._peers is not None:
+            self._peers.close()
+        self._group, self.wrappers, self._peers = None, (), None
         self.are_one = True
         self._open.close()
 
@@ -263,7 +260,7 @@ class Ranks:
         if self._group is not None:
             found *= torch.distributed.get_world_size(self._group)
             mine = str(said) if isinstance(said, Exception) else said
-            torch.distributed.all_gather_object(found, mine, self._group)
+            self._exchange(torch.distributed.all_gather_object, found, mine)
         return next((rank, other) for rank, other in enumerate(found) if other)
 
     def _largest(self, *values: int) -> list[Any]:
@@ -271,8 +268,17 @@ class Ranks:
         if self._group is None:
             return list(values)
         numbers = torch.tensor([*map(int, values)], device="cpu")
-        torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, self._group)
+        self._exchange(torch.distributed.all_reduce, numbers, torch.distributed.ReduceOp.MAX)
         return numbers.tolist()
+
+    def _exchange(self, collective: Callable[..., Any], *args: Any) -> None:
+        """Call a collective of the group; raise a PartedError if a rank is gone."""
+        try:
+            collective(*args, self._group)
+        except RuntimeError as error:
+            assert self._peers is not None
+            parted = self._peers.parted(error)
+            raise parted from (None if parted is not error else error.__cause__)
 
 
 # ------------------ How ranks sum gradients

@@ -1,0 +1,241 @@
+"""Ranks whose process has ended: the others end, too, and say which one it was.
+
+torch's watchdog of NCCL knows of collectives that it has started, not of those in graphs that are
+replayed. If the process of a rank ends, the device of another waits for its data in a graph for
+ever, and so does the host in whatever it reads there. So a thread of each rank waits for the others
+to end. It sleeps in a system call, and a replayed step does nothing for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from lightning_graphs.errors import GraphError
+
+PATIENCE = 10.0
+"""Seconds in which a device ends the work that it has, unless it waits for a rank that is gone."""
+_TOLD = 2.0
+"""Seconds in which a rank is told which one is gone, when it has noticed that one is."""
+_LEAVES = -1
+_KEY = 16  # bytes that only the ranks know
+_NUMBER = struct.Struct("!i")
+_CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "Socket closed")
+
+
+class PartedError(Exception):
+    """Some ranks have failed that others wait for: it ends the program, as a refusal does not."""
+
+    def __init__(self, rule: str, observed: str, remedy: str) -> None:
+        super().__init__(str(GraphError(rule, observed, remedy)))
+
+
+class Peers:
+    """Notices when another rank's process ends, and ends this one where it would wait for ever.
+
+    Rank 0 holds a connection to each of the others, and tells them all of one that is gone. All
+    ranks make this together.
+
+    Args:
+        group: The group over gloo in which they agree.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.lost: int | None = None
+        self._is_told, self._is_closed = threading.Event(), threading.Event()
+        self._ends = threading.Lock()
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._wakes, self._woken = socket.socketpair()
+        self._open = [self._wakes, self._woken]
+        self._others: dict[socket.socket, int] = {}
+        _alive.add(self)
+        rank = torch.distributed.get_rank(group)
+        found: list[Any] = [None]
+        if rank == 0:
+            with contextlib.suppress(OSError):  # without connections nothing is noticed
+                server = socket.create_server(("", 0))
+                self._open.append(server)
+                found = [(*_addresses(), server.getsockname()[1], secrets.token_bytes(_KEY))]
+        first = torch.distributed.get_global_rank(group, 0)
+        torch.distributed.broadcast_object_list(found, first, group)
+        if found[0] is not None:
+            host, address, port, key = found[0]
+            run = partial(self._follow, host, address, port, _NUMBER.pack(rank) + key)
+            if rank == 0:
+                run = partial(self._serve, server, key)
+            threading.Thread(target=self._run, args=(run,), daemon=True).start()
+
+    def close(self) -> None:
+        """Stop to look; others take this rank for lost if an exception is being handled."""
+        error = sys.exc_info()[1]
+        if error is None:
+            for one in [*self._others]:
+                _tell(one, _LEAVES)
+        elif not isinstance(error, PartedError) and self._is_gone(error):
+            self._say()
+        self._is_closed.set()
+        _alive.discard(self)
+        with contextlib.suppress(OSError):
+            self._wakes.send(b".")  # its thread closes the connections
+
+    def parted(self, error: RuntimeError) -> Exception:
+        """Return what to raise when ranks could not exchange data on the host.
+
+        The device has ended its work then, so that what is raised can be handled; if it does not,
+        this process ends.
+        """
+        if not self._is_gone(error):
+            return error
+        self._end_if_stuck()
+        return PartedError(*_sentence(self.lost))
+
+    def _is_gone(self, error: BaseException) -> bool:
+        """Tell whether a rank is known to be gone, and wait to hear which if it seems so."""
+        seems = any(said in str(error) for said in _CLOSED)
+        return self._is_told.wait(_TOLD if seems else 0.0) or seems
+
+    def _say(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.write(f"lightning_graphs: {PartedError(*_sentence(self.lost))}\n")
+        sys.stderr.flush()
+
+    # ------------------ The thread
+
+    def _run(self, run: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):
+            run()
+        close(self._open)
+
+    def _serve(self, server: socket.socket, key: bytes) -> None:
+        """Hear of all others, as rank 0, and tell them."""
+        with selectors.DefaultSelector() as ready:
+            for one in (server, self._woken):
+                ready.register(one, selectors.EVENT_READ)
+            while not self._is_closed.is_set():
+                for found, _ in ready.select():
+                    one = found.fileobj  # type: ignore[assignment]
+                    if one is server:
+                        if (other := self._accepted(server, key)) is not None:
+                            ready.register(other, selectors.EVENT_READ)
+                    elif one in self._others:
+                        ready.unregister(one)
+                        rank, said = self._others.pop(one), _heard(one)
+                        for other in self._others if said is None else ():
+                            _tell(other, rank)
+                        self._hear(rank if said is None else said)
+
+    def _accepted(self, server: socket.socket, key: bytes) -> socket.socket | None:
+        """Return a connection to another rank; None if it is from elsewhere."""
+        one, _ = server.accept()
+        self._open.append(one)
+        one.settimeout(_TOLD)
+        rank = _heard(one)
+        with contextlib.suppress(OSError):
+            if rank is not None and one.recv(_KEY, socket.MSG_WAITALL) == key:
+                self._others[one] = rank
+                return one
+        return None
+
+    def _follow(self, host: str, address: str, port: int, hello: bytes) -> None:
+        """Hear what rank 0 tells, and of its own end."""
+        address = "127.0.0.1" if host == socket.gethostname() else address
+        one = socket.create_connection((address, port))
+        self._open.append(one)
+        one.sendall(hello)
+        self._others[one] = 0
+        with selectors.DefaultSelector() as ready:
+            for each in (one, self._woken):
+                ready.register(each, selectors.EVENT_READ)
+            if all(found.fileobj is one for found, _ in ready.select()):
+                said = _heard(one)
+                self._hear(0 if said is None else said)
+
+    def _hear(self, rank: int) -> None:
+        """Note the first rank that is gone, and see to it that this one does not wait for ever."""
+        if rank != _LEAVES and self.lost is None and not self._is_closed.is_set():
+            self.lost = rank
+            self._is_told.set()
+            threading.Thread(target=self._look, daemon=True).start()
+
+    def _look(self) -> None:
+        """Look again and again, until the program has handled it."""
+        while not self._is_closed.wait(1.0):
+            self._end_if_stuck()
+
+    def _end_if_stuck(self) -> None:
+        """End this process if its device waits for what never comes; no state in it is whole."""
+        if self._device is None:
+            return
+        ended = threading.Event()
+        threading.Thread(target=_synchronize, args=(self._device, ended), daemon=True).start()
+        if not ended.wait(PATIENCE):
+            self._ends.acquire()  # one thread says it
+            self._say()
+            os._exit(1)
+
+
+def _sentence(rank: int | None) -> tuple[str, str, str]:
+    who = "another rank" if rank is None else f"rank {rank}"
+    return (
+        "No rank can go on when the process of one is gone.",
+        f"{who} has ended",
+        f"look for the error that {who} has said, or for what has killed it (memory of the host, "
+        "a limit of time); then go on from the last checkpoint",
+    )
+
+
+def _synchronize(device: int, ended: threading.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # an error of the device ends its work, too
+        torch.cuda.synchronize(device)
+    ended.set()
+
+
+def _addresses() -> tuple[str, str]:
+    """Return the name of this host, and where ranks on other hosts find it."""
+    name = socket.gethostname()
+    is_main = torch.distributed.get_rank() == 0
+    return name, os.environ.get("MASTER_ADDR", name) if is_main else name
+
+
+def _tell(one: socket.socket, rank: int) -> None:
+    with contextlib.suppress(OSError):
+        one.sendall(_NUMBER.pack(rank))
+
+
+def _heard(one: socket.socket) -> int | None:
+    """Return the number that was sent; None if the other end is closed."""
+    with contextlib.suppress(OSError):
+        data = one.recv(_NUMBER.size, socket.MSG_WAITALL)
+        if len(data) == _NUMBER.size:
+            return int(_NUMBER.unpack(data)[0])
+    return None
+
+
+def close(sockets: list[socket.socket]) -> None:
+    """Close what this process has of them."""
+    while sockets:
+        sockets.pop().close()
+
+
+_alive: weakref.WeakSet[Peers] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    """Close connections in a forked process: else a rank would not seem to end while it lives."""
+    for peers in _alive:
+        close(peers._open)
+
+
+os.register_at_fork(after_in_child=_forget)
