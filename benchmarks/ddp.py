@@ -1,67 +1,147 @@
-"""A Lightning training step under DDP with and without ``GraphCapture``, on several GPUs.
+"""A Lightning training step on several GPUs with and without ``GraphCapture``.
 
-As ``step.py``, with the same loop, progress bar and two logged keys, on one GPU and on ``--gpus``:
-eager, captured, and the floor of the captured step, which all ranks replay back to back at the same
-time. Each rank has batches of its own, always as many samples. The slowest rank counts. One process
-for each GPU makes all fits, and each figure is printed as soon as it is known, those over several
-GPUs first.
+As ``step.py``, with the same loop, progress bar and two logged keys: eager, captured, and the floor
+of the captured step, which all ranks replay back to back at the same time. Each rank has batches of
+its own, always as many samples. The slowest rank counts.
 
-Weak scaling is the time of a step on one GPU over that on several. The two fits on one GPU run side
-by side, each on a GPU of its own.
-
-    python benchmarks/ddp.py [--rows gpt2,resnet50] [--compiled gpt2] [--sharded gpt2]
-        [--views gpt2] [--gpus 2]
+    python benchmarks/ddp.py [--rows gpt2,resnet50,llama] [--variants plain,fsdp2]
+        [--ways eager,captured] [--sizes 4,2,1] [--trace plain,fsdp2] [--seconds 150] [--json PATH]
+    python benchmarks/ddp.py --table PATH [PATH ...]
     python benchmarks/ddp.py --exchange
-    python benchmarks/ddp.py --overlap
 
-``--compiled`` measures steps of a compiled network; the captured ones are compared with eager ones,
-and those of GPT-2 with ``torch.compile(mode="reduce-overhead")`` and with another eager fit, too.
-``--sharded`` measures with FSDP2 in place of DDP, a unit for each block. ``--views`` measures with
-``DDPStrategy(gradient_as_bucket_view=True)``, which saves the copies between gradients and buckets.
+Variants: ``plain`` DDP, ``views`` (``gradient_as_bucket_view=True``), ``accumulated`` (over two
+batches; a step is a batch), and ``fsdp2``, a unit for each block. Ways: ``eager``, ``captured``,
+``reduce-overhead`` (of ``torch.compile``, without the callback), ``compiled`` (eager steps of a
+compiled network) and ``captured-compiled``.
 
-``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--overlap`` traces
-GPT-2 on several GPUs, and counts which part of the time of NCCL's kernels other kernels run beside
-them: eagerly, captured as a whole, and by submodules. ``--tiny`` trains a model of eight weights in
-every row, on the CPU and the emulated backend.
+Weak scaling is the time of a step on one GPU over that on several. On one GPU there is no DDP, so
+``views`` is ``plain`` there; FSDP2 shards over one rank. Sizes run one after another, the largest
+first, and as many fits of a size side by side as there are GPUs for. ``--sizes 8,4,2,1`` is all of
+it on eight. Each figure is printed as soon as it is known, and with ``--json`` written at once, to
+what the file has from other runs; ``--table`` judges several files as one. No fit begins after
+``--seconds``.
+
+``--trace`` traces some more steps of these variants, on all ranks. Kernels of NCCL end together on
+all ranks: that gives all traces one clock. By it a collective takes from the moment when its last
+rank begins until it ends: which part of that do other kernels run beside (``hidden``), and how far
+apart do ranks begin (``drift``)?
+
+Losses of captured steps are those of eager ones on the same ranks, to the bit where two eager fits
+equal each other; parameters of all ranks are equal, and all ranks replay the same steps.
+
+``--exchange`` measures what it costs to agree ahead of a step, on the host. ``--tiny`` trains a
+small model in every row over gloo, on the CPU and the emulated backend, and limits no time.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import queue
-import socket
+import math
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from harness import Lab, Row, describe_environment, verdict_of
+from harness import Lab, Row, describe_environment, peak_memory, verdict_of
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from step import LOSSES_DIFFER, TIMED, WARMUP, WORKLOADS, Batches, Probe, TalkativeModule, be_quiet
-from torch import nn
+from step import LOSSES_DIFFER, WORKLOADS, TalkativeModule
+from teams import Team, TeamError
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
+from workloads import Classifier, Llama
 
 from lightning_graphs import GraphCapture
 
-LIMIT = 1.05
-AHEAD = {"gpt2 compiled": 3.0}
+LIMIT = 1.03
+"""Of a captured step over its floor."""
+SCALES = 0.90
+"""Weak scaling of captured steps, at least."""
+AHEAD = {"gpt2": 3.0}
 """How far captured steps of a compiled network are ahead of ``reduce-overhead``, at least."""
-SECONDS = 600
-STEPS = WARMUP + 3 * TIMED
-TRACED = 5
+SECONDS = 120
+"""How long a fit may take."""
+WARMUP, TIMED, BLOCKS, TRACED = 30, 20, 3, 5
+"""Steps ahead of the first block, and of a block; blocks; steps that are traced."""
 _EXCHANGES = 2000
+VARIANTS = ("plain", "views", "accumulated", "fsdp2")
+WAYS = ("eager", "captured", "compiled", "reduce-overhead", "captured-compiled")
+CAPTURED = {"captured": "eager", "captured-compiled": "compiled"}
+"""Ways with graphs -> without."""
 
-TrainingContext = tuple[str, str, int, bool]
-"""Row (a workload, and maybe a variant behind it), way, number of ranks, whether it is traced."""
+
+def llama() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Llama(12, 512, 8192), lambda: (torch.randint(0, 8192, (8, 256)),)
+
+
+def resnet50_224() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    import torchvision
+
+    net = Classifier(torchvision.models.resnet50(num_classes=1000))
+    return net, lambda: (torch.randn(64, 3, 224, 224), torch.randint(0, 1000, (64,)))
+
+
+class Blocks(nn.Module):
+    """Small, with blocks, buffers, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).square().mean()
+
+
+def tiny() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Blocks(), lambda: (torch.randn(4, 8),)
+
+
+MODELS = {**WORKLOADS, "llama": llama, "resnet50-224": resnet50_224, "tiny": tiny}
+
+
+class Fit(NamedTuple):
+    """What one fit trains."""
+
+    model: str
+    variant: str
+    how: str
+    ranks: int
+    traced: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.variant}, {self.how}, {self.ranks} ranks"
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How many steps a fit has."""
+
+    warmup: int = WARMUP
+    timed: int = TIMED
+    blocks: int = BLOCKS
+
+
+class Batches(Dataset[tuple[Tensor, ...]]):
+    def __init__(self, items: list[tuple[Tensor, ...]]) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return self._items[index % len(self._items)]
 
 
 class ShardedModule(TalkativeModule):
@@ -69,17 +149,49 @@ class ShardedModule(TalkativeModule):
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
-        for blocks in self.net.modules():
-            if isinstance(blocks, nn.ModuleList):
-                for block in blocks:
-                    fully_shard(block, mesh=mesh)
+        lists = [m for m in self.net.modules() if isinstance(m, nn.ModuleList)]
+        stages = [m for name, m in self.net.named_modules() if "layer" in name.split(".")[-1]]
+        for blocks in lists or [m for m in stages if isinstance(m, nn.Sequential)]:
+            for block in blocks:
+                fully_shard(block, mesh=mesh)
         fully_shard(self.net, mesh=mesh)
 
 
-class Alike(Callback):
-    """Looks at the end of a fit whether all ranks have the same parameters."""
+class Probe(Callback):
+    """Times blocks of steps and their floor, and keeps the losses of the steps ahead."""
 
-    equal = True
+    def __init__(self, graphs: GraphCapture | None, lab: Lab, steps: Steps) -> None:
+        self._graphs, self._lab, self._steps = graphs, lab, steps
+        self.losses: list[Tensor] = []
+        self.blocks: list[float] = []
+        self.floors: list[float] = []
+        self.equal = True
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        step = trainer.fit_loop.epoch_loop.batch_idx + 1 - self._steps.warmup
+        timed = self._steps.timed
+        if step <= timed:
+            self.losses.append(outputs["loss"].detach().clone())
+        if step > 0 and step % timed == 1:
+            self._first = self._lab.moment()
+        if step >= 0 and step % timed == 0 and len(self.blocks) < self._steps.blocks:
+            last = self._lab.moment()
+            self._lab.synchronize()
+            if step > 0:
+                self.blocks.append(self._lab.milliseconds(self._first, last) / (timed - 1))
+                if self._graphs is not None:
+                    self.floors.append(self._floor(trainer.accumulate_grad_batches))
+
+    def _floor(self, accumulated: int) -> float:
+        """Milliseconds of the graphs of the last batches, back to back."""
+        plans = self._graphs._handler.runner._cache.plans()[:accumulated]  # type: ignore[union-attr]
+        graphs = [graph for plan in reversed(plans) for graph in plan.graphs.values()]
+
+        def replay() -> None:
+            for graph in graphs:
+                graph.replay()
+
+        return self._lab.on_gpu(replay, self._steps.timed) / 1e3 / len(plans)
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if isinstance(trainer.strategy, DDPStrategy):
@@ -88,141 +200,111 @@ class Alike(Callback):
             self.equal = torch.equal(mine.cpu(), first)
 
 
-class Overlap(Callback):
-    """Traces the last steps: which part of NCCL's time other kernels run beside it."""
+class Trace(Callback):
+    """Traces the last steps: when kernels of NCCL ran, and when any other did."""
 
-    part = float("nan")
+    def __init__(self, begin: int) -> None:
+        self._begin = begin
+        self.found: dict[str, Any] = {}
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        if index == STEPS:
+        if index == self._begin:
             torch.cuda.synchronize()
-            kinds = [torch.profiler.ProfilerActivity.CUDA]
-            self.profiler = torch.profiler.profile(activities=kinds)
-            self.profiler.start()
+            self._profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            )
+            self._profiler.start()
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         torch.cuda.synchronize()
-        self.profiler.stop()
+        self._profiler.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            self.profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        kernels = [e for e in events if e.get("cat") == "kernel"]
-        spans = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in kernels]
-        self.part = beside([s[:2] for s in spans if s[2]], [s[:2] for s in spans if not s[2]])
+            self._profiler.export_chrome_trace(str(path))
+            written = json.loads(path.read_text())
+        since = int(written.get("baseTimeNanoseconds", 0)) / 1e3
+        kernels = [e for e in written["traceEvents"] if e.get("cat") == "kernel"]
+        of_nccl = ["nccl" in e["name"].lower() for e in kernels]
+        nccl = [e for e, is_nccl in zip(kernels, of_nccl, strict=True) if is_nccl]
+        rest = [e for e, is_nccl in zip(kernels, of_nccl, strict=True) if not is_nccl]
+        others = [(e["ts"], e["ts"] + e["dur"]) for e in rest]
+        self.found = {
+            "since": since,
+            "nccl": sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in nccl),
+            "others": merged(others),
+        }
 
 
-def beside(these: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """Which part of the time of some intervals at least one of the others takes, too."""
-    shared, reached = 0.0, [(begin, end) for begin, end in merged(others)]
-    for begin, end in merged(these):
-        shared += sum(max(0.0, min(end, e) - max(begin, b)) for b, e in reached)
-    return shared / max(sum(end - begin for begin, end in merged(these)), 1e-9)
-
-
-def merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time in intervals that do not touch."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def fits(rank: int, ranks: int, plan: Sequence[TrainingContext], tiny: bool) -> Iterator[Any]:
-    """Make all fits of a plan on this rank; None for those that it is not one of."""
-    for row, how, number, traced in plan:
-        takes_part = number > 1 or rank == (how == "captured")
-        yield fit(rank, number, row, how, tiny, traced) if takes_part else None
-        torch._dynamo.reset()
-
-
-@contextlib.contextmanager
-def _as_if_alone(ranks: int) -> Iterator[None]:
-    """Without the environment of a launcher, whose number of ranks Lightning insists on."""
-    saved = dict(os.environ)
-    if ranks == 1:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-            os.environ.pop(name)
-    try:
-        yield
-    finally:
-        os.environ.update(saved)
-
-
-def fit(
-    rank: int, ranks: int, row: str, how: str, tiny: bool, traced: bool = False
-) -> dict[str, Any]:
-    """Train once on this rank; see ``step.fit``.
-
-    Args:
-        rank: The rank.
-        ranks: How many there are.
-        row: Name of the workload, and maybe ``compiled``, ``sharded`` or ``views`` behind it.
-        how: ``eager``, ``again`` (the same), ``captured``, ``modules`` or ``reduce-overhead``.
-        tiny: In a rehearsal.
-        traced: Trace some more steps.
-    """
+def train(rank: int, fit: Fit, steps: Steps, tiny: bool) -> dict[str, Any]:
+    """Train once on this rank."""
     lab = Lab(tiny)
-    name, _, variant = row.partition(" ")
+    if not tiny:
+        torch.cuda.set_device(rank)
     seed_everything(1, verbose=False)
-    net, batch = WORKLOADS["tiny" if tiny else name]()
+    net, batch = MODELS["tiny" if tiny else fit.model]()
     torch.manual_seed(rank)
     items = [batch() for _ in range(4)]
-    kind = ShardedModule if variant == "sharded" else TalkativeModule
-    module = kind(net, variant == "compiled")
-    strategy: Any = "ddp" if ranks > 1 else "auto"
-    if variant == "views":
-        strategy = DDPStrategy(gradient_as_bucket_view=True)
-    if variant == "sharded":
-        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-    if how == "reduce-overhead":
-        module.call = torch.compile(net, mode=how)
+    if not tiny:
+        items = [tuple(t.pin_memory() for t in item) for item in items]
+    kind = ShardedModule if fit.variant == "fsdp2" else TalkativeModule
+    module = kind(net, "compiled" in fit.how)
+    if fit.how == "reduce-overhead":
+        module.call = torch.compile(net, mode=fit.how)
     graphs = None
-    if how in ("captured", "modules"):
+    if fit.how in CAPTURED:
         graphs = GraphCapture(
-            scope="step" if how == "captured" else "modules",
-            on_failure="raise" if how == "captured" else "eager",
+            on_failure="raise",
             backend="emulated" if tiny else "cuda",
             only_if_faster=False,  # so few steps may not repay a capture
         )
-    probe, alike, overlap = Probe(graphs, lab), Alike(), Overlap()
-    if not tiny:
-        items = [tuple(t.pin_memory() for t in item) for item in items]
-    with _as_if_alone(ranks):
-        trainer = Trainer(
-            accelerator="cpu" if tiny else "gpu",
-            devices=[rank] if ranks == 1 and not tiny else ranks,
-            strategy=strategy,
-            use_distributed_sampler=False,
-            max_epochs=1,
-            limit_train_batches=STEPS + traced * TRACED,
-            precision="bf16-mixed",
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
-            enable_progress_bar=rank == 0 or ranks == 1,
-            callbacks=[
-                probe,
-                alike,
-                *([graphs] if graphs is not None else []),
-                *([overlap] if traced else []),
-            ],
-        )
-        trainer.fit(module, DataLoader(Batches(items), batch_size=None))
+    if fit.traced or fit.how == "eager":  # which takes long
+        steps = replace(steps, blocks=min(steps.blocks, 0 if fit.traced else 2))
+    if fit.variant == "accumulated":
+        steps = replace(steps, warmup=steps.warmup + 20)  # of which half reduce gradients
+    count = steps.warmup + steps.timed * steps.blocks
+    probe, trace = Probe(graphs, lab, steps), Trace(count)
+    lab.clean()
+    peak_memory()
+    trainer = Trainer(
+        accelerator="cpu" if tiny else "gpu",
+        devices=fit.ranks,
+        strategy=_strategy(fit),
+        use_distributed_sampler=False,
+        max_epochs=1,
+        limit_train_batches=count + TRACED * fit.traced,
+        accumulate_grad_batches=2 if fit.variant == "accumulated" else 1,
+        precision="bf16-mixed",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=rank == 0,
+        callbacks=[probe, *[graphs] * (graphs is not None), *[trace] * fit.traced],
+    )
+    trainer.fit(module, DataLoader(Batches(items), batch_size=None))
+    lab.synchronize()
+    peak = peak_memory()
+    torch._dynamo.reset()
+    said = graphs._statistics if graphs is not None else None
     return {
-        "ms": min(probe.blocks),
-        "usual_ms": statistics.median(probe.blocks),
-        "floor": min(probe.floors, default=0.0),
+        "blocks": probe.blocks,
+        "floors": probe.floors,
         "losses": torch.stack(probe.losses).tolist(),
-        "equal": alike.equal,
-        "overlap": overlap.part,
+        "equal": probe.equal,
+        "peak": peak,
+        "trace": trace.found,
+        "decisions": [said.captures, said.replayed, said.fallbacks] if said else [],
     }
 
 
-def exchange(rank: int, ranks: int) -> Iterator[float]:
+def _strategy(fit: Fit) -> Any:
+    if fit.variant == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=fit.ranks, tensor_parallel_size=1)
+    if fit.ranks == 1:
+        return "auto"
+    return DDPStrategy(gradient_as_bucket_view=fit.variant == "views")
+
+
+def exchange(rank: int, ranks: int) -> float:
     """Microseconds of one agreement between the ranks, the usual one."""
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     times = []
@@ -233,196 +315,380 @@ def exchange(rank: int, ranks: int) -> Iterator[float]:
         numbers.tolist()
         times.append(time.perf_counter() - start)
     torch.distributed.destroy_process_group()
-    yield statistics.median(times) * 1e6
+    return statistics.median(times) * 1e6
 
 
-# ---------------------------------------------------------------------- processes
+# ---------------------------------------------------------------------- traces
+
+Interval = tuple[float, float]
 
 
-def on_ranks(function: Any, ranks: int, *args: Any) -> Iterator[list[Any]]:
-    """What ``function(rank, ranks, *args)`` yields, one after another, on all ranks.
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time in intervals that do not touch."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
 
-    Each rank has a process of its own.
+
+def shared(these: Iterable[Interval], others: Sequence[Interval]) -> float:
+    """How long some intervals and others take at the same time; neither touch each other."""
+    found, rest = 0.0, iter(others)
+    other = next(rest, None)
+    for begin, end in these:
+        while other is not None and other[1] <= begin:
+            other = next(rest, None)
+        while other is not None and other[0] < end:
+            found += min(end, other[1]) - max(begin, other[0])
+            if other[1] > end:
+                break
+            other = next(rest, None)
+    return found
+
+
+def by_one_clock(traces: Sequence[dict[str, Any]], steps: int) -> dict[str, float]:
+    """What ranks that wait for each other do not show.
+
+    Args:
+        traces: Of each rank: when kernels of NCCL began and ended, and when others ran.
+        steps: How many were traced.
+
+    Returns:
+        Of NCCL the part beside which other kernels run, milliseconds of a step, and those of them
+        beside which none run; the median and the largest drift between ranks in microseconds;
+        and microseconds by which clocks differed.
     """
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    target = (function, ranks, port, args, results)
-    processes = [context.Process(target=_run, args=(rank, *target)) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    found: dict[int, list[Any]] = {rank: [] for rank in range(ranks)}
-    deadline = time.monotonic() + SECONDS
-    try:
-        while any(found.values()) or any(process.is_alive() for process in processes):
-            try:
-                rank, value = results.get(timeout=1)
-            except queue.Empty:
-                gone = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
-                if gone or time.monotonic() > deadline:
-                    raise RuntimeError(f"a rank has ended with {gone}, or takes too long") from None
-                continue
-            found[rank].append(value)
-            if all(found.values()):
-                yield [values.pop(0) for values in found.values()]
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
+    kernels = [_numbered(trace["nccl"]) for trace in traces]
+    names = sorted(set.intersection(*(set(one) for one in kernels)))
+    if not names:
+        return {}
+    offsets = []
+    for trace, one in zip(traces, kernels, strict=True):
+        since = trace["since"] - traces[0]["since"]
+        ends = [one[name][1] + since - kernels[0][name][1] for name in names]
+        offsets.append((since, statistics.median(ends)))
+    began = {
+        name: [
+            one[name][0] + since - late for one, (since, late) in zip(kernels, offsets, strict=True)
+        ]
+        for name in names
+    }
+    busy = hidden = 0.0
+    for trace, one, (since, late) in zip(traces, kernels, offsets, strict=True):
+        to_first = since - late
+        spans = [(max(began[n]), one[n][1] + to_first) for n in names]
+        mine = merged((b, e) for b, e in spans if e > b)
+        others = [(b + to_first, e + to_first) for b, e in trace["others"]]
+        busy += sum(end - begin for begin, end in mine)
+        hidden += shared(mine, others)
+    drifts = [max(times) - min(times) for times in began.values()]
+    each = len(traces) * steps * 1e3
+    return {
+        "hidden": hidden / max(busy, 1e-9),
+        "nccl_ms": busy / each,
+        "alone_ms": (busy - hidden) / each,
+        "drift_us": statistics.median(drifts),
+        "largest_drift_us": max(drifts),
+        "clocks_us": max(abs(late) for _, late in offsets),
+    }
 
 
-def _run(rank: int, function: Any, ranks: int, port: int, args: Any, results: Any) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        TORCHELASTIC_RUN_ID="benchmark",
-    )
-    be_quiet()
-    for value in function(rank, ranks, *args):
-        results.put((rank, value))
+def _numbered(spans: Iterable[tuple[float, float, str]]) -> dict[tuple[str, int], Interval]:
+    """Kernels by their name and how many of that name came before."""
+    counts: dict[str, int] = defaultdict(int)
+    found = {}
+    for begin, end, name in spans:
+        found[name, counts[name]] = (begin, end)
+        counts[name] += 1
+    return found
 
 
-# ---------------------------------------------------------------------- rows
+# ---------------------------------------------------------------------- figures
+
+Found = dict[Fit, dict[str, Any]]
+"""Fit -> what came of it, of all ranks together."""
 
 
-def plan_of(names: Sequence[str], gpus: int, tiny: bool) -> list[TrainingContext]:
-    """All fits, those that compile last; variants are measured on several GPUs only."""
-    plain = [name for name in names if " " not in name]
-    variants = [name for name in names if name not in plain]
-    ways = ("eager", "captured")
-    plan = [(name, how, ranks, False) for ranks in (gpus, 1) for name in plain for how in ways]
-    plan += [(name, how, gpus, False) for name in variants for how in ways]
-    ahead = [name for name in variants if name in AHEAD and not tiny]
-    return plan + [(n, how, gpus, False) for n in ahead for how in ("reduce-overhead", "again")]
+def summary(fit: Fit, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What came of a fit, in JSON."""
+    blocks = [max(times) for times in zip(*(one["blocks"] for one in ranks), strict=True)]
+    floors = [max(times) for times in zip(*(one["floors"] for one in ranks), strict=True)]
+    together = len({json.dumps(one["decisions"]) for one in ranks}) == 1
+    _, replayed, fallbacks = ranks[0]["decisions"] or (0, 1, [])
+    return {
+        "ms": min(blocks, default=math.nan),
+        "usual_ms": statistics.median(blocks) if blocks else math.nan,
+        "floor_ms": min(floors, default=math.nan),
+        "peak_mib": max(one["peak"] for one in ranks),
+        "losses": [one["losses"] for one in ranks],
+        "well": together and replayed > 0 and not fallbacks and all(one["equal"] for one in ranks),
+        "decisions": ranks[0]["decisions"],
+        **({"trace": by_one_clock([r["trace"] for r in ranks], TRACED)} if fit.traced else {}),
+    }
 
 
-Found = dict[tuple[str, int], list[Any]]
-"""The results of the fits of a row: by way and number of ranks, those of each rank."""
+def alone(fit: Fit) -> Fit:
+    """The same on one GPU, where DDP's options have nothing to do."""
+    return fit._replace(ranks=1, variant="plain" if fit.variant == "views" else fit.variant)
 
 
-def ms_of(found: Found, how: str, ranks: int) -> float:
-    """Milliseconds of a step on the slowest rank."""
-    return max(one["ms"] for one in found[how, ranks])
-
-
-def judge(row: str, gpus: int, tiny: bool, found: Found) -> list[Row]:
-    """The figures that follow from what has been found, with their limits."""
-    if not {("eager", gpus), ("captured", gpus)} <= found.keys():
-        return []
-    captured = found["captured", gpus]
-    ms, floor = ms_of(found, "captured", gpus), max(one["floor"] for one in captured)
-    difference = apart(found["eager", gpus], captured)
-    correct = all(one["equal"] for one in captured) and difference <= LOSSES_DIFFER
-    rows = [
-        Row("step over floor", ms / floor, "x", None if tiny else LIMIT, correct),
-        Row("largest difference of losses", difference, "", None, correct),
-    ]
-    if {("eager", 1), ("captured", 1)} <= found.keys():
-        eager, ours = (
-            ms_of(found, how, 1) / ms_of(found, how, gpus) for how in ("eager", "captured")
-        )
-        limit = None if tiny else 1.0
-        detail = f"{eager:.3f} over {ours:.3f}"
-        rows.append(Row("weak scaling of eager over ours", eager / ours, "x", limit, True, detail))
-    if ("reduce-overhead", gpus) in found:
-        theirs = ms_of(found, "reduce-overhead", gpus)
-        limit, detail = 1 / AHEAD[row], f"{theirs / ms:.2f} times ahead"
-        rows.append(Row("over reduce-overhead", ms / theirs, "x", limit, True, detail))
-    if ("again", gpus) in found:
-        between = apart(found["eager", gpus], found["again", gpus])
-        rows.append(Row("largest difference of losses of two eager fits", between, "", None, True))
+def judge(fit: Fit, found: Found, tiny: bool) -> list[Row]:
+    """The figures of a captured fit on several ranks, as far as they are known."""
+    one, eager = found[fit], fit._replace(how=CAPTURED[fit.how])
+    correct, rows = one["well"], []
+    if eager in found:
+        difference = apart(found[eager], one)
+        again = found.get(eager._replace(how=f"{eager.how}-again"))
+        between = 0.0 if again is None else apart(found[eager], again)
+        correct &= difference <= (LOSSES_DIFFER if between or eager.how == "compiled" else 0.0)
+        detail = f"two eager fits {between:.1e}" if again is not None else ""
+        rows.append(Row("losses differ by", difference, "", None, correct, detail))
+    limit = None if tiny else LIMIT
+    rows.append(Row("step over floor", one["ms"] / one["floor_ms"], "x", limit, correct))
+    if fit.ranks > 1 and alone(fit) in found:
+        ours = found[alone(fit)]["ms"] / one["ms"]
+        inverse = None if tiny else 1 / SCALES
+        rows.append(Row("weak scaling, inverse", 1 / ours, "x", inverse, correct, f"{ours:.3f}"))
+        if eager in found and alone(eager) in found:
+            theirs = found[alone(eager)]["ms"] / found[eager]["ms"]
+            limit, detail = None if tiny else 1.0, f"{theirs:.3f} over {ours:.3f}"
+            rows.append(Row("eager's over ours", theirs / ours, "x", limit, correct, detail))
+    theirs = found.get(fit._replace(how="reduce-overhead"))
+    if fit.how == "captured-compiled" and theirs is not None and not tiny:
+        ahead = theirs["ms"] / one["ms"]
+        limit = 1 / AHEAD[fit.model] if fit.model in AHEAD else None
+        rows.append(Row("over reduce-overhead", 1 / ahead, "x", limit, correct, f"{ahead:.2f}x"))
+    traces = [found.get(f._replace(traced=True)) for f in (eager, fit)]
+    if all(traces) and not tiny:
+        theirs, ours = (trace["trace"].get("hidden", math.nan) for trace in traces)  # type: ignore[index]
+        detail = f"{theirs:.2f} over {ours:.2f}"
+        rows.append(Row("eager's hidden part", theirs / max(ours, 1e-9), "x", 1.0, True, detail))
     return rows
 
 
-def apart(one: Sequence[Any], other: Sequence[Any]) -> float:
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference of losses of two fits, on any rank."""
-    ranks = zip(one, other, strict=True)
-    return max(abs(a - b) for x, y in ranks for a, b in zip(x["losses"], y["losses"], strict=True))
+    ranks = zip(one["losses"], other["losses"], strict=True)
+    pairs = [pair for x, y in ranks for pair in zip(x, y, strict=True)]
+    return max(math.inf if a != a or b != b else abs(a - b) for a, b in pairs)
 
 
 def in_words(row: Row) -> str:
-    """One figure."""
-    figure = f"{row.figure:.1e}" if row.name.startswith("largest") else f"{row.figure:.3f}"
+    figure = f"{row.figure:.1e}" if row.name.startswith("losses") else f"{row.figure:.3f}"
     detail = f" ({row.detail})" if row.detail else ""
     return f"{row.name} {figure}{detail} {row.verdict}".rstrip()
 
 
-def measure(plan: Sequence[TrainingContext], gpus: int, tiny: bool) -> dict[str, Found]:
-    """The results of all fits, which are printed as they come, with all that follows from them."""
-    found: dict[str, Found] = {row: {} for row, *_ in plan}
-    # On one GPU there is no DDP: a row with views has the fits of the plain one
-    views = {row: row.removesuffix(" views") for row in found if row.endswith(" views")}
-    said: dict[str, int] = dict.fromkeys(found, 0)
-    start = time.monotonic()
-    for one, results in zip(plan, on_ranks(fits, gpus, plan, tiny), strict=True):
-        row, how, ranks, traced = one
-        present = [result for result in results if result is not None]
-        found[row][how, ranks] = present
-        for other, plain in views.items():
-            if plain == row and ranks == 1:
-                found[other][how, ranks] = present
-        words = [f"{row}, {how} on {ranks}: {ms_of(found[row], how, ranks):.3f} ms"]
-        if how == "captured":
-            words.append(f"floor {max(one['floor'] for one in present):.3f} ms")
-        if traced:
-            words.append(f"beside other kernels {present[0]['overlap']:.2f} of NCCL")
-        rows = judge(row, gpus, tiny, found[row])
-        words += map(in_words, rows[said[row] :])
-        said[row] = len(rows)
-        print(f"{', '.join(words)} ({time.monotonic() - start:.0f} s)", flush=True)
+def tables(found: Found) -> str:
+    """All figures, as Markdown."""
+    sizes = sorted({fit.ranks for fit in found})
+    several = [size for size in sizes if size > 1]
+    heads = ["", *(f"{n} GPU{'s' * (n > 1)}, ms" for n in sizes)]
+    heads += [f"weak scaling {n}" for n in several]
+    heads += ["step over floor", "peak MiB", "NCCL ms, hidden", "drift us"]
+    lines = [heads, ["---"] * len(heads)]
+    named = dict.fromkeys(fit._replace(ranks=0, traced=False) for fit in found)
+    for name in named:
+        at = {n: found.get(name._replace(ranks=n)) for n in sizes}
+        if not any(at[n] for n in several) and any(at):
+            at |= {n: None for n in several}
+        first = found.get(alone(name))
+        largest = max((n for n in sizes if at[n]), default=0)
+        last = at.get(largest) or {}
+        trace = found.get(name._replace(ranks=largest, traced=True), {}).get("trace", {})
+        lines.append(
+            [
+                f"{name.model}, {name.variant}, {name.how}",
+                *(f"{at[n]['ms']:.2f}" if at[n] else "" for n in sizes),  # type: ignore[index]
+                *(f"{first['ms'] / at[n]['ms']:.3f}" if first and at[n] else "" for n in several),  # type: ignore[index]
+                f"{last['ms'] / last['floor_ms']:.3f}"
+                if last.get("floor_ms", math.nan) > 0
+                else "",
+                f"{last.get('peak_mib', math.nan):.0f}",
+                f"{trace['nccl_ms']:.2f}, {trace['hidden']:.2f}" if trace else "",
+                f"{trace['drift_us']:.0f}" if trace else "",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def plan_of(options: argparse.Namespace) -> list[Fit]:
+    """All fits: the largest size first, traces behind what is timed."""
+    plan = []
+    for size in options.sizes:
+        for variant in options.variants:
+            if size == 1 and variant == "views" and "plain" in options.variants:
+                continue
+            for model in options.rows:
+                fits = [
+                    alone(Fit(model, variant, "", 1))
+                    if size == 1
+                    else Fit(model, variant, "", size)
+                ]
+                plan += [fit._replace(how=how) for fit in fits for how in options.ways]
+        plan += [
+            Fit(model, variant, how, size, True)
+            for variant in options.trace
+            for model in options.rows
+            for how in options.ways
+            if size > 1 and not options.tiny
+        ]
+    return plan
+
+
+class Run:
+    """Fits over all GPUs, until time is over; what is known is printed and written at once."""
+
+    def __init__(self, options: argparse.Namespace, found: Found) -> None:
+        self._options, self.found = options, found
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self.failed: list[str] = []
+        tiny = options.tiny
+        self._steps = Steps(24, 4, 1) if tiny else Steps()
+
+    def through(self, plan: Sequence[Fit]) -> None:
+        """Make the fits, those of a size side by side."""
+        teams = {size: self._teams(size) for size in dict.fromkeys(fit.ranks for fit in plan)}
+        for size, several in teams.items():
+            rest = iter([fit for fit in plan if fit.ranks == size])
+            threads = [threading.Thread(target=self._work, args=(team, rest)) for team in several]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    def _teams(self, size: int) -> list[Team]:
+        gpus = range(self._options.gpus)
+        count = 1 if self._options.tiny else len(gpus) // size
+        teams = [Team(train, gpus[i * size : (i + 1) * size]) for i in range(count)]
+        for team in teams:
+            team.start()
+        return teams
+
+    def _work(self, team: Team, rest: Any) -> None:
+        while (fit := self._next(rest)) is not None:
+            self._make(team, fit)
+            eager = fit._replace(how=CAPTURED.get(fit.how, ""))
+            with self._lock:
+                known = {**self.found}
+            if fit in known and eager in known and not fit.traced:
+                again = eager._replace(how=f"{eager.how}-again")
+                if apart(known[eager], known[fit]) and again not in known and self._is_time():
+                    self._make(team, again)
+        team.end()
+
+    def _is_time(self) -> bool:
+        return time.monotonic() - self._began < self._options.seconds
+
+    def _next(self, rest: Any) -> Fit | None:
+        with self._lock:
+            for fit in rest:
+                if self._is_time():
+                    return fit  # type: ignore[no-any-return]
+                self._say(f"not run: {fit}")
+                self.failed.append(f"{fit}: not run")
+        return None
+
+    def _make(self, team: Team, fit: Fit) -> None:
+        asked = fit._replace(how=fit.how.removesuffix("-again"))
+        left = self._began + self._options.seconds + SECONDS / 2 - time.monotonic()
+        try:
+            given = (asked, self._steps, self._options.tiny)
+            ranks = team.ask(*given, seconds=min(SECONDS, max(left, 10)))
+        except TeamError as error:
+            with self._lock:
+                self._say(f"FAILED: {fit}: {error}")
+                self.failed.append(f"{fit}: failed")
+            return
+        with self._lock:
+            self.found[fit] = summary(fit, ranks)
+            self._say(f"{fit}: {self._figures(fit)}")
+            write(self._options.json, self.found)
+
+    def _figures(self, fit: Fit) -> str:
+        one = self.found[fit]
+        if fit.traced:
+            return "traced, " + ", ".join(f"{k} {v:.3g}" for k, v in one["trace"].items())
+        words = [f"{one['ms']:.3f} ms (usual {one['usual_ms']:.3f})", f"{one['peak_mib']:.0f} MiB"]
+        if fit.how in CAPTURED:
+            words.append(f"floor {one['floor_ms']:.3f} ms, decisions {one['decisions']}")
+            words += map(in_words, judge(fit, self.found, self._options.tiny))
+        return ", ".join(words)
+
+    def _say(self, line: str) -> None:
+        print(f"[{time.monotonic() - self._began:5.1f}] {line}", flush=True)
+
+
+def write(path: Path | None, found: Found) -> None:
+    if path is not None:
+        fits = [{"fit": fit._asdict(), **one} for fit, one in found.items()]
+        written = {"environment": describe_environment(), "command": sys.argv, "fits": fits}
+        path.write_text(json.dumps(written))
+
+
+def read(paths: Iterable[Path]) -> Found:
+    """What earlier runs have written; the last file counts."""
+    found: Found = {}
+    for path in paths:
+        for one in json.loads(path.read_text())["fits"] if path.exists() else ():
+            found[Fit(**one.pop("fit"))] = one
     return found
+
+
+def conclude(found: Found, failed: Sequence[str], tiny: bool) -> int:
+    """Print the table and all verdicts; the exit status."""
+    print(tables(found))
+    verdicts = []
+    for fit in found:
+        if fit.how in CAPTURED and not fit.traced:
+            rows = judge(fit, found, tiny)
+            verdicts.append(verdict_of(rows))
+            print(f"{verdicts[-1]}: {fit}: {', '.join(map(in_words, rows))}")
+    for line in failed:
+        print(line)
+    return 0 if verdicts and not failed and {*verdicts} == {"PASS"} else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", default="gpt2,resnet50")
-    parser.add_argument("--compiled", default="", help="rows to measure with torch.compile, too")
-    parser.add_argument("--sharded", default="", help="rows to measure with FSDP2, too")
-    parser.add_argument("--views", default="", help="rows to measure with views of buckets, too")
-    parser.add_argument("--gpus", type=int, default=2)
-    parser.add_argument("--exchange", action="store_true", help="measure an agreement only")
-    parser.add_argument("--overlap", action="store_true", help="trace NCCL's kernels only")
+    several: dict[str, Any] = {"type": lambda text: [name for name in text.split(",") if name]}
+    parser.add_argument("--rows", default="gpt2,resnet50,llama", **several)
+    parser.add_argument("--variants", default="plain,fsdp2", help=f"of {VARIANTS}", **several)
+    parser.add_argument("--ways", default="eager,captured", help=f"of {WAYS}", **several)
+    parser.add_argument("--sizes", help="numbers of ranks (default: all GPUs, and 1)", **several)
+    parser.add_argument("--trace", default="", help="variants to trace, too", **several)
+    parser.add_argument("--gpus", type=int, help="how many GPUs to take (default: all)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no fit after it")
     parser.add_argument("--json", type=Path, help="write everything to this file")
+    parser.add_argument("--table", type=Path, nargs="+", help="judge what these files have")
+    parser.add_argument("--exchange", action="store_true", help="measure an agreement only")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     options = parser.parse_args(arguments)
-    gpus, tiny = options.gpus, options.tiny
+    if options.table:
+        return conclude(read(options.table), [], options.tiny)
+    options.gpus = options.gpus or (2 if options.tiny else torch.cuda.device_count())
+    options.sizes = [*map(int, options.sizes or [options.gpus, 1])]
     if options.exchange:
-        (found,) = on_ranks(exchange, gpus)
-        print(f"an agreement between {gpus} ranks takes {max(found):.0f} us on the host")
+        team = Team(exchange, range(options.gpus))
+        found = team.ask(options.gpus, seconds=SECONDS)
+        team.end()
+        print(f"an agreement between {options.gpus} ranks takes {max(found):.0f} us on the host")
         return 0
-    if not (tiny or torch.cuda.device_count() >= gpus):
-        print(f"This benchmark needs {gpus} GPUs.")
+    if not (options.tiny or torch.cuda.device_count() >= max(options.sizes)):
+        print(f"This benchmark needs {max(options.sizes)} GPUs.")
         return 0
-    environment = describe_environment()
-    print(f"{environment}: {' '.join(sys.argv)}", flush=True)
-    print(f"{gpus} GPUs, bf16-mixed, fused AdamW, prog_bar=True, two logged keys", flush=True)
-    if options.overlap:
-        measure([("gpt2", how, gpus, True) for how in ("eager", "captured", "modules")], gpus, tiny)
-        return 0
-    names = [name for name in options.rows.split(",") if name]
-    names += [f"{name} sharded" for name in options.sharded.split(",") if name]
-    names += [f"{name} views" for name in options.views.split(",") if name]
-    names += [f"{name} compiled" for name in options.compiled.split(",") if name]
-    results = measure(plan_of(names, gpus, tiny), gpus, tiny)
-    rows = {name: judge(name, gpus, tiny, results[name]) for name in names}
-    for name, figures in rows.items():
-        print(f"{name:>16}: {verdict_of(figures)}: {', '.join(map(in_words, figures))}")
-    if options.json is not None:
-        ms = {
-            name: {f"{how} on {n}": ms_of(found, how, n) for how, n in found}
-            for name, found in results.items()
-        }
-        figures = {name: {row.name: row.figure for row in rows[name]} for name in names}
-        written = {"environment": environment, "command": sys.argv, "ms": ms, "rows": figures}
-        options.json.write_text(json.dumps(written, indent=1))
-    return 0 if all(verdict_of(figures) == "PASS" for figures in rows.values()) else 1
+    print(f"{describe_environment()}: {' '.join(sys.argv)}", flush=True)
+    print("bf16-mixed, fused AdamW, prog_bar=True, two logged keys", flush=True)
+    run = Run(options, read([options.json] if options.json else []))
+    run.through(plan_of(options))
+    return conclude(run.found, run.failed, options.tiny)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ Three things are shown, each with a figure and a limit; the exit code is 1 if on
   killed, to the last bit.
 
     python benchmarks/soak.py [--replays 20000] [--moves 300] [--kills 3] [--json PATH]
+    python benchmarks/soak.py --ranks 4 [--replays 20000]
+
+With ``--ranks`` another fit is made in their place, on so many GPUs; see ``soak_ranks.py``.
 
 Runs on a GPU where there is one; without, the rehearsal on the CPU shows the host's part.
 """
@@ -35,6 +38,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import soak_ranks
 import torch
 from harness import Row, describe_environment
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -297,6 +301,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="moves of a parameter, 18 at least; on a GPU more, for workspaces of libraries",
     )
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--ranks", type=int, help="train on so many ranks in place of all this")
+    parser.add_argument("--seconds", type=float, default=900, help="of a fit on several ranks")
     parser.add_argument("--seed", type=int, help="of the steps at which processes are killed")
     parser.add_argument("--json", type=Path, help="write environment and rows to this file")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)  # what a killed process runs
@@ -310,12 +316,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
     print(f"{describe_environment()}, seed {seed}", flush=True)
     rows: list[Row] = []
-    for section in (
+    sections = [
         replays(options.replays),
         recaptures(options.moves, "step"),
         recaptures(options.moves, "modules"),
         iter([kills(options.kills, random.Random(seed))]),
-    ):
+    ]
+    if options.ranks:
+        steps = {"read": options.replays, "step": min(options.replays, 500)}
+        given = (options.ranks, seed, options.seconds)
+        sections = [soak_ranks.run(mode, count, *given) for mode, count in steps.items()]
+    for section in sections:
         for row in section:
             rows.append(row)
             figure = f"{row.figure:8.2f} {row.unit:3} (limit {row.limit:g})"

@@ -1,0 +1,290 @@
+"""Long fits of several ranks: replays beside reads and delays, and what a lost rank does to others.
+
+``soak.py --ranks N`` runs this. Each rank is a process of its own, as torchrun would start it, but
+nothing ends the others when one is gone.
+
+* Replays under DDP. In every hundredth step the host reads a value while the graph, and the
+  reduction of gradients in it, runs, beside a copy of 64 MiB to the host on a second stream (the
+  pattern of pytorch#196133). Ranks are delayed at random, on the host and on the device. The first
+  losses are those of an eager fit, and all ranks end with the same parameters.
+* A rank is killed while the others wait for it: on the host, in a read, and on the device only.
+  They end, and say which rank is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Row
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from step import be_quiet
+from teams import launched
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_graphs import GraphCapture
+
+MIB = 2**20
+READ_EVERY = 100
+COPIED = 64 * MIB
+DELAYED, LONGEST = 200, 0.02
+"""One of so many steps is delayed on some rank, by so many seconds at most."""
+EAGER = 200
+"""Steps whose losses are compared with an eager fit's."""
+ENDS_WITHIN = 60
+"""Seconds after which no rank may still run when another is gone."""
+BUSY = 2.0
+"""Seconds for which the device of the killed rank is busy ahead of its last replay."""
+LIMITS = {"resident memory": 32.0, "GPU pages": 32.0}
+MODES = {"read": "waiting in a read", "step": "in their next steps"}
+SAID = "rank {} has ended"
+
+
+class Batches(IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(self._rank)
+        kept = [
+            (
+                torch.randn(32, 64, generator=generator),
+                torch.randint(0, 8, (32,), generator=generator),
+            )
+            for _ in range(64)
+        ]
+        while True:
+            yield from kept
+
+
+class Classifier(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)]
+        self.net = nn.Sequential(*layers, nn.BatchNorm1d(64), nn.Linear(64, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
+class Reads(Callback):
+    """Reads on the host in every so many steps, while the graph runs."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._codes = torch.arange(4096, device=module.device) % 7
+        self._is_gpu = module.device.type == "cuda"
+        if self._is_gpu:
+            self._stream = torch.cuda.Stream()
+            self._large = torch.empty(COPIED, dtype=torch.uint8, device=module.device)
+            self._pinned = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if trainer.global_step % READ_EVERY == 0:
+            if self._is_gpu:
+                with torch.cuda.stream(self._stream):
+                    self._pinned.copy_(self._large, non_blocking=True)
+            assert len(torch.unique(self._codes)) == 7
+            assert float(outputs["loss"]) >= 0.0
+
+
+class Delays(Callback):
+    """Holds up one rank at random, on the host or on the device."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        comes, rank, seconds, on_host = (self._draw.random() for _ in range(4))
+        if comes < 1 / DELAYED and int(rank * trainer.world_size) == trainer.global_rank:
+            if on_host < 0.5 or not torch.cuda.is_available():
+                time.sleep(seconds * LONGEST)
+            else:
+                torch.cuda._sleep(int(seconds * LONGEST * 1.5e9))
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if len(self.losses) < EAGER:
+            self.losses.append(outputs["loss"].detach().clone())
+
+
+class Looks(Callback):
+    """Notes memory, and calls a function with what was found after so many steps."""
+
+    def __init__(self, steps: int, done: Any) -> None:
+        self._steps, self._done = steps, done
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == max(self._steps // 10, 30):
+            self._memory, self._began = _memory(), time.monotonic()
+        if trainer.global_step == self._steps:
+            grown = {name: size - self._memory[name] for name, size in _memory().items()}
+            weights = nn.utils.parameters_to_vector([p.detach() for p in module.parameters()])
+            seconds = time.monotonic() - self._began
+            self._done({"grown": grown, "weights": weights.tolist(), "seconds": seconds})
+
+
+class Killed(Callback):
+    """Ends this process while its device is busy ahead of a replay that the others wait for."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            if torch.cuda.is_available():
+                torch.cuda._sleep(int(BUSY * 1.5e9))
+            kill = (os.getpid(), signal.SIGKILL)
+            threading.Timer(BUSY / 4, os.kill, kill).start()
+
+
+def _memory() -> dict[str, float]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    found = {"resident memory": pages * os.sysconf("SC_PAGE_SIZE") / MIB}
+    if torch.cuda.is_available():
+        found["GPU pages"] = torch.cuda.memory_reserved() / MIB
+    return found
+
+
+def fit(steps: int, callbacks: Sequence[Callback], graphs: GraphCapture | None) -> None:
+    gpu = torch.cuda.is_available()
+    seed_everything(1, verbose=False)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    trainer = Trainer(
+        accelerator="gpu" if gpu else "cpu",
+        devices=ranks,
+        strategy="ddp",
+        max_steps=steps,
+        max_epochs=-1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        callbacks=[*callbacks, *[graphs] * (graphs is not None)],
+    )
+    trainer.fit(Classifier(), DataLoader(Batches(rank), batch_size=None, pin_memory=gpu))
+
+
+def program(folder: Path, rank: int, steps: int, mode: str, victim: int, seed: int) -> None:
+    """What each rank runs: an eager fit, the long one, and steps in which one of them is killed."""
+    for stream in (1, 2):
+        os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    be_quiet()
+    faulthandler.register(signal.SIGUSR1)
+    eager, captured = Losses(), Losses()
+    fit(min(EAGER, steps), [eager], None)
+    graphs = GraphCapture(
+        on_failure="raise",
+        backend="cuda" if torch.cuda.is_available() else "emulated",
+        only_if_faster=False,
+    )
+
+    def done(found: dict[str, Any]) -> None:
+        said = graphs._statistics
+        found["losses"] = [
+            one.losses and torch.stack(one.losses).tolist() for one in (eager, captured)
+        ]
+        found["decisions"] = [said.captures, said.replayed, said.fallbacks]
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+
+    last = (steps // READ_EVERY + 1) * READ_EVERY - 1  # the host reads behind it
+    if mode == "step":
+        last -= READ_EVERY // 2
+    mine: list[Callback] = [captured, Reads(), Delays(seed), Looks(steps, done)]
+    if rank == victim:
+        mine.append(Killed(last))
+    fit(last + 10 * READ_EVERY, mine, graphs)
+
+
+# ---------------------------------------------------------------------- the parent
+
+
+def run(mode: str, steps: int, ranks: int, seed: int, seconds: float) -> Iterator[Row]:
+    """Start the ranks, see them end, and judge what they have written and said."""
+    victim = random.Random(seed).randrange(ranks)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        given = [(folder, rank, steps, mode, victim, seed) for rank in range(ranks)]
+        started = launched(program, given, {})
+        begun = time.monotonic()
+        left: float = seconds
+        ended: dict[int, float] = {}
+        stuck = False
+        while len(ended) < ranks and time.monotonic() - begun < left:
+            time.sleep(0.05)
+            for rank, process in enumerate(started):
+                if rank not in ended and not process.is_alive():
+                    ended[rank] = time.monotonic() - begun
+                    left = min(left, ended[rank] + ENDS_WITHIN)
+        for rank, process in enumerate(started):
+            if rank not in ended:
+                stuck = True
+                os.kill(process.pid, signal.SIGUSR1)  # where does it wait?
+        time.sleep(1.0 if stuck else 0.0)
+        for process in started:
+            process.kill()
+            process.join()
+        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
+        files = [folder / f"{rank}.json" for rank in range(ranks)]
+        found = [json.loads(f.read_text()) for f in files if f.exists()]
+    yield from _judged(found, ranks, steps)
+    yield from _lost(started, ended, logs, mode, victim)
+
+
+def _judged(found: Sequence[dict[str, Any]], ranks: int, steps: int) -> Iterator[Row]:
+    name = f"{ranks} ranks, {steps} steps"
+    if len(found) < ranks:
+        yield Row(f"{name}: ranks that did not get there", ranks - len(found), "", 0.0, False)
+        return
+    differ = [one for one in found if one["weights"] != found[0]["weights"]]
+    wrong = sum(a != b for one in found for a, b in zip(*one["losses"], strict=True))
+    captures, replayed, fallbacks = found[0]["decisions"]
+    same = all(one["decisions"] == found[0]["decisions"] for one in found) and not fallbacks
+    detail = f"{replayed} replays, {captures} captures, {max(o['seconds'] for o in found):.0f} s"
+    healthy = same and replayed > steps * 0.8 - 40
+    yield Row(f"{name}: ranks that differ from rank 0", len(differ), "", 0.0, healthy, detail)
+    yield Row(f"{name}: losses unlike eager's", wrong, "", 0.0, healthy)
+    for what in found[0]["grown"]:
+        grown = max(one["grown"][what] for one in found)
+        yield Row(f"{name}: {what} grew by", grown, "MiB", LIMITS[what], healthy)
+
+
+def _lost(
+    started: Sequence[Any], ended: dict[int, float], logs: Sequence[str], mode: str, victim: int
+) -> Iterator[Row]:
+    others = [rank for rank in range(len(started)) if rank != victim]
+    late = max((ended.get(rank, float("inf")) for rank in others), default=0.0)
+    seconds = late - ended.get(victim, 0.0)
+    name = f"rank {victim} killed, others {MODES[mode]}"
+    codes = [process.exitcode for process in started]
+    was_killed = codes[victim] == -signal.SIGKILL and victim in ended
+    yield Row(
+        f"{name}: seconds until all had ended", seconds, "s", ENDS_WITHIN, was_killed, str(codes)
+    )
+    silent = [rank for rank in others if logs[rank].count(SAID.format(victim)) != 1]
+    yield Row(f"{name}: ranks that do not say so once", len(silent), "", 0.0, was_killed)
+    for rank in others:
+        for line in logs[rank].splitlines():
+            if SAID.format(victim) in line:
+                print(f"  rank {rank}: {line}", flush=True)
+    for rank in silent:
+        print(f"  rank {rank} said: {logs[rank][-3500:]}", flush=True)
