@@ -40,12 +40,20 @@ def _verified(root: Path) -> None:
 
 
 def _killed(root: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 0: Traceback(.|\n)*rank 1: its process has ended"):
+    gone = r"rank 0: Traceback(.|\n)*PartedError.*: rank 1 has ended(.|\n)*rank 1: its process has"
+    with pytest.raises(RankError, match=gone):
         run_on_ranks(dying, "cuda", root, seconds=60)
+
+
+def _killed_amid_a_step(root: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 0: its process has ended\nrank 1: its process has"):
+        run_on_ranks(partial(dying, busy=True), "cuda", root, seconds=60)
+    assert (root / "said by 0").read_text().count("rank 1 has ended") == 1
 
 
 RUNS: dict[str, Callable[[Path], None]] = {
     "a killed rank ends all": _killed,
+    "a rank that is killed amid a step ends all": _killed_amid_a_step,
     "an exception on one rank ends all": _exception,
     "an assertion of one rank ends all": partial(require_ended, "cuda", every=50, ends=20),
     "an exception in a verification ends all": _verified,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from lightning_graphs import GraphCapture
 from lightning_graphs.errors import is_out_of_memory, no_room
 from lightning_graphs.policy.worth import MemoryBudget
+from lightning_graphs.regions import peers
 from lightning_graphs.regions.agreement import PartedError
 from tests.ranks import in_folder, run_on_ranks, state_of
 from tests.training.ddp_fits import DDP, Plain, of_rank
@@ -337,12 +339,22 @@ def out_of_memory(rank: int, backend: str, root: Path) -> None:
             assert made.statistics.replayed > 0
 
 
-def dying(rank: int, backend: str, root: Path) -> None:
-    """End the process of one rank at once."""
+def dying(rank: int, backend: str, root: Path, *, busy: bool = False) -> None:
+    """End the process of one rank at once; with ``busy``, before its device does a step.
+
+    The others wait for that on their devices, and a file has what they say.
+    """
 
     def die(trainer: Any, module: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(4_000_000_000)
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL)
 
+    peers.PATIENCE = 3.0
+    os.dup2(os.open(root / f"said by {rank}", os.O_WRONLY | os.O_CREAT), 2)
     at = At(17, die)
     prepare(backend, in_folder(root, rank), True, callbacks=lambda: [at], **DDP).run()
 

@@ -14,7 +14,6 @@ from tests.training.ddp_fits import DDP
 from tests.training.fits import prepare
 from tests.training.rank_differences import (
     KINDS,
-    dying,
     failing,
     failing_when_verified,
     out_of_memory,
@@ -90,8 +89,3 @@ def test_a_step_without_memory_ends_all_and_says_why(tmp_path: Path) -> None:
     assert not first
     assert second.count("cannot be repeated without graphs, because other ranks") == 1
     assert "Tried to allocate 2 GiB" in second
-
-
-def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"rank 0: Traceback(.|\n)*rank 1: its process has ended"):
-        run_on_ranks(dying, "emulated", tmp_path, seconds=60)
