@@ -97,13 +97,6 @@ class CudaBackend:
     def add(self, pool: PoolHandle, graph: CudaGraph) -> None:
         self._graphs_of.setdefault(pool, weakref.WeakSet()).add(graph)
 
-    def graphs_in(self, pool: PoolHandle) -> int:
-        return len(self._graphs_of.get(pool, ()))
-
-    def go_on_in(self, another: PoolHandle, pool: PoolHandle) -> None:
-        """Let captures that ask for a pool share the memory of another one from now on."""
-        self._replacements[pool] = another
-
     def drop(self, pool: PoolHandle, graph: CudaGraph) -> None:
         self._graphs_of[pool].discard(graph)
 

@@ -395,9 +395,6 @@ class EmulatedBackend:
     def new_pool(self) -> PoolHandle:
         return (0, next(self._pools))
 
-    def go_on_in(self, another: PoolHandle, pool: PoolHandle) -> None:
-        """Do nothing: graphs share no memory on a CPU."""
-
     def default_capture_stream(self, last: torch.cuda.Stream | None) -> None:
         """Return None: a CPU has no streams."""
 

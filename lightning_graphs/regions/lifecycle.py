@@ -338,7 +338,7 @@ class Lifecycle(Generic[Call, P]):
         asked before.
         """
         region, key, plan = self._region, None, found[0] if found else self.find(call)
-        if plan is not None and plan.trial is not None and plan.trial.is_due:
+        if plan is not None and plan.uses >= plan.due:
             plan.cancel()
             if (judged := region.judge(plan, call)) is not None:
                 return judged
@@ -379,7 +379,7 @@ class Lifecycle(Generic[Call, P]):
         """Whether a plan that fits may be replayed with nothing else to decide, on one rank."""
         verifier = self._verifier
         again = verifier is not None and verifier.every > 0 and verifier.is_due
-        again |= plan.trial is not None and plan.trial.is_due
+        again |= plan.uses >= plan.due
         return not (plan.unverified or self.is_failing or self._policy.is_over or again)
 
     def _due_key(self, call: Call) -> Hashable | None:

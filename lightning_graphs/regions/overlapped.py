@@ -16,15 +16,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from lightning_graphs.device.inspect import require_driver
 from lightning_graphs.device.overlap import DataFlow, Overlapping
 from lightning_graphs.errors import GraphError, in_one_line, is_out_of_memory
 from lightning_graphs.policy.worth import Stopwatch
 from lightning_graphs.private.exchange import TURN, replaced
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
-from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.plan import NEVER, StepPlan
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report.messages import pool_sizes
 from lightning_graphs.watch.mechanism import Instruction
 
 Mode = TypeVar("Mode", DataFlow, Overlapping)
@@ -67,32 +67,8 @@ def _launch_by(plan: StepPlan, launch: Instruction) -> None:
 
 def _end_trial(*plans: StepPlan) -> None:
     for plan in plans:
-        plan.trial = None
+        plan.trial, plan.due = None, NEVER
         _launch_by(plan, plan.graphs["forward"].launch)
-
-
-class Countdown:
-    """Counts the replays of a plan that come before a second one is considered."""
-
-    def __init__(self, replays: int) -> None:
-        self.is_due = False
-        self._replays = self._left = replays
-
-    def begin(self, plan: StepPlan) -> None:
-        launch = plan.graphs["forward"].launch
-
-        def launch_counted() -> None:
-            launch()
-            self._left -= 1
-            self.is_due |= self._left <= 0
-
-        plan.trial = self
-        _launch_by(plan, launch_counted)
-
-    def go_on(self) -> None:
-        self.is_due = False
-        self._replays *= LATER
-        self._left = self._replays
 
 
 class Contest:
@@ -103,10 +79,8 @@ class Contest:
         plans: tuple[StepPlan, StepPlan],
         cache: MutableMapping[Any, StepPlan],
         clock: Clock,
-        memory: int,  # bytes that were reserved with the first plan alone
     ) -> None:
-        self.is_due = False
-        self.plans, self.memory = plans, memory
+        self.plans = plans
         self._cache, self._clock = cache, clock
         self._marks: tuple[list[Any], list[Any]] = ([], [])
 
@@ -119,13 +93,14 @@ class Contest:
         launch, mark = plan.graphs["forward"].launch, self._clock.mark
 
         def launch_timed() -> None:
-            if self.is_due:
+            if plan.due == 0:
                 launch()
             else:
                 start = mark()
                 launch()
                 marks.append((start, mark()))
-                self.is_due = min(map(len, self._marks)) >= PAIRS
+                if min(map(len, self._marks)) >= PAIRS:
+                    plan.due = other.due = 0
             if self._cache.get(plan.key) is plan:  # the other one is next
                 other.uses = plan.uses
                 self._cache[plan.key] = other
@@ -150,6 +125,7 @@ class Overlap:
     def __init__(self, fit: TrainingContext, facts: CaptureFacts, steps: Steps) -> None:
         self._fit, self._facts, self._steps = fit, facts, steps
         self._clock: Clock = Stopwatch(fit.module.device)
+        self._added = 0  # bytes, by all second graphs
 
     @classmethod
     def of(cls, fit: TrainingContext, facts: CaptureFacts, steps: Steps) -> Overlap | None:
@@ -163,43 +139,40 @@ class Overlap:
         graph = plan.graphs["forward"]
         is_whole = len(plan.graphs) == 1 and plan.head is None and not graph.has_collectives
         if is_whole and not self._fit.compiled.runs:
-            Countdown(FIRST).begin(plan)
+            plan.due = FIRST
 
     def leave(self, plan: StepPlan) -> None:
         """Release what is tried beside a plan that has left the cache."""
-        trial = plan.trial
-        plan.trial = None
-        if isinstance(trial, Contest):
-            for other in trial.plans:
-                _end_trial(other)
+        if plan.trial is not None:
+            _end_trial(*(plans := plan.trial.plans))
+            for other in plans:
                 if other is not plan:
+                    self._fit.statistics.released(other.graphs["forward"])
                     self._steps.discard(other)
 
     def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | None:
         """Look at a trial that is due; return the plan that has taken the step, if one has."""
-        trial, rival = plan.trial, None
-        if isinstance(trial, Contest):
-            self._settle(trial)
-        elif isinstance(trial, Countdown):
-            measures, left = self._fit.policy.measures, self._fit.policy.steps_left
-            if measures and not is_affordable(plan.record, left):
-                trial.go_on()
-            else:
-                _end_trial(plan)
-                rival = self._challenge(plan, call)
+        if plan.trial is not None:
+            self._settle(plan.trial)
+            return None
+        measures, left = self._fit.policy.measures, self._fit.policy.steps_left
+        if measures and not is_affordable(plan.record, left):
+            plan.due *= LATER
+            return None
+        plan.due = NEVER
+        rival = self._challenge(plan, call)
         return rival if rival is not None and rival.is_launched else None
 
     def _challenge(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | None:
         """Capture and verify a second plan, and begin to compare both; return it."""
         rival: StepPlan | str = ""
-        memory = self._memory()
         try:
             with TURN, self._as_learned():
-                rival = self._rival(plan, call, memory)
+                rival = self._rival(plan, call)
             if isinstance(rival, str):
                 why = rival
             elif self._steps.verify(rival, plan, call):  # its replay may be the step now
-                Contest((plan, rival), self._steps.plans, self._clock, memory).begin()
+                Contest((plan, rival), self._steps.plans, self._clock).begin()
                 return rival
             else:
                 why = "it could not be verified"
@@ -220,15 +193,6 @@ class Overlap:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    def _takes_more(self, contest: Contest) -> int:
-        """Return how many bytes more than before the second graph will take alone, if too many."""
-        now = self._memory()
-        pool, backend = contest.plans[0].graphs["forward"].pool(), self._fit.pool.backend
-        if backend.name == "cuda" and backend.graphs_in(pool) == 1:  # it is let go of then
-            now -= pool_sizes(backend).get(pool, 0)
-        more = now - contest.memory
-        return more if more > max(MORE_MEMORY * contest.memory, AT_LEAST) else 0
-
     def _is_present(self, plan: StepPlan) -> bool:
         return self._steps.plans.get(plan.key) is plan
 
@@ -244,26 +208,37 @@ class Overlap:
             for name, value in zip(names, before, strict=True):
                 setattr(facts, name, value)
 
-    def _rival(self, plan: StepPlan, call: tuple[Any, ...], memory: int) -> StepPlan | str:
+    def _rival(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | str:
         """Capture a step in two streams; or tell why it stays a chain."""
         key = self._steps.key(call)
         if key is None or not self._is_present(plan):
             return "the step has changed meanwhile"
+        if self._fit.pool.backend.name == "cuda":
+            require_driver((12, 3), "A graph in two streams")
+        self._fit.budget.settle()
+        if self._fit.budget.is_tight:
+            return "memory is tight"
+        memory = self._memory()
         flow = self._flow(call, key)
         if flow is None or flow.why_not:
             return _TOO_DEAR if flow is None else flow.why_not
-        found = flow.schedule(int(MORE_MEMORY / 2 * memory) if memory else 2**62)
+        found = flow.schedule(int(MORE_MEMORY / 2 * memory) or 2**62)
         if not found.beside:
             return "nothing in it could run beside the rest"
-        pool = self._fit.pool
-        with replaced(pool, "handle", pool.backend.new_pool()):  # one of both is let go of
-            seen = self._seen(call, key, partial(Overlapping, flow, found, flow.device_type))
+        seen = self._seen(call, key, partial(Overlapping, flow, found, flow.device_type))
         if seen is None:
             return _TOO_DEAR
         rival, mode = seen
-        if why := mode.why_not or self._unlike(plan, rival, mode):
+        why = mode.why_not or self._unlike(plan, rival, mode) or self._takes_more(memory)
+        if why:
             self._steps.discard(rival)
         return why or rival
+
+    def _takes_more(self, before: int) -> str:
+        """Tell how much memory second graphs have added, if it is too much; empty if it is not."""
+        self._added += self._memory() - before
+        limit = max(MORE_MEMORY * before, AT_LEAST)
+        return f"two take {self._added // 2**20} MiB more" if self._added > limit else ""
 
     def _flow(self, call: tuple[Any, ...], key: Any) -> DataFlow | None:
         """Capture a step to see its data flow; its memory is free for the next capture then."""
@@ -302,20 +277,12 @@ class Overlap:
         if times is None:
             return
         chain, rival = contest.plans
-        words, more = in_words(*times), self._takes_more(contest)
-        if more:
-            words = f"one stream: two take {more // 2**20} MiB more"
-        is_kept = is_faster(*times) and not more
-        winner, loser = (rival, chain) if is_kept else (chain, rival)
-        pool = chain.graphs["forward"].pool()
+        winner, loser = (rival, chain) if is_faster(*times) else (chain, rival)
         _end_trial(chain, rival)
         winner.uses = max(chain.uses, rival.uses)
         self._steps.plans[winner.key] = winner
         self._steps.release(loser)
-        winner.record.overlap = words
-        if is_kept:  # those of other shapes and of evaluations share its memory
-            self._fit.pool.backend.go_on_in(winner.graphs["forward"].pool(), pool)
-        self._memory()
+        winner.record.overlap = in_words(*times)
 
 
 # ------------------ Whether a second graph is worth it

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,10 +43,7 @@ class Part(NamedTuple):
         return cls(graph, (*before, graph.launch), (*after,))
 
 
-class Trial(Protocol):
-    """What is measured of a plan before its region may get another one."""
-
-    is_due: bool  # the region is to look at it
+NEVER = sys.maxsize
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -65,7 +63,8 @@ class Plan:
     unverified: bool = False  # it is yet to be compared with the eager region
     is_launched: bool = False  # the replay that was compared is the coming one
     number: int = 0  # equal on all ranks that have captured it together
-    trial: Trial | None = None
+    due: int = NEVER  # the number of uses from which on its region is to look at it
+    trial: Any = None  # what its region measures of it
 
     def fits(self, call: Any) -> bool:
         """Whether it is right for a call; if so it is ready for a replay."""
