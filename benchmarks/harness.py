@@ -194,7 +194,15 @@ class Lab:
 # ---------------------------------------------------------------------- several processes
 
 
-def measure_rows(
+def measure_rows(*given: Any, path: Path | None, **how: Any) -> int:
+    """Measure rows as :func:`measured_rows`, write a file, and return the exit status."""
+    result = measured_rows(*given, **how)
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1))
+    return 0 if all(row["verdict"] == "PASS" for row in result["rows"]) else 1
+
+
+def measured_rows(
     script: str,
     names: Sequence[str],
     flags: Sequence[str],
@@ -203,9 +211,8 @@ def measure_rows(
     heading: str,
     *,
     jobs: int,
-    path: Path | None,
-) -> int:
-    """Measure rows, print and write what is found, and return the exit status.
+) -> dict[str, Any]:
+    """Measure rows, print them, and return them with what they were measured on.
 
     Args:
         script: The benchmark: with ``--rows NAME --json PATH`` it measures one row.
@@ -215,7 +222,6 @@ def measure_rows(
         line: A row in words.
         heading: What is printed above the rows.
         jobs: Processes at a time.
-        path: File for environment, command and rows.
     """
     environment = describe_environment()
     print(f"{environment}: {' '.join(sys.argv)}", heading, sep="\n", flush=True)
@@ -224,10 +230,8 @@ def measure_rows(
     for row in map(measure, names) if alone else _in_processes(script, names, flags, jobs):
         rows.append(row)
         print(line(row), flush=True)
-    if path is not None:
-        written = {"environment": environment, "command": sys.argv, "rows": rows}
-        path.write_text(json.dumps(written, indent=1))
-    return 0 if all(row["verdict"] == "PASS" for row in rows) else 1
+    about = about_environment()
+    return {"environment": environment, "about": about, "command": sys.argv, "rows": rows}
 
 
 def _in_processes(
@@ -253,7 +257,9 @@ def _in_processes(
 @contextmanager
 def gpu_time(*, alone: bool) -> Iterator[None]:
     """Wait until no other benchmark holds the GPU or, unless ``alone``, holds it for itself."""
-    path = Path(tempfile.gettempdir()) / f"lightning-graphs-benchmarks-{os.getuid()}.lock"
+    which = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    name = f"lightning-graphs-benchmarks-{os.getuid()}-{which}.lock"
+    path = Path(tempfile.gettempdir()) / name
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
@@ -271,10 +277,32 @@ def peak_memory() -> float:
     return peak or float("nan")  # nothing was on the GPU
 
 
+def about_environment() -> dict[str, str]:
+    """Card, driver, versions and commit, to stand beside every figure."""
+    has_gpu = torch.cuda.is_available()
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return {
+        "card": torch.cuda.get_device_name() if has_gpu else "no GPU (rehearsal)",
+        "driver": _first_line(asked) if has_gpu else "none",
+        "torch": torch.__version__,
+        "CUDA": str(torch.version.cuda),
+        "lightning": version("lightning"),
+        "Python": platform.python_version(),
+        "commit": _first_line(commit),
+    }
+
+
+def _first_line(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return (done.stdout.splitlines() or ["unknown"])[0]
+
+
 def describe_environment() -> str:
-    """Card and versions, to stand beside every figure."""
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU (rehearsal)"
-    return (
-        f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"lightning {version('lightning')}, Python {platform.python_version()}"
-    )
+    """Card and versions in words."""
+    about = about_environment()
+    names = "driver", "torch", "CUDA", "lightning", "Python"
+    return ", ".join([about["card"], *(f"{name} {about[name]}" for name in names)])

@@ -39,7 +39,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from workloads import Classifier, Gpt2, Mlp, Transformer
+from workloads import Classifier, Gpt2, Llama, Mlp, Transformer
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.regions import overlapped
@@ -84,40 +84,48 @@ HOST_LIMIT = 30
 LOSSES_DIFFER = 5e-3  # by more than rounding
 
 
-def mlp() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    return Mlp(12, 512), lambda: (torch.randn(256, 512), torch.randint(0, 10, (256,)))
+Workload = tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]
+"""A model that returns its loss, and what makes a batch."""
 
 
-def gpt2() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
-    return Gpt2(12, 384, 8192), lambda: (torch.randint(0, 8192, (4, 256)),)
+def mlp(size: int = 256) -> Workload:
+    return Mlp(12, 512), lambda: (torch.randn(size, 512), torch.randint(0, 10, (size,)))
 
 
-def bert() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+def gpt2(size: int = 4) -> Workload:
+    return Gpt2(12, 384, 8192), lambda: (torch.randint(0, 8192, (size, 256)),)
+
+
+def llama(size: int = 4) -> Workload:
+    return Llama(10, 256, 8192), lambda: (torch.randint(0, 8192, (size, 256)),)
+
+
+def bert(size: int = 16) -> Workload:
     from transformers import BertConfig, BertForSequenceClassification
 
     names = ("input_ids", "attention_mask", "labels")
     net = Transformer(BertForSequenceClassification(BertConfig(num_labels=2)), names)
 
     def batch() -> tuple[Tensor, ...]:
-        mask = torch.ones(16, 128, dtype=torch.long)
+        mask = torch.ones(size, 128, dtype=torch.long)
         mask[::2, 100:] = 0
-        return torch.randint(0, 30000, (16, 128)), mask, torch.randint(0, 2, (16,))
+        return torch.randint(0, 30000, (size, 128)), mask, torch.randint(0, 2, (size,))
 
     return net, batch
 
 
-def resnet50() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+def resnet50(size: int = 32) -> Workload:
     import torchvision
 
     net = Classifier(torchvision.models.resnet50(num_classes=100))
-    return net, lambda: (torch.randn(32, 3, 64, 64), torch.randint(0, 100, (32,)))
+    return net, lambda: (torch.randn(size, 3, 64, 64), torch.randint(0, 100, (size,)))
 
 
-def vit() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+def vit(size: int = 32) -> Workload:
     import timm
 
     net = Classifier(timm.create_model("vit_tiny_patch16_224", num_classes=100))
-    return net, lambda: (torch.randn(32, 3, 224, 224), torch.randint(0, 100, (32,)))
+    return net, lambda: (torch.randn(size, 3, 224, 224), torch.randint(0, 100, (size,)))
 
 
 class Tiny(nn.Module):
@@ -129,7 +137,7 @@ class Tiny(nn.Module):
         return (torch.stack([*self.weights]).sum(0) * x).sum()
 
 
-def tiny(parameters: int = 1) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+def tiny(parameters: int = 1) -> Workload:
     return Tiny(parameters), lambda: (torch.randn(4, 8),)
 
 
@@ -153,21 +161,37 @@ class Masked(nn.Module):
         return nn.functional.cross_entropy(h.mean(1), y)
 
 
-def masked(looks: bool = True) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+def masked(looks: bool = True) -> Workload:
     ones = torch.ones(8, 128, dtype=torch.bool)
     return Masked(looks), lambda: (torch.randint(1000, (8, 128)), ones, torch.randint(32, (8,)))
 
 
-WORKLOADS = {f.__name__: f for f in (mlp, gpt2, bert, resnet50, vit, tiny)}
+WORKLOADS: dict[str, Callable[..., Workload]]
+WORKLOADS = {f.__name__: f for f in (mlp, gpt2, llama, bert, resnet50, vit, tiny)}
 WORKLOADS |= {"masked": masked, "not masked": partial(masked, looks=False)}
 WORKLOADS |= {f"tiny{count}": partial(tiny, count) for count in ADDED}
 
 
+def workload(row: str, size: int | None, lab: Lab) -> Workload:
+    """Make the model of a row, and batches of a size, which is the row's own by default."""
+    if lab.dry and "masked" not in row:
+        return tiny()
+    return WORKLOADS[row]() if size is None else WORKLOADS[row](size)
+
+
 class Module(LightningModule):
-    def __init__(self, net: nn.Module, compiled: bool) -> None:
+    """Trains a network.
+
+    Args:
+        compiled: What ``torch.compile`` is given to compile it; None: it stays as it is.
+    """
+
+    def __init__(self, net: nn.Module, compiled: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.net = net
-        self.call = torch.compile(net) if compiled else net
+        call = self.call = net if compiled is None else torch.compile(net, **compiled)
+        if compiled:  # the next call of one with graphs overwrites what this one returns
+            self.call = lambda *batch: call(*batch).clone()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.call(*batch)
@@ -265,11 +289,11 @@ class Constants(Callback):
 
 
 class Batches(torch.utils.data.Dataset[tuple[Tensor, ...]]):
-    def __init__(self, items: list[tuple[Tensor, ...]]) -> None:
-        self.items = items
+    def __init__(self, items: list[tuple[Tensor, ...]], blocks: int | None = None) -> None:
+        self.items, self.blocks = items, blocks or BLOCKS
 
     def __len__(self) -> int:
-        return WARMUP + TIMED * BLOCKS
+        return WARMUP + TIMED * self.blocks
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return self.items[index % len(self.items)]
@@ -279,26 +303,30 @@ def fit(
     row: str,
     graphs: GraphCapture | None = None,
     *,
-    compiled: bool = False,
+    compiled: Mapping[str, Any] | None = None,
     callbacks: Sequence[Callback] = (),
     signatures: int = 1,
     bar: bool = True,
     lab: Lab | None = None,
+    size: int | None = None,
+    blocks: int | None = None,
 ) -> dict[str, Any]:
     """Train once: milliseconds per step (fastest and usual), floor, losses, peaks of memory in MiB.
 
     Args:
         row: Name of the workload.
         graphs: The callback; None for eager training.
-        compiled: Whether ``torch.compile`` compiles the network.
+        compiled: See :class:`Module`.
         callbacks: Further callbacks.
         signatures: How many shapes the batches have.
         bar: With a progress bar and two logged keys; without, one key is logged.
         lab: Where; by default on a GPU.
+        size: Of a batch; by default that of the workload.
+        blocks: How many are timed.
     """
     lab = lab or Lab(dry=False)
     seed_everything(1, verbose=False)
-    net, batch = WORKLOADS["tiny" if lab.dry and "masked" not in row else row]()
+    net, batch = workload(row, size, lab)
     items = [batch() for _ in range(4)]
     for i in range(1, signatures):
         items[i] = tuple(t[: len(t) - len(t) // 4].clone() for t in items[i])
@@ -319,7 +347,7 @@ def fit(
             enable_progress_bar=bar,
             callbacks=[probe, *([graphs] if graphs is not None else []), *callbacks],
         )
-        loader = DataLoader(Batches(items), batch_size=None)
+        loader = DataLoader(Batches(items, blocks), batch_size=None)
         trainer.fit((TalkativeModule if bar else Module)(net, compiled), loader)
         lab.synchronize()
     torch._dynamo.reset()
@@ -343,7 +371,7 @@ def measure(row: str, lab: Lab) -> dict[str, Any]:
     if row == "mask":
         return host_time(lab)
     name, _, compiled = row.partition(" ")
-    train = partial(fit, name, compiled=bool(compiled), lab=lab)
+    train = partial(fit, name, compiled={} if compiled else None, lab=lab)
     eager = train()
     captured = train(whole_steps(lab))
     second = train(whole_steps(lab), signatures=2)

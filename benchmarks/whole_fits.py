@@ -108,7 +108,7 @@ def fit(case: Case, settings: Settings | None, lab: Lab, steps: int = -1) -> Out
     if settings is not None:
         graphs = GraphCapture(**settings, backend="emulated" if lab.dry else "auto")
     probe = Probe(len(case.batches))
-    module = Module(copy.deepcopy(case.net), compiled=False)
+    module = Module(copy.deepcopy(case.net))
     trainer = Trainer(
         accelerator="cpu" if lab.dry else "gpu",
         devices=1,

@@ -285,3 +285,19 @@ def test_captured_loops_train_as_eager_ones_do(
     found = {"differs": [], "repeatable": True, "compared": 3, "gain": 9.0, "limit": 10.0}
     assert loops.verdict(found, tiny=False) == "FAIL"
     assert loops.verdict({**found, "differs": ["world"]}, tiny=True) == "WRONG RESULT"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_peers_are_compared_with_eager_training(
+    script: Any, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = script("peers")
+    monkeypatch.setattr(peers, "BLOCKS", 1)
+    row = peers.measure("mlp", lab, ("lightning", "step", "whole-step graph", "floor"))
+    assert row["verdict"] == "PASS"
+    known = [peer.get("losses_are", "equal") for peer in row["peers"].values()]
+    assert known == ["equal"] * 4
+    result = {"rows": [row, {**row, "row": "mlp@8"}], "about": {"card": "none"}}
+    assert peers.markdown(result).count("| mlp") == 2
+    peers.plot(result, tmp_path / "sweep.svg")
+    assert (tmp_path / "sweep.svg").exists()
