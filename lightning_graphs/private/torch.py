@@ -282,6 +282,16 @@ def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None
     step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that compiled code calls as it is, without a look into it.
+
+    ``torch.compiler.disable`` imports the compiler; before that is there, nothing is compiled.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    disable: Callable[..., Any] | None = getattr(dynamo, "disable", None)
+    return function if disable is None else disable(function)
+
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_ALL_MODULES = [getattr(nn.modules.module, f"_global{name}", {}) for name in _HOOKS]
 

@@ -25,6 +25,7 @@ from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.torch import (
     capturable_unasked,
     count_for_schedulers,
+    left_alone,
     scaling_states,
     step_hook_tables,
 )
@@ -340,6 +341,7 @@ class CapturableOptimizer:
         # Its state exists. A gradient scaler may skip the first steps of a fit.
         self.has_stepped = bool(optimizer.state) and not self._is_tried
         self._is_restored = False
+        self.calls = 0  # steps that were taken, eager and captured ones
         self._own_step: Callable[..., Any] | None = vars(optimizer).get("step")
         # It divides gradients by the loss scale itself, and skips a step whose own overflow
         self.unscales = self._fused or getattr(optimizer, UNSCALES_ITSELF, False)
@@ -367,6 +369,7 @@ class CapturableOptimizer:
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:
             if self._is_restored:  # in the middle of a step, which is taken once more
                 return step(closure)
+            self.calls += 1
             if self._is_tried:
                 return self._step_as_it_is(taken, closure)
             returned = None
@@ -380,8 +383,9 @@ class CapturableOptimizer:
             self.has_stepped = True
             return returned
 
-        count_for_schedulers(self.optimizer, stand_in)
-        return stand_in
+        known = left_alone(stand_in)
+        count_for_schedulers(self.optimizer, known)
+        return known
 
     def _step_as_it_is(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Take the step; refuse it if a capture cannot hold it, or if it computes on the host.

@@ -55,6 +55,7 @@ from lightning_graphs.regions.plan import (
     StepPlan,
     batch_written,
 )
+from lightning_graphs.regions.tried import unseen_steps_refused
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
@@ -563,7 +564,12 @@ class StepCapture(Attempts):
                 mechanism=partial(_logged, recorder),
             ),
             Watcher(partial(environment.reading, self._facts.reads, number)),
-            Watcher(rates.rates, rates.traced, mechanism=self._refreshed),
+            Watcher(
+                rates.rates,
+                rates.traced,
+                finish=unseen_steps_refused(self.optimizers, self.context.compiled),
+                mechanism=self._refreshed,
+            ),
             Watcher(partial(environment.refusing, LIBRARIES.step)),
             Watcher(partial(objects_undone, begun.arguments[0], listed, known)),
             Watcher(inside=self._unseen),

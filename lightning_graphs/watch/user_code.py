@@ -142,9 +142,15 @@ def obstacle_in(module: nn.Module) -> str | None:
     """Why no graph can hold a module, or one inside of it, in a sentence; None if one can."""
     for owner in with_own_graphs(module):
         return f"`{owner}` {_OWN_GRAPHS}"
+    devices: dict[torch.device, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if hides_memory(tensor):
             return f"`{name}` {hidden_in(tensor)}"
+        if tensor.device.type not in ("cpu", "meta"):
+            devices.setdefault(tensor.device, name)
+    if len(devices) > 1:
+        (one, first), (other, second), *_ = devices.items()
+        return f"`{first}` is on {one} and `{second}` on {other}, but a graph runs on one device"
     return None
 
 
