@@ -249,8 +249,8 @@ SIDE_EFFECT = Obstacle(
 )
 DRAWN = Obstacle(
     "A graph would freeze a random number, or another value, that the step draws on the host.",
-    "draw on the device (torch.rand(..., device=...)), or in the data loader; or only add, "
-    "multiply or compare the number, or make a tensor of it, which replays can follow",
+    "draw on the device (torch.rand(..., device=...)), or in the data loader; replays can follow a "
+    "number that is only added, multiplied or compared, or made a tensor",
     kind="python-state",
     code="share = torch.rand((), device=self.device)  # in place of random.random()",
 )
@@ -262,8 +262,8 @@ CLOCK = Obstacle(
 )
 COUNTER = Obstacle(
     "A graph would freeze a counter, or another value that the trainer changes.",
-    "only add, multiply, divide or compare counters, which replays can follow; or make the value a "
-    "tensor that is filled ahead of the captured code",
+    "make the value a tensor that is filled ahead of the captured code; replays can follow a "
+    "counter that is only added, multiplied, divided or compared",
     kind="python-state",
 )
 OLD_GRADIENTS = Obstacle(

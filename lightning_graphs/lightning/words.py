@@ -105,9 +105,9 @@ WORDS = {
         "    print(outputs['loss'])  # what training_step returns",
     },
     DRAWN: {
-        "remedy": "draw on the device (torch.rand(..., device=...)), or in the data loader; or "
-        "let training_step only add, multiply, compare or log the number, or make a tensor of it, "
-        "which replays can follow",
+        "remedy": "draw on the device (torch.rand(..., device=...)), or in the data loader; "
+        "replays can follow a number that training_step only adds, multiplies, compares or logs, "
+        "or makes a tensor of",
     },
     CLOCK: {
         "remedy": "compute and decide with times in a hook; training_step may log and store them: "
@@ -116,9 +116,9 @@ WORDS = {
         "    self.share.fill_(time.monotonic() - self.began)  # a buffer, for the step",
     },
     COUNTER: {
-        "remedy": "let training_step only add, multiply, divide, compare or log counters, which "
-        "replays can follow; move other code that needs the value to a hook, or make the value a "
-        "tensor that a hook fills",
+        "remedy": "move code that needs the value to a hook, or make the value a tensor that a "
+        "hook fills; replays can follow a counter that training_step only adds, multiplies, "
+        "divides, compares or logs",
         "code": 'self.register_buffer("scale", torch.ones(()))  # in __init__\n'
         "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
     },

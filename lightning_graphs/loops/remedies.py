@@ -102,10 +102,9 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
         "code": f"{_BEHIND}print(loss.item())",
     },
     DRAWN: {
-        "remedy": "only add, multiply or compare what is drawn, or make a tensor of it, in the "
-        "captured function, which replays follow; else draw on the device (torch.rand(..., "
-        "device=...)), or ahead of the call, and pass a tensor; take batches from iterators in the "
-        "loop, and pass them",
+        "remedy": "draw on the device (torch.rand(..., device=...)), or ahead of the call, and "
+        "pass a tensor; replays can follow a number that the function only adds, multiplies or "
+        "compares, or makes a tensor of; take batches from iterators in the loop, and pass them",
         "code": "share = torch.rand((), device=x.device)  # in place of random.random()",
     },
     CLOCK: {
@@ -115,8 +114,8 @@ WORDS: Mapping[Obstacle, Mapping[str, str]] = {
         "code": "step(batch, torch.full((), time.monotonic() - began, device=device))",
     },
     COUNTER: {
-        "remedy": "only add, multiply, divide or compare counters in the captured function, which "
-        "replays follow; else make a tensor of the number, and pass that",
+        "remedy": "make a tensor of the number, and pass that; replays can follow a counter that "
+        "the function only adds, multiplies, divides or compares",
         "code": "step(batch, torch.full((), 1 / (1 + i), device=device))",
     },
     OLD_GRADIENTS: {

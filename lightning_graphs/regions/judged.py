@@ -147,7 +147,7 @@ class JudgedSteps(StepRegion):
 _HOW = (
     r",? ?\b(at|see|is|(named|returned|(is )?taken) at|(stored or returned, )?in the code of)? ?$"
 )
-_USED = r"(, on which the way of the step depends,)? is (read|used|called|set)$"
+_USED = r"(, which decides what the step runs,)? is (read|used|called|set)$"
 _OF_HOST = ("host-read", "host-data", "host-copy", "data-dependent-shape")
 """Kinds of what the host may do ahead of a graph."""
 

@@ -31,6 +31,7 @@ from lightning_graphs.regions.conditions import (
     NewSeeds,
     Phase,
     ReplayGuards,
+    conditions_of,
     differences,
     moving,
     signature_in_words,
@@ -451,7 +452,13 @@ class StepMessages:
         """Count a capture, and say what tells it from the last one."""
         self._statistics.captures += 1
         before, self._latest = self._latest, signature
-        if before is not None and (change := listed(differences(before, signature))):
+        if before is None or not (changes := differences(before, signature)):
+            return
+        phases = [conditions_of(key).phase for key in (before, signature)]
+        if len(changes) == 1 and phases[0] != phases[1]:
+            self._messages.recaptured(f"captured another graph, for the {phases[1]}", changes[0])
+        else:
+            change = listed(changes)
             self._messages.recaptured(f"captured another graph, because {change}", change)
 
     def explain_wait(

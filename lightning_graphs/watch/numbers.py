@@ -196,7 +196,7 @@ class StepNumbers:
             self._ways *= self.ways_of(read)
             self._led.add(name)
         if self._ways > WAYS:
-            self.refuse(DRAWN, f"{name}, on which the way of the step depends,")
+            self.refuse(DRAWN, f"{name}, which decides what the step runs,")
         return value
 
     def refuse(self, obstacle: Obstacle, name: str) -> None:

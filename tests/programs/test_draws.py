@@ -216,8 +216,8 @@ def writes_places(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 
 REFUSED = {
-    another_index_each_time: r"index\(random.randint\), on which the way of the step depends, is",
-    cropped: "random.randrange.*, on which the way of the step depends, is",
+    another_index_each_time: r"index\(random.randint\), which decides what the step runs, is",
+    cropped: "random.randrange.*, which decides what the step runs, is",
     chooses_a_module: "random.choice is used at",
 }
 
