@@ -288,8 +288,12 @@ def left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     ``torch.compiler.disable`` imports the compiler; before that is there, nothing is compiled.
     """
     dynamo = sys.modules.get("torch._dynamo")
-    disable: Callable[..., Any] | None = getattr(dynamo, "disable", None)
-    return function if disable is None else disable(function)
+    if dynamo is None:
+        return function
+    # It has come along from the function that this one wraps, and would be called in its place
+    vars(function).pop("_torchdynamo_orig_callable", None)
+    disabled: Callable[..., Any] = dynamo.disable(function)
+    return disabled
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -369,7 +373,7 @@ def compiled_code_noticed(notice: Callable[[], object]) -> Iterator[None]:
     original: Callable[[Any], Any] | None = getattr(dynamo, "_callback_from_stance", None)
     if original is None:
         yield
-        if _has_compiled_anything():
+        if has_compiled_anything():
             notice()
         return
     thread = threading.get_ident()
@@ -385,7 +389,7 @@ def compiled_code_noticed(notice: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def _has_compiled_anything() -> bool:
+def has_compiled_anything() -> bool:
     """Return whether this process has compiled code; True if torch does not count it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:

@@ -26,7 +26,7 @@ from lightning_graphs.private.callsite import (
 )
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import scaling_states
+from lightning_graphs.private.torch import scaling_states, version_of
 from lightning_graphs.regions.conditions import Observers, Phase
 from lightning_graphs.regions.context import Recorder, TrainingContext
 from lightning_graphs.regions.gradients import drop_gradients
@@ -269,3 +269,30 @@ class Given:
     def run(self, begin: Begin, code: Callable[..., Any]) -> Any:
         """Run the code of the step, captured from its beginning on."""
         return code(*begin(self))
+
+
+def unseen_steps_refused(
+    optimizers: Mapping[Optimizer, Any],  # each with what counts the steps that are seen
+    compiled: Any,
+) -> Callable[[], None]:
+    """Return what refuses, at the end of a capture, steps that compiled code took by itself.
+
+    It holds the method that the optimizer had before; learning rates would be constants of it.
+    """
+    known = {o: (one, one.calls, _versions(o)) for o, one in optimizers.items() if one is not None}
+
+    def refuse() -> None:
+        for optimizer, (one, calls, versions) in known.items():
+            if compiled.runs and one.calls == calls and _versions(optimizer) != versions:
+                raise CaptureError(
+                    "A captured step must call optimizer.step() outside of compiled code.",
+                    f"code that torch.compile has made steps {type(optimizer).__name__}",
+                    "leave torch.compile out around optimizer.step(): in the graph it costs what "
+                    "its kernels cost",
+                )
+
+    return refuse
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    return [version_of(p) for group in optimizer.param_groups for p in group["params"]]

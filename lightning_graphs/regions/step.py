@@ -37,7 +37,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.regions.agreement import BucketReduction, reduction_of
 from lightning_graphs.regions.behind import Behind, HeadMissed, KeyOf, StepHead
-from lightning_graphs.regions.body import Given, StepBody
+from lightning_graphs.regions.body import Given, StepBody, unseen_steps_refused
 from lightning_graphs.regions.conditions import (
     Observers,
     Phase,
@@ -55,7 +55,6 @@ from lightning_graphs.regions.plan import (
     StepPlan,
     batch_written,
 )
-from lightning_graphs.regions.tried import unseen_steps_refused
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors

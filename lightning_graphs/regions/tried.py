@@ -26,7 +26,6 @@ from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one
 from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
 from lightning_graphs.private.engine import hides_memory, plain
 from lightning_graphs.private.exchange import Absence, replaced
-from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
@@ -42,33 +41,6 @@ def why_failed(optimizer: Optimizer, error: BaseException) -> str:
         return said.replace(IN_LIBRARIES, site.describe()) if site.line else said
     said = in_one_line(error)
     return f"{said} at {site.describe()}" if site.line else said
-
-
-def unseen_steps_refused(
-    optimizers: Mapping[Optimizer, Any],  # each with what counts the steps that are seen
-    compiled: Any,
-) -> Callable[[], None]:
-    """Return what refuses, at the end of a capture, steps that compiled code took by itself.
-
-    It holds the method that the optimizer had before; learning rates would be constants of it.
-    """
-    known = {o: (one, one.calls, _versions(o)) for o, one in optimizers.items() if one is not None}
-
-    def refuse() -> None:
-        for optimizer, (one, calls, versions) in known.items():
-            if compiled.runs and one.calls == calls and _versions(optimizer) != versions:
-                raise CaptureError(
-                    "A captured step must call optimizer.step() outside of compiled code.",
-                    f"code that torch.compile has made steps {type(optimizer).__name__}",
-                    "leave torch.compile out around optimizer.step(): in the graph it costs what "
-                    "its kernels cost",
-                )
-
-    return refuse
-
-
-def _versions(optimizer: Optimizer) -> list[int]:
-    return [version_of(p) for group in optimizer.param_groups for p in group["params"]]
 
 
 # ------------------ Steps that a gradient scaler skips

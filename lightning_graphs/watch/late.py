@@ -32,8 +32,8 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.engine import plain
-from lightning_graphs.private.exchange import bound, exchanged, standing_in
-from lightning_graphs.private.torch import version_of
+from lightning_graphs.private.exchange import Member, bound, exchanged, standing_in
+from lightning_graphs.private.torch import has_compiled_anything, version_of
 from lightning_graphs.values.memory import RETURNED, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST
@@ -543,12 +543,10 @@ class KeptCalls:
         modules = asking & sys.modules.keys()
         conversions = {(name, kind) for name in modules for kind in (float, int)}
         chosen = [(sys.modules[m], f.__name__, _among_late(f)) for m in modules for f in (max, min)]
-        with (
-            calls_followed(conversions),
-            tensors_asked(number),
-            exchanged(chosen),
-            _CallsOfTorch(self, keep),
-        ):
+        calls = _CallsOfTorch(self, keep)
+        # Compiled code would be compiled again for the mode, in the capture
+        reads = exchanged(calls.members) if has_compiled_anything() else calls
+        with calls_followed(conversions), tensors_asked(number), exchanged(chosen), reads:
             yield
 
     def use_at(self, frame: FrameType, keep: Keep) -> Use | None:
@@ -592,14 +590,29 @@ class _CallsOfTorch(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        frame: Any = sys._getframe(1)
+        return self._called(function, sys._getframe(1), args, kwargs or {})
+
+    @property
+    def members(self) -> list[Member]:
+        """The methods that most often read, each with what keeps its calls back."""
+        return [self._member(name) for name in ("item", "tolist", "cpu", "numpy", "to")]
+
+    def _member(self, name: str) -> Member:
+        own = getattr(Tensor, name)
+
+        def read(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+            return self._called(own, frame, args, kwargs)
+
+        return Tensor, name, standing_in(own, read)
+
+    def _called(self, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         while not is_of_others(frame):  # what passes calls of tensors' methods on
             frame = frame.f_back
         use = self._kept.use_at(frame, self._keep)
         name = getattr(function, "__name__", "").removeprefix("linalg_")
         if use is None or name not in _READING:
-            return function(*args, **(kwargs or {}))
-        late = self._keep(function, (args, kwargs or {}), replace(use, is_pure=True))
+            return function(*args, **kwargs)
+        late = self._keep(function, (args, kwargs), replace(use, is_pure=True))
         if name in _OF_ONE_SHAPE and type(late) is LateValue:  # the doctor makes the call
             late.sizes = tuple(args[0].shape)
         return late
