@@ -277,6 +277,12 @@ SCHEDULED = Obstacle(
     "step the scheduler at the end of the step; one that takes a value, in a hook",
     kind="python-state",
 )
+USED_BEHIND = Obstacle(
+    "An optimizer step that runs eagerly behind the graph must be the last use of its parameters.",
+    "take the step at the end of the captured code, and do what follows it outside of that; or use "
+    "an optimizer that graphs can step",
+    kind="optimizer",
+)
 OPTIMIZER_SET = Obstacle(
     "A replay runs no Python code, and cannot set values in the optimizer.",
     "set the value outside of the captured code, or with a scheduler",

@@ -42,7 +42,8 @@ from lightning_graphs.lightning.private import counts_manual_steps, overrides
 from lightning_graphs.private.callsite import LIBRARIES, definition_of, is_library
 from lightning_graphs.private.torch import is_compiled, module_hooks
 from lightning_graphs.regions.conditions import Observers
-from lightning_graphs.regions.optimizer import Kernel, capture_obstacle
+from lightning_graphs.regions.optimizer import Kernel, capture_obstacle, scaler_of
+from lightning_graphs.regions.own_gradients import why_not_behind
 from lightning_graphs.report.diagnosis import Diagnosis, Effect
 from lightning_graphs.watch.user_code import obstacle_in
 
@@ -279,9 +280,11 @@ def _why_not_by_hand(trainer: Trainer, module: LightningModule, kernel: Kernel) 
     observers = observers_of(trainer, module)
     for hook in (*observers.before_backward, *observers.before_step):
         return f"the module optimizes manually, and {hook} looks into its step"
-    target = trainer.strategy.root_device.type
+    target, scaler = trainer.strategy.root_device.type, scaler_of(trainer.precision_plugin)
     for optimizer in trainer.optimizers:
-        if why := capture_obstacle(module, optimizer, target, kernel):
+        if capture_obstacle(module, optimizer, target, kernel) and (
+            why := why_not_behind(module, optimizer, scaler)
+        ):
             return f"the module optimizes manually, and its optimizer cannot be captured: {why}"
     return ""
 

@@ -113,7 +113,7 @@ class StepBody:
     ) -> StepOutputs:
         """Run a step whose own code runs backward passes and optimizer steps."""
         steps: list[Member] = [
-            (optimizer, "step", partial(self._step_within, optimizer, optimizer.step))
+            (optimizer, "step", partial(self._step_within, recorder, optimizer, optimizer.step))
             for optimizer in self.optimizers
         ]
         if (scaler := self._scaler) is not None:
@@ -129,6 +129,7 @@ class StepBody:
 
     def _step_within(
         self,
+        recorder: Recorder,
         optimizer: Optimizer,
         own: Callable[..., Any],
         closure: Callable[[], Any] | None = None,
@@ -139,8 +140,14 @@ class StepBody:
             with torch.enable_grad():
                 returned = closure()
         with self.rates_given(optimizer):
-            own()
+            if self.optimizers[optimizer] is not None:
+                own()
+        if self.optimizers[optimizer] is None:
+            self.step_behind(recorder, optimizer)
         return returned
+
+    def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
+        """Leave out the step of an optimizer that no graph can step; replays take it behind."""
 
     def _step_scaled(self, own: Callable[..., Any], optimizer: Optimizer, *given: Any) -> Any:
         capturable, scaler = self.optimizers[optimizer], self._scaler

@@ -64,7 +64,7 @@ class JudgedSteps(StepRegion):
     def diagnose(self, call: tuple[Any, ...]) -> Refused:
         """Capture a step until nothing more is learned; return the refusals that are left."""
         refused: Refused = ()
-        self._obstacle = None
+        self._left.clear()
         self._rebind()
         if self._by_hand and not self.has_stepped:
             return refused

@@ -84,22 +84,29 @@ def capture_obstacle(
         return "LBFGS calls the training step several times for each update"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
-    if (sparse := _sparse_embedding(module)) is not None:
+    if (sparse := sparse_embedding(module)) is not None:
         return f"`{sparse}` has sparse gradients, whose memory changes in every step"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(devices := sorted({str(p.device) for p in parameters})) > 1:
-        return f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
+    if why := on_several_devices(parameters):
+        return why
     for tensor in filter(hides_memory, leaves_of([*optimizer.state.values()], Tensor)):
         return f"a tensor of its state {hidden_in(tensor)}"
     if not (why := _why_not_fused(optimizer, kernel)):
         return _too_precise(parameters, device_type)
-    if _is_sharded(optimizer):
+    if is_sharded(optimizer):
         return f"with DTensors only a fused step can be captured, and {name} here has none"
     if _is_tried(optimizer, kernel):
         return _on_host(optimizer, device_type)
     if device_type == "cpu":
         return f"a rehearsal can capture fused steps only, and {name} {why}"
     return _too_precise(parameters, device_type)
+
+
+def on_several_devices(parameters: Iterable[Tensor]) -> str | None:
+    """Why one graph cannot step these parameters; None if they are on one device."""
+    devices = sorted({str(p.device) for p in parameters})
+    found = f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
+    return found if len(devices) > 1 else None
 
 
 def _too_precise(parameters: Iterable[Tensor], device_type: str) -> str | None:
@@ -130,7 +137,8 @@ def _steps_as_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.optim")
 
 
-def _sparse_embedding(module: nn.Module) -> str | None:
+def sparse_embedding(module: nn.Module) -> str | None:
+    """Return the name of a layer that is trained and has sparse gradients; None if none has."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     layers = ((name, m) for name, m in module.named_modules() if isinstance(m, kinds) and m.sparse)
     return next((name for name, layer in layers if layer.weight.requires_grad), None)
@@ -144,7 +152,7 @@ def _why_not_fused(optimizer: Optimizer, kernel: Kernel) -> str:
     """
     is_sgd = isinstance(optimizer, torch.optim.SGD)
     if not (isinstance(optimizer, _FUSED) and _steps_as_torch(optimizer)) or (
-        is_sgd and _is_sharded(optimizer)
+        is_sgd and is_sharded(optimizer)
     ):
         return "has no fused kernel for graphs"
     groups = optimizer.param_groups
@@ -182,7 +190,7 @@ def _are_alike(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     )
 
 
-def _is_sharded(optimizer: Optimizer) -> bool:
+def is_sharded(optimizer: Optimizer) -> bool:
     """Whether its parameters are DTensors: torch has no fused SGD over them.
 
     Steps that are capturable without being fused mix them with plain tensors, which torch refuses.
@@ -220,6 +228,7 @@ class UpdateRefused(CaptureError):
     """The step of one optimizer cannot be captured; what precedes it may be."""
 
     may_succeed = False  # the next capture follows the numbers in the way of this one
+    optimizer: Optimizer | None = None  # whose step it is; None: that of any that follows numbers
 
 
 class StateAwaited:
@@ -440,12 +449,14 @@ class CapturableOptimizer:
         )
 
     def _refused(self, observed: str) -> UpdateRefused:
-        return UpdateRefused(
+        error = UpdateRefused(
             "A captured optimizer step must compute on the device alone.",
             f"{type(self.optimizer).__name__}: {observed}",
             "keep counters in tensors on the device of the parameters, and compute with these; the "
             "step of this optimizer runs eagerly until then",
         )
+        error.optimizer = self.optimizer
+        return error
 
     @contextlib.contextmanager
     def _flags_exchanged(self) -> Iterator[bool]:

@@ -1,4 +1,8 @@
-"""Gradients of a captured step whose own code runs backward passes, zeroes and uses them."""
+"""Gradients of a captured step whose own code runs backward passes, zeroes and uses them.
+
+Its own code takes optimizer steps, too. Those of an optimizer that no graph can step run eagerly,
+behind the graph.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import require_plain_gradients
+from lightning_graphs.device.rules import USED_BEHIND
+from lightning_graphs.device.trace import OperatorCall, OperatorsSeen, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.engine import local
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.private.torch import version_of
+from lightning_graphs.private.torch import has_memory, memory_of, version_of
 from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients, StepGradients
+from lightning_graphs.regions.optimizer import is_sharded, on_several_devices, sparse_embedding
+from lightning_graphs.regions.plan import Shown
 
 
 class OwnGradients:
@@ -48,6 +57,9 @@ class OwnGradients:
         self._dropped: set[Parameter] = set()  # before anything has read their old gradients
         self._reads_old = False
         self._unforeseen = unforeseen
+        # By optimizer steps behind the graph: new gradients, and the versions of all in buffers
+        self._used: list[Parameter] = []
+        self._used_as: dict[Parameter, int] = {}
 
     def begin(self) -> None:
         """Let ``.grad`` be what the step would find of earlier ones."""
@@ -84,10 +96,28 @@ class OwnGradients:
         with replaced(Parameter, "grad", property(read, write)):
             yield
 
+    def shown(self) -> Shown:
+        """Copy the present gradients to their buffers, for an optimizer step behind the graph."""
+        self._copy()
+        self._used += self._new
+        found = [(p, p.grad) for p in self.parameters]
+        self._used_as |= {p: version_of(gradient) for p, gradient in found if gradient is not None}
+        return found
+
     def keep(self) -> None:
-        """Copy new gradients to their buffers; the last part of the captured step."""
-        require_plain_gradients([parameter.grad for parameter in self.parameters])
+        """Copy new gradients to their buffers; the last part of the captured step.
+
+        Raises:
+            CaptureError: Gradients that a step behind the graph is to use have changed since.
+        """
         self._refuse_frozen()
+        self._copy()
+        if any(version_of(self._buffers[p]) != as_it_was for p, as_it_was in self._used_as.items()):
+            raise USED_BEHIND.refused("gradients are computed again behind it")
+        self._new = [p for p in dict.fromkeys((*self._used, *self._new)) if p.grad is not None]
+
+    def _copy(self) -> None:
+        require_plain_gradients([parameter.grad for parameter in self.parameters])
         present = [(p, p.grad) for p in self.parameters if p.grad is not None]
         new = [(p, gradient) for p, gradient in present if gradient is not self._buffers.get(p)]
         self._unforeseen += [p for p, _ in new if p not in self._buffers]
@@ -148,3 +178,41 @@ class OwnGradients:
         found = list(parameters)
         buffers = [self._buffers[p] for p in found]
         return GradientBuffers(found, buffers, list(others), copied=copied)
+
+
+# ------------------ Optimizer steps behind the graph
+
+
+def why_not_behind(
+    module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
+) -> str | None:
+    """Why the step of an optimizer cannot run eagerly behind the graph of a step that calls it."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS calls the training step several times for each update"
+    if (sparse := sparse_embedding(module)) is not None:
+        return f"`{sparse}` has sparse gradients, whose memory changes in every step"
+    if scaler is not None:
+        return f"a gradient scaler steps {name}, which no graph can step, and asks the device"
+    if is_sharded(optimizer):
+        return f"with DTensors only a fused step can be captured, and {name} here has none"
+    return on_several_devices([p for g in optimizer.param_groups for p in g["params"]])
+
+
+def uses_refused(optimizer: Optimizer, shown: Shown) -> OperatorsSeen:
+    """Refuse uses of what an optimizer step behind the graph is yet to change, in the body.
+
+    Draws are refused, too: the optimizer may draw before them.
+    """
+    groups = optimizer.param_groups
+    tensors = [p for group in groups for p in group["params"]]
+    tensors += [gradient for _, gradient in shown if gradient is not None]
+    tensors += tensors_in([*optimizer.state.values()])
+    touched = {memory_of(plain) for plain in map(local, tensors)}
+
+    def see(call: OperatorCall, _: Any) -> None:
+        draws = torch.Tag.nondeterministic_seeded in call.func.tags
+        if draws or any(memory_of(t) in touched for t in call.inputs if has_memory(t)):
+            raise USED_BEHIND.refused_here(f"{call.func} uses what it changes, or draws,")
+
+    return OperatorsSeen(see)

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
+from lightning_graphs.errors import ReplayError
 from lightning_graphs.regions.conditions import CaptureKey, conditions_of
 from lightning_graphs.regions.gradients import BatchGradients, GradientBuffers
 from lightning_graphs.report import GraphRecord
@@ -224,6 +226,7 @@ class StepPlan(Plan):
     visible: GradientBuffers | None = None
     dropped: Sequence[Parameter] = ()  # whose gradients of earlier steps nothing reads any more
     head: Head | None = None  # runs ahead of it: what leaves that is its batch
+    behind: Sequence[UpdateBehind] = ()  # optimizer steps that run eagerly, behind it
     # Whether user code keeps gradients that were shown to it
     are_kept: Callable[[], bool] = lambda: False
     call: CallPlan = field(init=False)  # checks a batch against the key, and takes its tensors out
@@ -381,3 +384,46 @@ class StepPlan(Plan):
             else:
                 tensor.grad.copy_(gradient)
         owing.clear()
+
+
+# ------------------ Optimizer steps behind the graph
+
+Shown = Sequence[tuple[Parameter, Tensor | None]]
+"""Parameters and their gradients, as an optimizer step finds them."""
+
+
+class UpdateBehind:
+    """An optimizer step that a captured step's own code takes, and that runs eagerly.
+
+    Every replay takes it behind the graph, with the gradients that the code had then.
+    """
+
+    def __init__(self, optimizer: Optimizer, shown: Shown, present: Present) -> None:
+        self._optimizer, self._shown, self._present = optimizer, shown, present
+
+    def take(self) -> None:
+        """Take the step.
+
+        Raises:
+            ReplayError: It, or the copy of what the captured step returns, has found no memory.
+        """
+        if not self._present.copies:
+            raise ReplayError(
+                "An optimizer step that runs eagerly behind its graph must find memory.",
+                f"{type(self._optimizer).__name__} steps again, after memory has run out",
+                "give graphs less memory (max_graphs, memory), or take a smaller batch",
+            )
+        for parameter, gradient in self._shown:
+            parameter.grad = gradient
+        self._optimizer.step()
+        for parameter, _ in self._shown:
+            parameter.grad = None  # those that stay are bound after all instructions
+
+    def results(self, *, eager: bool = False) -> list[Result]:
+        """List the gradients that it uses, or those of parameters as they are, to compare them."""
+        found = [parameter.grad if eager else gradient for parameter, gradient in self._shown]
+        return [
+            Result(f"gradient {i} ahead of an optimizer step", gradient.detach(), is_gradient=True)
+            for i, gradient in enumerate(found)
+            if gradient is not None
+        ]

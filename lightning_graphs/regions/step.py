@@ -48,11 +48,12 @@ from lightning_graphs.regions.conditions import (
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
 from lightning_graphs.regions.gradients import BatchGradients, GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
-from lightning_graphs.regions.own_gradients import OwnGradients
+from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
 from lightning_graphs.regions.plan import (
     Present,
     StepOutputs,
     StepPlan,
+    UpdateBehind,
     batch_written,
 )
 from lightning_graphs.values.memory import StaticInputs
@@ -190,6 +191,7 @@ class Attempts(StepBody):
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
+        self._behind: list[UpdateBehind] = []
         # Surrounds what a graph captures
         self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
         self.notes = Notes()
@@ -418,6 +420,7 @@ class StepCapture(Attempts):
         scaling: dict[str, Any] = {}
         recorder = self.client.recorder()
         around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
+        self._behind = []
         watchers: list[Watcher] = []
 
         def cut(name: str) -> None:
@@ -491,6 +494,7 @@ class StepCapture(Attempts):
             scaling=scaling,
             present=begun.present,
             head=given.head,
+            behind=self._behind,
         )
 
     @property
@@ -600,6 +604,14 @@ class StepCapture(Attempts):
         assert self._in_optimizers is not None, "made ahead of the capture"
         self._in_optimizers.schedule(scheduler, given, k)
         recorder.at_end(partial(own, *given, **k))
+
+    def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
+        targets = self._begun.targets
+        assert isinstance(targets, OwnGradients), "the step's own code takes steps"
+        shown = targets.shown()
+        self._behind.append(UpdateBehind(optimizer, shown, self._begun.present))
+        recorder.at_end(self._behind[-1].take)
+        self._inside.enter_context(uses_refused(optimizer, shown))
 
     def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         assert self._in_optimizers is not None, "made ahead of the capture"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from itertools import chain
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import unrepeated, zero_gradient
 from lightning_graphs.autograd.graphed import set_again
@@ -31,7 +33,7 @@ from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
 from lightning_graphs.regions.conditions import CaptureKey
 from lightning_graphs.regions.context import Recorder
 from lightning_graphs.regions.gradients import drop_gradients
-from lightning_graphs.regions.plan import StepOutputs, StepPlan
+from lightning_graphs.regions.plan import StepOutputs, StepPlan, UpdateBehind
 from lightning_graphs.regions.verify import Comparison, Tolerance, Verifier
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
@@ -62,6 +64,9 @@ class Verification(StepBody):
         self._comes_late: Callable[[str], bool] = lambda _: False
         self._verifier = verifier
         self._held: list[tuple[str, Any]] = []  # what modules hold, during a comparison
+        # Optimizer steps that replays take behind their graphs, and what they find there
+        self._behind: Iterator[UpdateBehind] = iter(())
+        self._shown: list[Result] = []
 
     def _look(self) -> list[Tensor]:
         """Look at what modules hold, to compare; return tensors that may change unseen."""
@@ -137,6 +142,7 @@ class Verification(StepBody):
         for stores in plan.stores.values():  # another step may have set them otherwise
             set_again(stores)
         recorder, self._comes_late = self.client.mute(), plan.outputs.comes_late
+        self._behind, self._shown = iter(plan.behind), []
         memory = self._verifier.budget.memory_of(plan.graphs["forward"])
         # The graph's own buffers, and not given away: user code may keep them
         gradients = plan.gradients.taking_over() if self._verifier.ranks.are_one else nullcontext()
@@ -171,7 +177,12 @@ class Verification(StepBody):
                 self._run_code = lambda code: code()
             stored = results()
         output.finish_capture()
-        return plan.outputs.results(output.hand_out()) + stored + _logged(recorder.logged())
+        shown, self._shown = self._shown, []
+        return plan.outputs.results(output.hand_out()) + stored + _logged(recorder.logged()) + shown
+
+    def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
+        for step in itertools.islice(self._behind, 1):
+            self._shown += step.results(eager=True)
 
     def _call(self, arguments: Sequence[Any]) -> Any:
         return self._run_code(partial(super()._call, arguments))
@@ -251,7 +262,8 @@ class Verification(StepBody):
             graph.replay()
         plan.attach()
         stored = plan.effects.results(batch, tensors)
-        return plan.outputs.results(plan.outputs.hand_out()) + stored + _logged(plan.logged())
+        found = plan.outputs.results(plan.outputs.hand_out()) + stored + _logged(plan.logged())
+        return found + [result for step in plan.behind for result in step.results()]
 
     def check_update(self, replay: Callable[[], None]) -> bool:
         """Verify a captured optimizer step on the present gradients.

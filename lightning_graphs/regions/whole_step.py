@@ -49,6 +49,7 @@ from lightning_graphs.regions.optimizer import (
     rounded_otherwise,
 )
 from lightning_graphs.regions.overlapped import Overlap
+from lightning_graphs.regions.own_gradients import why_not_behind
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
@@ -121,7 +122,7 @@ class StepRegion(HeadedSteps):
         self._churn = HyperParameterChurn(fit.watch.cycles)
         self._awaited = StateAwaited()
         self._optimizers: list[Optimizer] = []
-        self._obstacle: str | None = None
+        self._left: dict[Optimizer, str] = {}  # those that step eagerly, and why
         self._eager_because: str | None = None  # why an optimizer step is
         self._in_graphs: list[CapturableOptimizer] = []
         self._bind()
@@ -150,24 +151,25 @@ class StepRegion(HeadedSteps):
     def _bind(self) -> None:
         """Make guards and captures for the present optimizers, parameters and modules."""
         if not self._are_present():
-            self._optimizers, self._obstacle = self._present(), None
+            self._optimizers, self._left = self._present(), {}
         self._observers = self._fit.watch.observers()
         kernel = self._fit.options.optimizer_kernel
-        # An optimizer step that ran eagerly stays eager: this may be in the middle of it.
-        whys = map(self._obstacle_of, self._optimizers)
-        obstacle = self._obstacle = self._obstacle or next(filter(None, whys), None)
         self.capturables = dict.fromkeys(self._optimizers)
-        for optimizer in self._optimizers if obstacle is None else ():
+        for optimizer in self._optimizers:
+            # An optimizer step that ran eagerly stays eager: this may be in the middle of it.
+            if why := self._left.get(optimizer) or self._obstacle_of(optimizer):
+                self._left[optimizer] = why
+                continue
             may_follow = not self._observers.before_step
             made = CapturableOptimizer(
                 optimizer, self._module.device, kernel, may_follow=may_follow
             )
             self.capturables[optimizer] = made.announced(self._messages.runs_fused)
-        obstacle = obstacle or self._churn.obstacle
-        if obstacle and not self._by_hand:
+        obstacle = self._churn.obstacle or next(iter(self._left.values()), None)
+        if obstacle:
             self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
         self._eager_because = obstacle
-        in_graphs = dict.fromkeys(self._optimizers) if obstacle else self.capturables
+        in_graphs = dict.fromkeys(self._optimizers) if self._churn.obstacle else self.capturables
         self._in_graphs = [one for one in in_graphs.values() if one is not None]
         self._capture = self.captures(self._fit, self._facts, in_graphs, self._observers)
         guards = [one.guard for one in self._in_graphs]
@@ -283,8 +285,10 @@ class StepRegion(HeadedSteps):
         if self._is_in_head:
             self._capture_later(key)
             return None
-        if self._by_hand and self._eager_because:
-            raise self._no_update.refused(self._eager_because)
+        in_graphs = self._capture.optimizers if self._by_hand else {}
+        for optimizer in [each for each, one in in_graphs.items() if one is None]:
+            if why := why_not_behind(self._module, optimizer, self._fit.watch.scaler):
+                raise self._no_update.refused(why)
         self._call = call
         if not len(self._cache):
             self._conditions = self._current_conditions(has_graphs=True)
@@ -385,7 +389,8 @@ class StepRegion(HeadedSteps):
 
     def _leave_update(self, error: UpdateRefused) -> None:
         """Let the optimizer step be eager; the rest of the step may be captured."""
-        self._obstacle = error.observed
+        own = [error.optimizer] if error.optimizer is not None else self._optimizers
+        self._left |= dict.fromkeys(own, error.observed)
         self._rebind()
 
     def refuse(self, error: GraphError) -> None:

@@ -57,6 +57,10 @@ class Mirror:
         """Note what a replay writes."""
         self._value = value
 
+    def synced(self, version: int) -> None:
+        """Note that other ranks have written the number that it was, of which the device tells."""
+        self._version = version
+
     def forget(self) -> None:
         """Note that a replay writes what the host does not know."""
         self._version = -1
@@ -185,7 +189,8 @@ class FollowedState:
         version = version_of(mirror.tensor)
         if version != self._versions[mirror]:
             if self._is_synced and mirror not in self._found:
-                self._versions[mirror] = version  # the device tells if ranks differ
+                self._versions[mirror] = version
+                mirror.synced(version)  # a capture cannot read it
             else:
                 self._found[mirror] = _UNKNOWN
         if mirror not in self._found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -86,6 +87,29 @@ def scaled(lab: Lab) -> Any:
 
     step = lab.capture(train_step, model, optimizer)
     return [(step(batch), scaler.get_scale()) for batch in lab.batches()]
+
+
+def cyclical(lab: Lab) -> Any:
+    """A schedule moves momentum, too, which fused kernels take from the host: it steps behind."""
+    model, seen = lab.net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6, momentum=0.5, fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2**-4, total_steps=40)
+    optimizer.register_step_post_hook(lambda *_: seen.append(optimizer.param_groups[0]["momentum"]))
+
+    def train_step(batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer, on_failure="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the optimizer step runs eagerly: SGD has step hooks")
+        losses = [step(batch) for batch in lab.batches(30)]
+    return losses, seen, scheduler.get_last_lr()
 
 
 def adversarial(lab: Lab) -> Any:
@@ -463,7 +487,8 @@ LOOPS = [
     with_heads,
     *(annealed, of_dataclass, reading),
     *(storing, interrupted, evaluated, handed_in, stepped_by_loop, of_fabric),
-    *(scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards, of_method),
+    *(cyclical, scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards),
+    of_method,
 ]
 
 

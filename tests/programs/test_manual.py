@@ -328,6 +328,21 @@ class SignedOnHost(Gan):
         return Cautious(self.generator.parameters()), rates(self.critic.parameters())
 
 
+class StepsFirst(Torch):
+    """Drops gradients behind a step that no graph can take."""
+
+    def configure_optimizers(self) -> Any:
+        return Cautious(self.parameters())
+
+
+class StepsTooEarly(StepsFirst):
+    """Uses what such a step has changed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.log("size", self.net[0].weight.norm())
+
+
 class Reading(Manual):
     def last(self, loss: Tensor) -> Any:
         if loss.item() > 1e6:  # read
@@ -381,7 +396,15 @@ ROWS = (
     | table(row(Reading), said="if loss.item")
     | table(row(Twice, ignored="Using backward.. with create_graph=True", data=lambda: batches(12)))
     | table(row(Without), said="without an optimizer", replayed=0, placed=False, found=None)
-    | table(row(SignedOnHost), said="reads nothing on the host", placed=False, found=None)
+    | table(
+        SignedOnHost,
+        StepsFirst,
+        ignored="GraphCapture: the optimizer step runs eagerly: Cautious: A capture cannot read",
+        graphs=1,
+        found=None,
+        data=lambda: batches(12),
+    )
+    | table(row(StepsTooEarly), said="must be the last use of its parameters", found=None)
     | table(row(Plateau), said="stepped with a value")
     | table(row(ScheduledEarly), said="steps after its scheduler", found="rule remedy")
     | table(row(Leaving), said="requires_grad of 2", placed=False, found=None)

@@ -165,17 +165,14 @@ class Manual(Net):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        optimizer.step()
+        optimizer.step(lambda: self.loss(batch))
 
     def configure_optimizers(self) -> Any:
-        optimizer = optim.SGD(self.parameters(), lr=1)
-        optimizer.register_step_pre_hook(lambda *_: None)
-        return optimizer
+        return optim.LBFGS(self.parameters(), max_iter=2)
 
 
 class Lbfgs(Net):
-    def configure_optimizers(self) -> Any:
-        return optim.LBFGS(self.parameters(), max_iter=2)
+    configure_optimizers = Manual.configure_optimizers
 
 
 @pytest.mark.parametrize(
@@ -184,7 +181,7 @@ class Lbfgs(Net):
         (
             Manual,
             {},
-            "optimizes manually, and its optimizer cannot be captured: SGD has step hooks",
+            "optimizes manually, and its optimizer cannot be captured: LBFGS calls",
         ),
         (Lbfgs, {}, "LBFGS calls the training step several times"),
         (Net, {"detect_anomaly": True}, "detect_anomaly"),
