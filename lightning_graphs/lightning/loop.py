@@ -35,11 +35,13 @@ from torch import Tensor
 
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
 from lightning_graphs.lightning.private import (
+    copies_of,
+    functions_of,
     is_known_evaluation,
     is_known_loop,
     is_unrecorded,
     moved_to_cpu,
-    overrides,
+    own_copy,
     plain_fetchers,
 )
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
@@ -77,7 +79,7 @@ def _is_served(trainer: Trainer, module: LightningModule) -> bool:
         and trainer.world_size == 1
         and not trainer.fast_dev_run  # type: ignore[attr-defined]
         and not strategy.handles_gradient_accumulation
-        and all(getattr(type(strategy), name) is getattr(Strategy, name) for name in of_base)
+        and all(getattr(type(strategy), name) in functions_of(Strategy, name) for name in of_base)
         and vars(strategy).keys().isdisjoint(of_base)
     )
 
@@ -86,16 +88,13 @@ class Hook(NamedTuple):
     """A hook of a batch, and what it is where user code does not override it."""
 
     name: str
-    of_callback: Any
-    of_module: Any
+    of_callback: frozenset[Any]
+    of_module: frozenset[Any]
 
     @classmethod
     def named(cls, name: str) -> Hook:
         """Find the functions of Lightning's base classes."""
-        return cls(name, vars(Callback)[name], getattr(LightningModule, name))
-
-
-_START, _END = map(Hook.named, ("on_train_batch_start", "on_train_batch_end"))
+        return cls(name, functions_of(Callback, name), functions_of(LightningModule, name))
 
 
 class BatchLoop:
@@ -110,14 +109,19 @@ class BatchLoop:
         self._loop = loop
         self._connector: Any = trainer._logger_connector
         self._moves = True  # user code runs while a batch is moved
+        self._transfers = [(name, functions_of(LightningModule, name)) for name in _TRANSFERS]
 
     def _look_at_moves(self) -> None:
         """Find out whether user code runs while a batch is moved."""
         trainer = self._trainer
-        owners = [self._module, *filter(None, [trainer.datamodule])]
-        converts = type(trainer.precision_plugin).convert_input is not Precision.convert_input
-        self._moves = converts or any(overrides(o, n) for o in owners for n in _TRANSFERS)
-        self._moves |= type(self._strategy).batch_to_device is not Strategy.batch_to_device
+        own = type(trainer.precision_plugin).convert_input
+        converts = own not in functions_of(Precision, "convert_input")
+        self._moves = converts
+        for owner in filter(None, (self._module, trainer.datamodule)):
+            for name, known in self._transfers:
+                self._moves |= getattr(type(owner), name) not in known or name in vars(owner)
+        moves = type(self._strategy).batch_to_device
+        self._moves |= moves not in functions_of(Strategy, "batch_to_device")
 
     def _moved(self, batch: Any, loader: int = 0) -> Any:
         """Move a batch of a data loader to the device."""
@@ -140,10 +144,10 @@ class BatchLoop:
         name, idle, of_module = hook
         before, names[FX], answer = names[FX], name, None
         for owner in trainer.callbacks:  # the live list, to which hooks may add
-            own = getattr(type(owner), name) is not idle or name in vars(owner)
+            own = getattr(type(owner), name) not in idle or name in vars(owner)
             if own and callable(function := getattr(owner, name)):
                 function(trainer, module, *values)
-        own = getattr(type(module), name) is not of_module or name in names
+        own = getattr(type(module), name) not in of_module or name in names
         if own and callable(function := getattr(module, name)):
             answer = function(*values)
         names[FX] = before
@@ -157,11 +161,15 @@ class ReplayLoop(BatchLoop):
         loop: Any = trainer.fit_loop.epoch_loop
         super().__init__(trainer, module, loop)
         self._handler = handler
+        self._start, self._end = map(Hook.named, ("on_train_batch_start", "on_train_batch_end"))
+        self._updates = functions_of(LightningModule, "optimizer_step")
+        self._schedules = functions_of(LightningModule, "lr_scheduler_step")
         self._own = loop.advance
         self._automatic = loop.automatic_optimization
         # What the entries of results had of the step before, where the metrics are behind it
         self._behind: list[Any] | None = None
-        self._given = 0  # arguments of ``training_step``
+        self._known: Any = None  # ``training_step``, and how many arguments it takes
+        self._given = 0
         self._runner: StepRunner
 
     # ------------------------------------------------------------------ whose step it is
@@ -180,11 +188,10 @@ class ReplayLoop(BatchLoop):
             raise
 
     def _may_begin(self, fetcher: Any) -> bool:
-        """Whether an epoch is under way, in which nothing unusual is to be done."""
+        """Whether nothing unusual is to be done in this epoch."""
         loop, trainer = self._loop, self._trainer
         if (
-            self._connector._first_loop_iter is None
-            or loop._restarting
+            loop._restarting
             or loop.val_loop._restarting
             or loop._skip_next_val
             or type(fetcher) not in plain_fetchers()
@@ -192,8 +199,9 @@ class ReplayLoop(BatchLoop):
             or not self._goes_on()
         ):
             return False
-        step = loop._build_kwargs({}, None, 0)
-        self._given = len(step)
+        step = self._module.training_step
+        if (function := getattr(step, "__func__", step)) is not self._known:
+            self._given, self._known = len(loop._build_kwargs({}, None, 0)), function
         self._look_at_moves()
         return True
 
@@ -222,7 +230,7 @@ class ReplayLoop(BatchLoop):
             if batch is None:
                 loop._warning_cache.warn(_NO_BATCH)
             else:
-                skips = bool(self._call(_START, batch, index) == -1)
+                skips = bool(self._call(self._start, batch, index) == -1)
                 if skips:
                     progress.increment_by(0, is_last_batch=True)
                 else:
@@ -238,7 +246,7 @@ class ReplayLoop(BatchLoop):
                 self._move_rates(index, is_last=is_last)
             if skips:
                 raise StopIteration
-            self._call(_END, output, batch, index)
+            self._call(self._end, output, batch, index)
             window = trainer.accumulate_grad_batches  # which a hook may have changed
             steps = is_last or window == 1 or current.ready % window == 0
             updates = self._automatic.optim_progress.optimizer.step.total.completed
@@ -253,7 +261,7 @@ class ReplayLoop(BatchLoop):
                 or not all(map(is_, callbacks, known))
                 or (trainer.limit_val_batches, trainer.check_val_every_n_epoch) != options
             )
-            self._end(leaves=leaves, steps=steps)
+            self._end_step(leaves=leaves, steps=steps)
             batch = output = None  # nothing of it is held while the next one is fetched
             if leaves:
                 return
@@ -270,7 +278,7 @@ class ReplayLoop(BatchLoop):
         batch = self._moved(batch)
         progress.current.ready += 1
         progress.total.ready += 1
-        self._connector._first_loop_iter = False
+        self._connector._first_loop_iter = self._connector._first_loop_iter is None
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
         return batch
 
@@ -282,8 +290,7 @@ class ReplayLoop(BatchLoop):
         stepping = window == 1 or ready % window == 0 or progress.is_last_batch
         stepping = stepping or ready == trainer.fit_loop.max_batches
         given = (batch, index)[: self._given]
-        kind = type(self._module)
-        is_own = kind.optimizer_step is not LightningModule.optimizer_step
+        is_own = type(self._module).optimizer_step not in self._updates
         if is_own or "optimizer_step" in names or automatic._skip_backward:
             return self._step_as_lightning(given, index)
         updates = automatic.optim_progress.optimizer.step
@@ -321,8 +328,7 @@ class ReplayLoop(BatchLoop):
         loop, module, names = self._loop, self._module, self._names
         configs = self._strategy.lr_scheduler_configs
         is_own = (
-            type(module).lr_scheduler_step is not LightningModule.lr_scheduler_step
-            or "lr_scheduler_step" in names
+            type(module).lr_scheduler_step not in self._schedules or "lr_scheduler_step" in names
         )
         if is_own or not all([type(c.scheduler).__module__ == _SCHEDULERS for c in configs]):
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
@@ -354,7 +360,7 @@ class ReplayLoop(BatchLoop):
         batches = progress.total if trainer.check_val_every_n_epoch is None else progress.current
         return bool(batches.ready % every == 0)
 
-    def _end(self, *, leaves: bool, steps: bool) -> None:
+    def _end_step(self, *, leaves: bool, steps: bool) -> None:
         """End a step; make its metrics where they are logged, or may be seen without being read."""
         trainer, connector, loop = self._trainer, self._connector, self._loop
         results, progress = loop._results, loop.batch_progress
@@ -456,6 +462,7 @@ class EvaluationLoop(BatchLoop):
         self._own = getattr(loop, self.name)
         hook = f"on_{handler.name.removesuffix('_step')}_batch"
         self._start, self._end = Hook.named(f"{hook}_start"), Hook.named(f"{hook}_end")
+        self._writers = repeat(tuple(copies_of(BasePredictionWriter)))
         self._fetcher: Any = None  # of the evaluation that was begun last
         self._is_served = False
         self._has_several = False  # data loaders, whose index is an argument
@@ -540,7 +547,7 @@ class EvaluationLoop(BatchLoop):
             connector.update_eval_step_metrics(seen[loader])
         seen[loader] += 1
         if trainer._signal_connector.received_sigterm and not progress.is_last_batch:
-            raise SIGTERMException
+            raise own_copy(trainer, SIGTERMException)
 
     def _logs_steps(self, results: Any) -> bool:
         """Whether a value may be logged for its batch; if not it is asked for new keys only."""
@@ -564,7 +571,7 @@ class PredictionLoop(EvaluationLoop):
         given = (batch, batch_idx, loader) if self._has_several else (batch, batch_idx)
         current.ready += 1
         total.ready += 1
-        writes = True in map(isinstance, self._trainer.callbacks, repeat(BasePredictionWriter))
+        writes = True in map(isinstance, self._trainer.callbacks, self._writers)
         keeps = writes and loop._store_data_for_prediction_writer(batch_idx, loader)
         self._call(self._start, *given)
         current.started += 1

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -196,7 +198,7 @@ _EXTREMES = torch.max, torch.min
 
 def _takes(entry: Any, value: Tensor) -> bool:
     """Whether an entry keeps or reduces values such as this one as they are."""
-    if type(entry) is not _ResultMetric or not entry.is_tensor:
+    if type(entry) not in copies_of(_ResultMetric) or not entry.is_tensor:
         return False
     meta = entry.meta
     is_reduced = meta.is_mean_reduction or meta.is_sum_reduction or meta.reduce_fx in _EXTREMES
@@ -287,9 +289,8 @@ def takes_no_closure(closure: object) -> bool:
 
     Lightning puts a function of its own in the closure's place. Fallback: False.
     """
-    from lightning.pytorch.core import optimizer
-
-    return closure is getattr(optimizer, "do_nothing_closure", None)
+    is_named = getattr(closure, "__name__", "") == "do_nothing_closure"
+    return is_named and is_lightnings(closure, "core.optimizer")
 
 
 _BASES = ("callbacks.callback", "core.hooks", "core.module", "plugins.precision.precision")
@@ -417,16 +418,42 @@ def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
         connector.received_sigterm = sigterm.received
 
 
+def copies_of(kind: type) -> list[Any]:
+    """List a class of Lightning, and the same one of ``pytorch_lightning`` if that is imported.
+
+    The latter is a second copy of ``lightning.pytorch``, with classes of its own under the same
+    names. Fallback: its code counts as user code.
+    """
+    other = sys.modules.get(kind.__module__.replace("lightning.pytorch", _COPY, 1))
+    return [kind, *filter(None, [getattr(other, kind.__name__, None)])]
+
+
+_COPY = "pytorch_lightning"
+
+
+def own_copy(trainer: Trainer, kind: type) -> Any:
+    """Return the class of :func:`copies_of` that belongs to the trainer's package."""
+    is_copy = any(one.__module__.startswith(_COPY) for one in type(trainer).__mro__)
+    return copies_of(kind)[-1 if is_copy else 0]
+
+
+def functions_of(kind: type, name: str) -> frozenset[Any]:
+    """Return a method as all :func:`copies_of` a class define it; it is overridden by others."""
+    return frozenset(getattr(one, name) for one in copies_of(kind))
+
+
 _LOOPS_READ = (2, 6, 0), (2, 6, 6)
 """The first and the last version whose loops were read."""
 
 
-def _are_loops_read() -> bool:
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)$", lightning.__version__)
+def _are_loops_read(trainer: Trainer) -> bool:
+    package = sys.modules[own_copy(trainer, Trainer).__module__.partition(".")[0]]
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)$", package.__version__)
+    log = logging.getLogger(own_copy(trainer, Trainer).__module__.replace(".trainer", ".call"))
     return (
         found is not None
         and _LOOPS_READ[0] <= tuple(map(int, found.groups())) <= _LOOPS_READ[1]
-        and not logging.getLogger(call.__name__).isEnabledFor(logging.DEBUG)  # it names each hook
+        and not log.isEnabledFor(logging.DEBUG)  # it names each hook
     )
 
 
@@ -436,7 +463,7 @@ def is_known_loop(trainer: Trainer) -> bool:
     No public API leaves out what Lightning's ``advance`` does around hooks that are not overridden,
     and around metrics that are not read, 0.3 to 1 ms a step. Fallback: Lightning's own loop.
     """
-    if not _are_loops_read():
+    if not _are_loops_read(trainer):
         return False
     loop = trainer.fit_loop.epoch_loop
     parts = {
@@ -446,9 +473,8 @@ def is_known_loop(trainer: Trainer) -> bool:
         _ResultCollection: loop._results,
         _LoggerConnector: trainer._logger_connector,
     }
-    return all(type(part) is kind for kind, part in parts.items()) and vars(loop).keys().isdisjoint(
-        ("advance", "on_advance_end", "run")
-    )
+    are_known = all(type(part) in copies_of(kind) for kind, part in parts.items())
+    return are_known and vars(loop).keys().isdisjoint(("advance", "on_advance_end", "run"))
 
 
 def is_known_evaluation(trainer: Trainer, loop: Any) -> bool:
@@ -458,14 +484,14 @@ def is_known_evaluation(trainer: Trainer, loop: Any) -> bool:
     prediction.
     """
     parts: dict[type, Any] = {_LoggerConnector: trainer._logger_connector}
-    if type(loop) is prediction_loop._PredictionLoop:
+    if type(loop) in copies_of(prediction_loop._PredictionLoop):
         names = ("_predict_step", "_store_data_for_prediction_writer", "run")
     else:
         names = ("_evaluation_step", "_build_kwargs", "run")
         parts |= {evaluation_loop._EvaluationLoop: loop, _ResultCollection: loop._results}
     return (
-        _are_loops_read()
-        and all(type(part) is kind for kind, part in parts.items())
+        _are_loops_read(trainer)
+        and all(type(part) in copies_of(kind) for kind, part in parts.items())
         and vars(loop).keys().isdisjoint(names)
     )
 
@@ -480,7 +506,8 @@ def moved_to_cpu(value: Any) -> Any:
 
 def plain_fetchers() -> tuple[type, ...]:
     """Return the classes of fetchers that hand out batch after batch, not an iterator."""
-    return fetchers._DataFetcher, fetchers._PrefetchDataFetcher
+    plain = fetchers._DataFetcher, fetchers._PrefetchDataFetcher
+    return tuple(itertools.chain.from_iterable(map(copies_of, plain)))
 
 
 def is_unrecorded(trainer: Trainer) -> bool:

@@ -15,9 +15,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
-from operator import itemgetter
+from dataclasses import dataclass, is_dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch import Tensor
 from lightning_graphs.lightning.private import (
     count_step,
     counting_optimizers,
+    functions_of,
     is_profiled,
     own_counts,
     step_progress,
@@ -172,7 +172,8 @@ class BatchTransfer:
         self._moved = torch.cuda.Event()
         self._launched: deque[torch.cuda.Event] = deque()
         self._copied: deque[list[tuple[weakref.ref[Tensor], Tensor]]] = deque(maxlen=_AHEAD + 1)
-        unchanged = getattr(self._transfer, "__func__", None) is Strategy.batch_to_device
+        known = functions_of(Strategy, "batch_to_device")
+        unchanged = getattr(self._transfer, "__func__", None) in known
         self._is_short = unchanged and not is_profiled(trainer)
 
     def installed(self) -> AbstractContextManager[None]:
@@ -263,7 +264,11 @@ def _needs_the_step_stream(leaf: Any) -> bool:
     return hasattr(leaf, "to") or is_object(leaf)
 
 
-_LEAVES = frozenset({int, float, bool, str, type(None)})
+@lru_cache
+def _stays(kind: Any) -> bool:
+    """Return whether moving a batch leaves values of this kind where and what they are."""
+    is_open = issubclass(kind, (Mapping, Sequence)) and kind is not str
+    return not (is_open or is_dataclass(kind) or hasattr(kind, "to"))
 
 
 def rebuilt(batch: Any, device: torch.device) -> Any:
@@ -278,9 +283,10 @@ def rebuilt(batch: Any, device: torch.device) -> Any:
         return None
     moved = list(batch.values() if kind is dict else batch)
     for i, value in enumerate(moved):
-        if type(value) is Tensor and value.device == device:
+        inside: Any = type(value)
+        if inside is Tensor and value.device == device:
             continue
-        if type(value) not in _LEAVES:
+        if not _stays(inside):
             moved[i] = rebuilt(value, device)
             if moved[i] is None:
                 return None
@@ -290,22 +296,33 @@ def rebuilt(batch: Any, device: torch.device) -> Any:
 def open_simple_batch(batch: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], Any]] | None:
     """Return the tensors of a simple batch, and what rebuilds it; None for any other batch.
 
-    A batch is simple if it is a strided CPU tensor, or a tuple, list or dict of only such tensors.
+    A batch is simple if it is a strided CPU tensor, or a tuple, list or dict of such tensors, of
+    simple batches, and of values that stay where they are.
     """
-    kind = type(batch)
-    tensors: list[Any]
-    build: Callable[[list[Tensor]], Any]
-    if kind is Tensor:
-        tensors, build = [batch], itemgetter(0)
-    elif kind is tuple or kind is list:
-        tensors, build = list(batch), kind
-    elif kind is dict:
-        tensors, build = list(batch.values()), lambda moved: dict(zip(batch, moved, strict=True))
-    else:
+    tensors: list[Tensor] = []
+    if type(batch) not in (Tensor, tuple, list, dict) or not _collect(batch, tensors):
         return None
-    if all([type(t) is Tensor and t.device.type == "cpu" and is_strided(t) for t in tensors]):
-        return tensors, build
-    return None
+    return tensors, lambda moved: _filled(batch, iter(moved))
+
+
+def _collect(value: Any, found: list[Tensor]) -> bool:
+    kind: Any = type(value)
+    if kind is Tensor:
+        found.append(value)
+        return value.device.type == "cpu" and is_strided(value)
+    if kind is tuple or kind is list or kind is dict:
+        inside = value.values() if kind is dict else value
+        return all([_collect(one, found) for one in inside])
+    return _stays(kind)
+
+
+def _filled(value: Any, moved: Iterator[Tensor]) -> Any:
+    kind = type(value)
+    if kind is Tensor:
+        return next(moved)
+    if kind is dict:
+        return {key: _filled(one, moved) for key, one in value.items()}
+    return kind([_filled(one, moved) for one in value]) if kind in (tuple, list) else value
 
 
 # ------------------ Manual optimization

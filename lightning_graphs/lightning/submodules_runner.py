@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.lightning.logs import QuickLog, log_exchanged
+from lightning_graphs.lightning.private import copies_of, functions_of
 from lightning_graphs.lightning.ranks import wrapper_of
 from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.lightning.words import why_no_whole_step
@@ -38,8 +39,10 @@ def _facts_of(fit: LightningContext) -> StepFacts:
     code = GlobalReads(module, fit.watch.own)
     words = code.words_of(map(type, [*module.modules(), *callbacks]))
     asks = not module.automatic_optimization or bool(words & _ASKING)
-    own = type(module).optimizer_zero_grad is not LightningModule.optimizer_zero_grad
-    schedules = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+    known = functions_of(LightningModule, "optimizer_zero_grad")
+    own = type(module).optimizer_zero_grad not in known
+    schedulers = tuple(copies_of(GradientAccumulationScheduler))
+    schedules = any(isinstance(c, schedulers) for c in callbacks)
     return StepFacts(
         module.device,
         fit.watch.environment,

@@ -34,6 +34,7 @@ from lightning_graphs.lightning.private import (
     announce_optimizer_step,
     bound_log_redirected,
     call_gradient_hooks,
+    copies_of,
     overrides,
 )
 from lightning_graphs.lightning.ranks import syncs, unseen_by_ddp, waits_for_gradients, wrapper_of
@@ -248,7 +249,8 @@ class TrainerWatch(Client):
         """Lightning's functions and loggers that print and log for user code."""
         kind = type(self._trainer)  # the module's own loggers read the trainer's
         loggers = [(kind, name, f"trainer.{name}") for name in _LOGGERS]
-        return [(LightningModule, "print", "self.print"), *loggers]
+        modules = copies_of(LightningModule)
+        return [*((each, "print", "self.print") for each in modules), *loggers]
 
     def observers(self) -> Observers:
         """Find the overridden hooks that run within a step."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,6 @@ from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.agreement import Ranks
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics
-from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.snapshot import Gradients, Part, PythonSnapshot, Snapshot
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects, objects_in
@@ -34,7 +34,10 @@ def _size(value: Any) -> int:
         return int(value.numel())
     if kind is tuple or kind is list or kind is dict:
         return sum(map(_size, value.values() if kind is dict else value))
-    return 0 if is_plain(value) else sum(t.numel() for t in leaves_of(value, Tensor))
+    is_open = isinstance(value, (Tensor, Mapping, list, tuple)) or is_dataclass(kind)
+    if not (is_open or hasattr(kind, "to")):  # nor does it move to the device
+        return 0
+    return sum(tensor.numel() for tensor in leaves_of(value, Tensor))
 
 
 def _once_more(size: int, largest: int, times: int) -> tuple[int, int]:

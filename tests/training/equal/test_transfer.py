@@ -19,7 +19,14 @@ Pair = namedtuple("Pair", ["x", "y"])
 A, B = torch.ones(2), torch.zeros(3)
 
 
-@pytest.mark.parametrize("batch", [A, (A, B), [A, B], {"a": A, 3: B}, (A, A), (), {}])
+class Columns:
+    """An object that is not moved to a device."""
+
+
+MIXED = {"x": A, "n": 3, "y": [(A, B), "name", None, Columns()]}
+
+
+@pytest.mark.parametrize("batch", [A, (A, B), [A, B], {"a": A, 3: B}, (A, A), (), {}, MIXED])
 def test_a_simple_batch_is_built_again(batch: Any) -> None:
     parts = open_simple_batch(batch)
     assert parts is not None
@@ -35,9 +42,7 @@ def test_a_simple_batch_is_built_again(batch: Any) -> None:
     [
         Pair(A, B),
         OrderedDict(a=A),
-        (A, "name"),
-        {"x": A, "n": 3},
-        [(A, B)],
+        [(A, Pair(A, B))],
         (Parameter(A),),
         (A.to("meta"),),
         (A.to_sparse(),),
