@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.errors import CODE, GraphError
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Collectives, Ranks, syncs
+from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Collectives, Ranks
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.trainer import (
@@ -21,6 +21,7 @@ from lightning_graphs.lightning.trainer import (
     LightningContext,
     TrainerWatch,
     evaluations_left,
+    syncs,
 )
 from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch, judge
 from lightning_graphs.private.callsite import LIBRARIES

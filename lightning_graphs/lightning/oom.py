@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from lightning_graphs.errors import ReplayError, first_line
 from lightning_graphs.lightning.private import logs_snapshot
-from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.lightning.strategy import StrategyCalls
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import CallSiteFinder, add_line, calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.generators import RandomState
+from lightning_graphs.regions.agreement import Ranks
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore
 from lightning_graphs.report.messages import Statistics

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.lightning.logs import log_exchanged
 from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
+from lightning_graphs.lightning.trainer import wrapper_of
 from lightning_graphs.policy.options import Options
-from lightning_graphs.private.engine import FsdpModules, is_within_backward
-from lightning_graphs.private.exchange import exchanged
+from lightning_graphs.private.engine import FsdpModules
 from lightning_graphs.private.torch import collectives_called
 from lightning_graphs.regions import agreement
 from lightning_graphs.watch.user_code import is_lightnings
@@ -68,36 +67,12 @@ def _is(strategy: object, file: str) -> bool:
     return any(is_lightnings(kind, f"strategies.{file}") for kind in type(strategy).__mro__)
 
 
-def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
-    """Return DDP's wrapper of the module, which reduces gradients; None without DDP."""
-    model = trainer.strategy.model
-    return model if isinstance(model, DistributedDataParallel) else None
-
-
 def capture_stream(trainer: Trainer, stack: ExitStack) -> torch.cuda.Stream:
     """Make the stream for captures, on which a strategy with DDP also makes the wrapper."""
     stream = torch.cuda.Stream(trainer.strategy.root_device)
     if is_ddp(trainer.strategy):
         stack.enter_context(ddp_built_on(trainer.strategy, stream))
     return stream
-
-
-def waits_for_gradients(trainer: Trainer) -> bool:
-    """Tell whether a backward pass has failed that DDP's reducer still waits for."""
-    ddp = wrapper_of(trainer)
-    return ddp is not None and is_within_backward(ddp)
-
-
-def syncs(trainer: Trainer) -> bool:
-    """Tell whether the coming forward pass gets the buffers of rank 0."""
-    ddp = wrapper_of(trainer)
-    return ddp is not None and agreement.syncs(ddp)
-
-
-def unseen_by_ddp(trainer: Trainer) -> AbstractContextManager[None]:
-    """Make DDP forget the forward passes of the body."""
-    ddp = wrapper_of(trainer)
-    return exchanged(agreement.unseen_by([] if ddp is None else [ddp]))
 
 
 # ------------------ Steps that each rank decides about alone

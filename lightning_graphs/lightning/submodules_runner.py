@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.lightning.logs import QuickLog, log_exchanged
 from lightning_graphs.lightning.private import copies_of, functions_of
-from lightning_graphs.lightning.ranks import wrapper_of
-from lightning_graphs.lightning.trainer import LightningContext
+from lightning_graphs.lightning.trainer import LightningContext, wrapper_of
 from lightning_graphs.lightning.words import why_no_whole_step
 from lightning_graphs.private.callsite import reached_by_name, with_keyword
 from lightning_graphs.regions.gradients import PersistentGradients

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
@@ -25,10 +26,10 @@ from lightning_graphs.lightning.logs import (
     LOGGED_NUMBER,
     LoggedNumbers,
     LogRecorder,
+    StepMetrics,
     log_exchanged,
     refuse_log,
 )
-from lightning_graphs.lightning.metrics import StepMetrics
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import (
     announce_optimizer_step,
@@ -37,7 +38,6 @@ from lightning_graphs.lightning.private import (
     copies_of,
     overrides,
 )
-from lightning_graphs.lightning.ranks import syncs, unseen_by_ddp, waits_for_gradients, wrapper_of
 from lightning_graphs.lightning.strategy import (
     ManualSteps,
     ProgressValues,
@@ -46,8 +46,11 @@ from lightning_graphs.lightning.strategy import (
 )
 from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
-from lightning_graphs.private.exchange import Absence, replaced, subclassed
+from lightning_graphs.private.engine import is_within_backward
+from lightning_graphs.private.exchange import Absence, exchanged, replaced, subclassed
 from lightning_graphs.private.torch import has_gradient_hooks
+from lightning_graphs.regions.agreement import syncs as buffers_synced
+from lightning_graphs.regions.agreement import unseen_by
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
 from lightning_graphs.regions.context import Client, TrainingContext
 from lightning_graphs.regions.optimizer import scaler_of
@@ -210,7 +213,8 @@ class TrainerWatch(Client):
         announce_optimizer_step(self._trainer, optimizer)
 
     def waits_for_gradients(self) -> bool:
-        return waits_for_gradients(self._trainer)
+        ddp = wrapper_of(self._trainer)
+        return ddp is not None and is_within_backward(ddp)
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
         return copies_on_host(self._trainer, batch)
@@ -294,7 +298,9 @@ class TrainerWatch(Client):
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
         """Let DDP and autocast cache nothing of a step that is captured or compared."""
-        with unseen_by_ddp(self._trainer), _without_autocast_cache(self._trainer.precision_plugin):
+        ddp = wrapper_of(self._trainer)
+        unseen = exchanged(unseen_by([] if ddp is None else [ddp]))
+        with unseen, _without_autocast_cache(self._trainer.precision_plugin):
             yield
 
     @contextlib.contextmanager
@@ -415,6 +421,21 @@ def _validations_left(trainer: Trainer) -> float:
         between = per_epoch * trainer.check_val_every_n_epoch
     left = steps_left(trainer) - (per_epoch if trainer.fit_loop.epoch_loop.done else 0)
     return max(0.0, left / between) if 0 < between < float("inf") else 0.0
+
+
+# ------------------ DDP around the module
+
+
+def wrapper_of(trainer: Trainer) -> DistributedDataParallel | None:
+    """Return DDP's wrapper of the module, which reduces gradients; None without DDP."""
+    model = trainer.strategy.model
+    return model if isinstance(model, DistributedDataParallel) else None
+
+
+def syncs(trainer: Trainer) -> bool:
+    """Tell whether the coming forward pass gets the buffers of rank 0."""
+    ddp = wrapper_of(trainer)
+    return ddp is not None and buffers_synced(ddp)
 
 
 # ------------------ The context of a fit

@@ -37,7 +37,7 @@ from lightning_graphs.report.messages import PATIENCE
 from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import StaticInputs, storage_address
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
+from lightning_graphs.values.snapshot import Gradients, PythonSnapshot, Snapshot
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.batch import BatchValueRead, objects_of
 from lightning_graphs.watch.environment import RaisedInCapture
@@ -338,7 +338,8 @@ class StepHead:
         with contextlib.ExitStack() as stack:
             stack.enter_context(Snapshot(state, *parts).undone())
             if tensors and self.context.watch.optimizes_itself:
-                stack.enter_context(_gradients_undone(self._parameters()))
+                gradients = Gradients(self._parameters())  # which code drops, or zeroes in place
+                stack.enter_context(Snapshot(gradients.tensors, gradients).undone())
             stack.enter_context(around)
             # Leaving inference mode turns autograd on, whatever it was
             stack.enter_context(torch.inference_mode(False))
@@ -356,18 +357,6 @@ class StepHead:
     def modes(self) -> AbstractContextManager[object]:
         """Set the modes of the loop in the body, which is at the end of a run that is undone."""
         return torch.inference_mode() if self._infers else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _gradients_undone(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Put back gradients that the body has dropped, or zeroed in place."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    with Snapshot([gradient for _, gradient in before if gradient is not None]).undone():
-        try:
-            yield
-        finally:
-            for parameter, gradient in before:
-                parameter.grad = gradient
 
 
 # ------------------ What is captured

@@ -46,10 +46,11 @@ from lightning_graphs.regions.conditions import (
     refuse_new_seeds,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
-from lightning_graphs.regions.gradients import BatchGradients, GradientTargets, PersistentGradients
+from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
 from lightning_graphs.regions.plan import (
+    BatchGradients,
     Present,
     StepOutputs,
     StepPlan,

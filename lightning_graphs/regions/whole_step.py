@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from operator import is_
 from types import CodeType
@@ -20,7 +19,6 @@ from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, Verif
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept
 from lightning_graphs.private.callsite import LIBRARIES
-from lightning_graphs.private.torch import version_of
 from lightning_graphs.regions.behind import Behind, HeadMissed, StepHead
 from lightning_graphs.regions.body import Given, NoOptimizer, StepBody
 from lightning_graphs.regions.conditions import (
@@ -57,7 +55,7 @@ from lightning_graphs.regions.verified import Verification
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report.messages import Messages, Statistics, capture_cost, listed, padding_for
 from lightning_graphs.values.signature import Modes, Signature
-from lightning_graphs.values.snapshot import RegionState
+from lightning_graphs.values.snapshot import Gradients, RegionState
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 
@@ -523,18 +521,6 @@ def _read_on_host(key: Signature, plans: Iterable[StepPlan]) -> CaptureError | N
 # ------------------ Steps of an evaluation
 
 
-def outside_inference_mode() -> AbstractContextManager[None]:
-    """Leave inference mode in the body, in the grad mode that is the present one now."""
-    return _outside_inference_mode(torch.is_grad_enabled())
-
-
-@contextlib.contextmanager
-def _outside_inference_mode(is_grad_enabled: bool) -> Iterator[None]:
-    # Leaving inference mode turns autograd on, whatever it was
-    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
-        yield
-
-
 class EvaluationBody(StepBody):
     """The step of an evaluation, of which there is the step's own code alone.
 
@@ -544,38 +530,30 @@ class EvaluationBody(StepBody):
 
     @contextlib.contextmanager
     def surrounded(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        modes = outside_inference_mode()  # made here, in the grad mode of the loop
-        with super().surrounded(*args, **kwargs), modes:
+        records = (
+            torch.is_grad_enabled()
+        )  # leaving inference mode turns autograd on, whatever it was
+        with (
+            super().surrounded(*args, **kwargs),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(records),
+        ):
             yield
-
-
-class _Gradients:
-    """Finds gradients of training that a capture changes."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._before = [(parameter, parameter.grad) for parameter in parameters]
-        self._versions = [version_of(g) for _, g in self._before if g is not None]
-
-    def restore(self) -> bool:
-        """Put back those that were exchanged; return whether any was changed."""
-        changed = [pair for pair in self._before if pair[0].grad is not pair[1]]
-        for parameter, gradient in changed:
-            parameter.grad = gradient
-        versions = [version_of(g) for _, g in self._before if g is not None]
-        return bool(changed) or versions != self._versions
 
 
 class EvaluationCapture(EvaluationBody, StepCapture):
     """Captures steps of one evaluation."""
 
     def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
-        gradients = _Gradients(self.module.parameters())
+        gradients = Gradients(self.module.parameters())
         try:
             plan = super()._captured(given, phase, watch)
         except BaseException:
             gradients.restore()
             raise
-        if gradients.restore():
+        changed = gradients.changed()
+        gradients.restore()
+        if changed:
             for graph in plan.graphs.values():
                 self.context.pool.release(graph)
             raise GRADIENTS_CHANGED.refused(

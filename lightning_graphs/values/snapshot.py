@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.engine import parts_of, plain
 from lightning_graphs.private.exchange import Absence, bind, bound
-from lightning_graphs.private.torch import tables_of
+from lightning_graphs.private.torch import tables_of, version_of
 from lightning_graphs.values.guards import (
     ArrayValue,
     attributes_of,
@@ -500,6 +500,12 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._known = [(p, p.grad, p.requires_grad) for p in parameters]
+        self._versions = list(map(version_of, self.tensors))
+
+    def changed(self) -> bool:
+        """Whether a parameter has another gradient by now, or one was written in place."""
+        is_other = any(p.grad is not gradient for p, gradient, _ in self._known)
+        return is_other or list(map(version_of, self.tensors)) != self._versions
 
     @property
     def tensors(self) -> list[Tensor]:
