@@ -58,7 +58,7 @@ from teams import Team, TeamError
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset
-from workloads import Classifier, Llama
+from workloads import Classifier, Gpt2, Llama
 
 from lightning_graphs import GraphCapture
 
@@ -81,6 +81,10 @@ CAPTURED = {"captured": "eager", "captured-compiled": "compiled"}
 
 def llama() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
     return Llama(12, 512, 8192), lambda: (torch.randint(0, 8192, (8, 256)),)
+
+
+def gpt2_124m() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Gpt2(12, 768, 50304), lambda: (torch.randint(0, 50304, (8, 1024)),)
 
 
 def resnet50_224() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
@@ -108,7 +112,8 @@ def tiny() -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
     return Blocks(), lambda: (torch.randn(4, 8),)
 
 
-MODELS = {**WORKLOADS, "llama": llama, "resnet50-224": resnet50_224, "tiny": tiny}
+MODELS = {**WORKLOADS, "llama": llama, "tiny": tiny}
+MODELS |= {"gpt2-124m": gpt2_124m, "resnet50-224": resnet50_224}
 
 
 class Fit(NamedTuple):
