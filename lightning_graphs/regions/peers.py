@@ -99,7 +99,7 @@ class Peers:
         if not self._is_gone(error):
             return error
         self._end_if_stuck()
-        return PartedError(*_sentence(self.lost))
+        return _parted(self.lost)
 
     def _is_gone(self, error: BaseException) -> bool:
         """Tell whether a rank is known to be gone, and wait to hear which if it seems so."""
@@ -108,7 +108,7 @@ class Peers:
 
     def _say(self) -> None:
         sys.stdout.flush()
-        sys.stderr.write(f"lightning_graphs: {PartedError(*_sentence(self.lost))}\n")
+        sys.stderr.write(f"lightning_graphs: {_parted(self.lost)}\n")
         sys.stderr.flush()
 
     # ------------------ The thread
@@ -186,9 +186,9 @@ class Peers:
             os._exit(1)
 
 
-def _sentence(rank: int | None) -> tuple[str, str, str]:
+def _parted(rank: int | None) -> PartedError:
     who = "another rank" if rank is None else f"rank {rank}"
-    return (
+    return PartedError(
         "No rank can go on when the process of one is gone.",
         f"{who} has ended",
         f"look for the error that {who} has said, or for what has killed it (memory of the host, "
