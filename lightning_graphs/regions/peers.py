@@ -54,12 +54,14 @@ class Peers:
 
     def __init__(self, group: Any) -> None:
         self.lost: int | None = None
-        self._is_told, self._is_closed = threading.Event(), threading.Event()
+        self._is_connected, self._is_told = threading.Event(), threading.Event()
+        self._is_closed, self._is_ended = threading.Event(), False
         self._ends = threading.Lock()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self._wakes, self._woken = socket.socketpair()
         self._open = [self._wakes, self._woken]
         self._others: dict[socket.socket, int] = {}
+        self._thread: threading.Thread | None = None
         _alive.add(self)
         rank = torch.distributed.get_rank(group)
         found: list[Any] = [None]
@@ -75,20 +77,22 @@ class Peers:
             run = partial(self._follow, host, address, port, _NUMBER.pack(rank) + key)
             if rank == 0:
                 run = partial(self._serve, server, key)
-            threading.Thread(target=self._run, args=(run,), daemon=True).start()
+            self._thread = threading.Thread(target=self._run, args=(run,), daemon=True)
+            self._thread.start()
+            self._is_connected.wait(_TOLD)
 
     def close(self) -> None:
         """Stop to look; others take this rank for lost if an exception is being handled."""
         error = sys.exc_info()[1]
-        if error is None:
-            for one in [*self._others]:
-                _tell(one, _LEAVES)
-        elif not isinstance(error, PartedError) and self._is_gone(error):
+        self._is_ended = error is None
+        if error is not None and not isinstance(error, PartedError) and self._is_gone(error):
             self._say()
         self._is_closed.set()
         _alive.discard(self)
         with contextlib.suppress(OSError):
-            self._wakes.send(b".")  # its thread closes the connections
+            self._wakes.send(b".")
+        if self._thread is not None:
+            self._thread.join(_TOLD)
 
     def parted(self, error: RuntimeError) -> Exception:
         """Return what to raise when ranks could not exchange data on the host.
@@ -116,10 +120,14 @@ class Peers:
     def _run(self, run: Callable[[], None]) -> None:
         with contextlib.suppress(OSError):
             run()
+        for one in self._others if self._is_ended else ():
+            _tell(one, _LEAVES)
+        self._is_connected.set()
         close(self._open)
 
     def _serve(self, server: socket.socket, key: bytes) -> None:
         """Hear of all others, as rank 0, and tell them."""
+        self._is_connected.set()
         with selectors.DefaultSelector() as ready:
             for one in (server, self._woken):
                 ready.register(one, selectors.EVENT_READ)
@@ -144,6 +152,7 @@ class Peers:
         rank = _heard(one)
         with contextlib.suppress(OSError):
             if rank is not None and one.recv(_KEY, socket.MSG_WAITALL) == key:
+                one.sendall(key)
                 self._others[one] = rank
                 return one
         return None
@@ -154,7 +163,10 @@ class Peers:
         one = socket.create_connection((address, port))
         self._open.append(one)
         one.sendall(hello)
+        if one.recv(_KEY, socket.MSG_WAITALL) != hello[-_KEY:]:  # something else listens there
+            return
         self._others[one] = 0
+        self._is_connected.set()
         with selectors.DefaultSelector() as ready:
             for each in (one, self._woken):
                 ready.register(each, selectors.EVENT_READ)
