@@ -36,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.cuda.is_available():
         collect_ignore.append("gpu")
     if torch.cuda.device_count() < 2:
-        collect_ignore.extend(["gpu/test_ddp.py", "gpu/test_fsdp.py"])
+        two = "gpu/test_ddp.py", "gpu/test_fsdp.py", "gpu/test_other_devices.py"
+        collect_ignore.extend(two)
     config.option.every_row |= torch.cuda.is_available()
 
 

@@ -31,7 +31,7 @@ OF_MANY_ROWS = {
 }
 PROMISES = ("equal_or", "under_options", "submodules_agree", "doctor_agrees", "resumed")
 """Parts of the names of the tests of a table of programs: each has a process of its own there."""
-OF_SEVERAL_GPUS = {"gpu/test_ddp.py", "gpu/test_fsdp.py"}
+OF_SEVERAL_GPUS = {"gpu/test_ddp.py", "gpu/test_fsdp.py", "gpu/test_other_devices.py"}
 _COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
 
 

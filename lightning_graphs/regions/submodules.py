@@ -130,7 +130,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
 
     def close(self) -> None:
         self._stop_observing()
-        for dispatcher in self._graphed.values():
+        for dispatcher in self._dispatchers.values():  # an interrupt may have left one in its place
             dispatcher.remove()
         self._graphed.clear()
         self._plans.clear()

@@ -17,7 +17,8 @@ from tests.training.fits import assert_nothing_left, compare, prepare
 
 # Where a capture changes what others see: the policies, and who owns graphs.
 _FOLDERS = tuple(
-    f"/lightning_graphs/{name}/" for name in ("lightning", "regions", "watch", "policy", "report")
+    f"/lightning_graphs/{name}/"
+    for name in ("lightning", "loops", "regions", "watch", "policy", "report")
 )
 _FILES = (
     "device/graph.py",
@@ -36,11 +37,11 @@ class Interruption(Callback):
 
     def __init__(self, line: int) -> None:
         self._left = line
-        self._armed = False
+        self.armed = False
         self.happened = False
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        self._armed = trainer.global_step >= 5
+        self.armed = trainer.global_step >= 5
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         path = frame.f_code.co_filename
@@ -48,7 +49,7 @@ class Interruption(Callback):
         return self._line if watched and not self.happened else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self._left -= self._armed and event == "line"
+        self._left -= self.armed and event == "line"
         if self._left < 0 and not self.happened:
             line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
             in_exit = frame.f_code.co_name == "__exit__"

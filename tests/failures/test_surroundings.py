@@ -11,6 +11,21 @@
 | a fit inside of a hook of another fit             | step, modules | both     |
 | a cell is run again after an exception            | step, modules | both     |
 | ``sys.exit`` while another thread fits            | step          | both     |
+
+Other surroundings of every day, each with its tests:
+
+| surroundings                                      | tests                                       |
+| ------------------------------------------------- | ------------------------------------------- |
+| Ctrl-C, SIGTERM: capture, verification, hooks     | ``failures/test_interruptions.py``          |
+| the same in functions, and between replays        | ``failures/test_interrupted_loops.py``      |
+| Ctrl-C before any line of a capture or a replay   | ``failures/test_any_line.py``, and there    |
+| ``fit`` twice, two trainers with one module       | ``training/lifecycle/test_lifecycle.py``    |
+| LRFinder, BatchSizeFinder, ``weights_only=True``  | ``training/lifecycle/test_tuning.py``       |
+| free memory after a fit as before it              | ``failures/conftest.py``, after each test   |
+| a GPU other than the first, a model over two      | ``gpu/test_other_devices.py``               |
+| an unknown torch or Lightning, ROCm, Windows      | ``training/told/test_report.py``            |
+| XPU, MPS                                          | ``loops/test_refused.py``                   |
+| a wheel in an empty environment                   | ``tests/wheel.py``, in CI                   |
 """
 
 from __future__ import annotations

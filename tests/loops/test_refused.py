@@ -147,6 +147,19 @@ def test_an_evaluation_leaves_gradients_alone(backend: str, device: torch.device
         list(map(step, batches))
 
 
+def test_a_model_on_another_kind_of_device_is_named() -> None:
+    """As on XPU and MPS."""
+    model = torch.nn.Linear(2, 2, device="meta")
+    step = capture(model.forward, model)
+    said = (
+        "capture.forward.: calls run eagerly: it captures on NVIDIA GPUs, and the model is on meta"
+    )
+    with pytest.warns(UserWarning, match=said):
+        assert step(torch.ones(1, 2, device="meta")).shape == (1, 2)
+    with pytest.raises(GraphError, match="it captures on NVIDIA GPUs"):
+        capture(model.forward, model, on_failure="raise")(torch.ones(1, 2, device="meta"))
+
+
 def test_a_captured_function_is_neither_pickled_nor_copied(device: torch.device) -> None:
     model = torch.nn.Linear(2, 2)
     step = capture(torch.relu, model)
