@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator, Sequence
 
@@ -74,23 +73,12 @@ class CaptureError(GraphError):
 
     def __init__(self, rule: str, observed: str = "", remedy: str = "") -> None:
         super().__init__(rule, observed, remedy)
-        for refused in _refusals:
+        for refused in REFUSED:
             refused.append(self)
 
 
-_refusals: list[list[CaptureError]] = []  # those of each capture that runs
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[list[CaptureError]]:
-    """Collect the refusals that the body makes, also those that captured code catches."""
-    refused: list[CaptureError] = []
-    _refusals.append(refused)
-    try:
-        yield refused
-    finally:
-        _refusals.pop()
-        refused.clear()  # their tracebacks hold frames, and what the captured code holds
+REFUSED: list[list[CaptureError]] = []
+"""Lists to which refusals are added as they are made: one of each capture that runs."""
 
 
 class NoRoomError(CaptureError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional
 
-from lightning_graphs.errors import CODE, CaptureError
+from lightning_graphs.errors import CODE, REFUSED, CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder, frames_of_region
 from lightning_graphs.private.torch import generator_identity, in_forward_mode
 
@@ -72,6 +72,18 @@ def noting() -> Iterator[None]:
 def are_noted() -> bool:
     """Return whether refusals are noted."""
     return bool(_noting)
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[list[CaptureError]]:
+    """Collect the refusals that the body makes, also those that captured code catches."""
+    refused: list[CaptureError] = []
+    REFUSED.append(refused)
+    try:
+        yield refused
+    finally:
+        REFUSED.pop()
+        refused.clear()  # their tracebacks hold frames, and what the captured code holds
 
 
 def refuse(error: CaptureError) -> None:

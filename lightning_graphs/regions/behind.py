@@ -24,8 +24,9 @@ from lightning_graphs.device.rules import (
     SIDE_EFFECT,
     UNREGISTERED_GENERATOR,
     noting,
+    refusals,
 )
-from lightning_graphs.errors import CaptureError, GraphError, refusals
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
 from lightning_graphs.private.engine import buffers_left, plain
 from lightning_graphs.private.exchange import nothing

@@ -623,7 +623,7 @@ class StepCapture(Attempts):
     ) -> tuple[StepOutputs, Tensor | None]:
         with contextlib.ExitStack() as self._inside:
             result = super().forward(arguments, recorder)
-            self._followed.assertions.look_behind(result[1])
+            self._followed.look_behind(result[1])
             self._registers_hooks = hooks_registered() != self._hooks
         return result
 

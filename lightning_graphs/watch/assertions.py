@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -205,29 +205,50 @@ class Assertion:
     raising: MakesError
 
 
+class Room(NamedTuple):
+    """Memory for the assertions of one graph, made before that is captured.
+
+    What a graph allocates itself is written by what ran before, in every replay. The first of each
+    counts the replays themselves.
+    """
+
+    holds: Tensor
+    times: Tensor
+    numbers: Tensor
+    seen: Tensor
+
+    @classmethod
+    @torch.inference_mode(False)
+    def on(cls, device: torch.device) -> Room:
+        count = _ROOM + 1
+        return cls(
+            torch.ones(count, dtype=torch.bool, device=device),
+            torch.zeros(count, dtype=torch.int64, device=device),
+            torch.zeros(_ROOM, dtype=torch.float64, device=device),
+            torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda"),
+        )
+
+
 class Assertions:
     """Assertions of the code that is captured into one graph.
 
     Args:
         device: Where it computes.
         is_host: Tells tensors of the host, where device and host are one.
+        room: Memory that there is.
     """
 
     def __init__(
-        self, device: torch.device, is_host: Callable[[Tensor], bool] = lambda _: False
+        self,
+        device: torch.device,
+        is_host: Callable[[Tensor], bool] = lambda _: False,
+        room: Room | None = None,
     ) -> None:
         self._device, self._is_host = device, is_host
         self._is_over = False
         self.found: list[Assertion] = []
         self._noted: list[Callable[[], Any]] = []  # give counters in messages
-        # What a graph allocates itself is written by what ran before, in every replay. The first
-        # of each counts the replays themselves.
-        with torch.inference_mode(False):
-            self._holds = torch.ones(_ROOM + 1, dtype=torch.bool, device=device)
-            self._times = torch.zeros(_ROOM + 1, dtype=torch.int64, device=device)
-            self._numbers = torch.zeros(_ROOM, dtype=torch.float64, device=device)
-            pinned = device.type == "cuda"
-            self._seen = torch.zeros(_ROOM + 1, dtype=torch.int64, pin_memory=pinned)
+        self._holds, self._times, self._numbers, self._seen = room or Room.on(device)
         self._numbers_held = 0
         self._places: dict[tuple[CodeType, int], int] = {}  # of the line that asked last
         # Values that the graph has chosen, with their versions then; those that cut gradients off
@@ -236,9 +257,10 @@ class Assertions:
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
-        return tensors_asked(self._answer)
+        return tensors_asked(self.answer)
 
-    def _answer(self, asked: Question) -> Any:
+    def answer(self, asked: Question) -> Any:
+        """Answer what code asks of tensors; None if it does not ask that to raise or choose."""
         asks_more = asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER)
         if self._is_over or asks_more or any(map(self._is_host, asked.tensors)):
             return None
@@ -510,6 +532,12 @@ class OpenAssertions:
     open: dict[PendingAssertions, None] = field(default_factory=dict)
     is_used: bool = False  # a plan has some, and so has one on every other rank
     failed: BaseException | None = None
+    room: Room | None = None  # for the next graph that has some
+
+    def begin(self, device: torch.device, is_host: Callable[[Tensor], bool]) -> Assertions:
+        """Make the assertions of one more graph, in the room that there is."""
+        room, self.room = self.room, None
+        return Assertions(device, is_host, room)
 
     def settle(self) -> None:
         """Wait until the outcome of every replay is known.

@@ -26,6 +26,7 @@ from lightning_graphs.device.rules import (
     STORED,
     STORED_OUTSIDE,
     are_noted,
+    refusals,
 )
 from lightning_graphs.errors import (
     CaptureError,
@@ -34,7 +35,6 @@ from lightning_graphs.errors import (
     in_one_line,
     is_out_of_memory,
     no_room,
-    refusals,
 )
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import exchanged, replaced

@@ -20,10 +20,10 @@ from torch import Tensor
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import GraphError, ReplayError
-from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.torch import base_of, version_of
-from lightning_graphs.watch.assertions import Assertions
+from lightning_graphs.watch.assertions import MakesError
 from lightning_graphs.watch.forms import Numbers
 from lightning_graphs.watch.tracers import (
     Asks,
@@ -122,7 +122,7 @@ class FollowedState:
         mirrors: Those of the fit.
         candidates: What may be asked for.
         numbers: Makes tracers.
-        assertions: Has the graph compare a number on the device with that of the host.
+        require: Has the graph compare a number on the device with that of the host.
         is_synced: A step begins with buffers of another rank, which are equal.
     """
 
@@ -131,11 +131,11 @@ class FollowedState:
         mirrors: Mirrors,
         candidates: Mapping[int, Mirror],
         numbers: Numbers,
-        assertions: Assertions,
+        require: Callable[[Tensor, CallSite, MakesError], None],
         *,
         is_synced: bool,
     ) -> None:
-        self._mirrors, self._numbers, self._assertions = mirrors, numbers, assertions
+        self._mirrors, self._numbers, self._require = mirrors, numbers, require
         self._is_synced = is_synced
         self._candidates = {**candidates, **mirrors.known}
         self._found: dict[Mirror, Any] = {}  # what the step has got or written last
@@ -198,7 +198,7 @@ class FollowedState:
             if isinstance(number, ScalarTracer):
                 memory = self._numbers.tensor_of(number, torch.int64)
                 same = mirror.tensor.detach().reshape(()) == memory
-                self._assertions.require(same, CallSiteFinder().here(), _Moved(mirror.name))
+                self._require(same, CallSiteFinder().here(), _Moved(mirror.name))
         if self._found[mirror] is _UNKNOWN:
             HOST_READ.refuse_here(f"{mirror.name} is read")
             return None

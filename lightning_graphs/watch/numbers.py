@@ -39,14 +39,14 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder, frames_from
+from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinder, frames_from
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, standing_in
 from lightning_graphs.private.generators import PythonGenerator, shared_generators
 from lightning_graphs.private.torch import captured_code_runs, out_of_sight, version_of
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.assertions import Assertions, OpenAssertions
+from lightning_graphs.watch.assertions import Assertions, MakesError, OpenAssertions, Room
 from lightning_graphs.watch.environment import Client
 from lightning_graphs.watch.forms import Form, form_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
@@ -60,11 +60,13 @@ from lightning_graphs.watch.tracers import (
     Conversion,
     DrawingFunction,
     OpaqueTracer,
+    Question,
     ScalarTracer,
     calls_followed,
     constants_around,
     numbers_ahead,
     present,
+    tensors_asked,
     used,
 )
 from lightning_graphs.watch.user_code import CompiledCode, UserCode
@@ -521,27 +523,34 @@ class Followed:
         # Of the coming or the last capture
         self.numbers = StepNumbers(facts.reads, self._device)
         self.tracer: HostTracer | None = None
-        self.assertions: Assertions  # what it reads only to raise
+        self._assertions: Assertions | None = None  # what it reads only to raise, if anything
+        self._knows: Callable[[Tensor], bool]  # whether a tensor is the host's, where both are one
         self._state: FollowedState | None = None  # numbers that it reads and writes in tensors
         self.reads: list[CallAt] = []  # by which it has read numbers that the host knows
         self._advance: Instruction | None = None  # advances the numbers of its state
         self._program: HostProgram | None = None
+        self._make_room()
+
+    def _make_room(self) -> None:
+        if self._fit.room is None:  # the last one is in use by a graph
+            self._fit.room = Room.on(self._device)
 
     def begin(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> None:
         """Prepare to follow what the coming capture computes on the host."""
         client, facts, tape = self._client, self._facts, None
         self.tracer, self._program, self._state, self._advance = None, None, None, None
+        self._assertions = None
+        self._make_room()
         self.reads.clear()
         if facts.has_host_program and not self._compiled.runs:
             copies, room = client.copies_on_host(tensors), self.room_on_device
             self.tracer = HostTracer(self._device, inputs.tensors, copies, room)
             self.tracer.on_read, self.tracer.on_error = self._note_read, self._note_refusal
             self.tracer.declines, tape = client.declines, self.tracer.tape
-        knows = (lambda _: False) if tape is None else tape.knows
-        self.assertions = Assertions(self._device, knows)
+        self._knows = (lambda _: False) if tape is None else tape.knows
         self.numbers = StepNumbers(facts.reads, self._device, tape, self._could_follow)
         if buffers := [(f"self.{name}", buffer) for name, buffer in self._module.named_buffers()]:
-            followed = facts.mirrors, held_numbers(buffers), self.numbers, self.assertions
+            followed = facts.mirrors, held_numbers(buffers), self.numbers, self._require
             self._state = FollowedState(*followed, is_synced=client.ddp is not None)
 
     def watchers(self) -> list[Watcher]:
@@ -634,14 +643,31 @@ class Followed:
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
         state = self._state
-        with nullcontext() if state is None else state.watching(), self.assertions.watching():
+        with nullcontext() if state is None else state.watching(), tensors_asked(self._answer):
             yield
         self._advance = None if state is None else state.instruction()
-        self.assertions.finish()
+        if self._assertions is not None:
+            self._assertions.finish()
+
+    def _of_graph(self) -> Assertions:
+        if self._assertions is None:
+            self._assertions = self._fit.begin(self._device, self._knows)
+        return self._assertions
+
+    def _answer(self, asked: Question) -> Any:
+        return self._of_graph().answer(asked)
+
+    def _require(self, condition: Tensor, site: CallSite, error: MakesError) -> None:
+        self._of_graph().require(condition, site, error)
+
+    def look_behind(self, loss: Tensor | None) -> None:
+        """Look at the gradients of a loss; see :meth:`Assertions.look_behind`."""
+        if self._assertions is not None:
+            self._assertions.look_behind(loss)
 
     def _asserted(self) -> Mechanism:
         """Advance the numbers that the host knows, and look at what the graph has asserted."""
-        pending = self.assertions.pending(self._fit)
+        pending = None if self._assertions is None else self._assertions.pending(self._fit)
         last = [] if self._advance is None else [self._advance]
         if pending is None:
             return Mechanism(last=last)

@@ -43,13 +43,13 @@ from lightning_graphs.values.guards import (
     value_of_class,
 )
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.watch.executed import functions_followed
 from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import (
     BASES,
     OF_ALL_MODULES,
     UserCode,
     function_of,
+    functions_followed,
     held_elsewhere,
     inside_of_compiled,
     iter_objects,

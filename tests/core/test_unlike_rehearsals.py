@@ -9,8 +9,8 @@ import torch
 
 from lightning_graphs.device.emulated import UndoingBackend
 from lightning_graphs.device.graph import GraphPool
-from lightning_graphs.device.rules import noting
-from lightning_graphs.errors import CaptureError, refusals
+from lightning_graphs.device.rules import noting, refusals
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.watch.host_trace import HostTracer
 
 
