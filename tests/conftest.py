@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 _ROWS = 1
-"""So many rows of a table of fits run on a CPU by default: five minutes on two cores."""
+"""How many rows of a table of fits run on a CPU by default: five minutes on two cores."""
+_OF_BENCHMARKS = {
+    "test_an_architecture": 5,
+    "test_a_program": 8,
+    "test_a_row_trains_as_eager_training_does": 3,
+}
+"""How many rows of the benchmarks' own tables run by default; all of them on a GPU."""
 
 collect_ignore: list[str] = []
 
@@ -69,9 +75,12 @@ def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]
         first, second = (*item.path.relative_to(here).parts, "")[:2]
         if first in ("training", "failures", "programs") and second != "costs":
             tables[item.nodeid.partition("[")[0] + _kind(item)].append(item)
-    for rows in tables.values():
-        kept = {round(i * (len(rows) - 1) / max(1, _ROWS - 1)) for i in range(_ROWS)}
-        if len(rows) > _ROWS:
+        elif item.name.partition("[")[0] in _OF_BENCHMARKS:
+            tables[item.nodeid.partition("[")[0]].append(item)
+    for name, rows in tables.items():
+        most = _OF_BENCHMARKS.get(name.rpartition("::")[2], _ROWS)
+        kept = {round(i * (len(rows) - 1) / max(1, most - 1)) for i in range(most)}
+        if len(rows) > most:
             yield from (item for i, item in enumerate(rows) if i not in kept)
 
 

@@ -297,7 +297,7 @@ def shown(
 ) -> Iterator[StepRate | None]:
     """Let the bar show ``graphs=98 %`` and, if asked, the loggers the time of a step.
 
-    The bar asks for it when it is drawn anew, and a step does nothing.
+    The bar asks for it when it is drawn, and a step does nothing.
 
     Args:
         callback: Its hook is exchanged, if loggers get figures.

@@ -272,7 +272,7 @@ def _stays(kind: Any) -> bool:
 
 
 def rebuilt(batch: Any, device: torch.device) -> Any:
-    """Return what moving a batch to a device gives if all is there: its containers anew.
+    """Return what moving a batch to a device gives if all is there: new containers.
 
     None if it may give something else: the batch is moved then.
     """

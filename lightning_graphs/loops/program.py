@@ -174,7 +174,7 @@ class ProgramWatch(Client):
         self._program, self._evaluates = program, evaluates
         self.processes = Processes(program, evaluates=evaluates)
         self.own = program.own
-        self._kept = Kept(KeptCalls(self.own))
+        self._kept = RepeatedReads(KeptCalls(self.own))
         self.watched = program.watched
         self.optimizers = [*optimizers]
         # Here, since nothing of the program may be read in a call
@@ -220,7 +220,7 @@ class ProgramWatch(Client):
 
     @property
     def epoch(self) -> int:
-        """So many hundreds of calls: in each, all of an optimizer's state is compared once."""
+        """The calls so far in units of 256: all of an optimizer's state is compared once a unit."""
         return self.calls >> 8
 
     @property
@@ -297,7 +297,7 @@ CHANGED_LATER = Obstacle(
 )
 
 
-class Kept:
+class RepeatedReads:
     """What is known of reads on the host that replays repeat behind their graphs."""
 
     def __init__(self, calls: KeptCalls) -> None:
@@ -325,7 +325,7 @@ class HostReads(Recorder):
         wrappers: Those of DDP; in them it stands whether buffers are sent next.
     """
 
-    def __init__(self, program: Any, kept: Kept, wrappers: Sequence[Any]) -> None:
+    def __init__(self, program: Any, kept: RepeatedReads, wrappers: Sequence[Any]) -> None:
         super().__init__()
         self._kept, self._wrappers = kept, wrappers
         state = (*program.parameters(), *program.buffers())

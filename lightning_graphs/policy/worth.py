@@ -232,7 +232,7 @@ _MOVES = 3
 _ATTEMPT = 3.0, 80.0
 """What a first attempt to capture is expected to cost: so many eager steps, and milliseconds."""
 _COMPARED = 3.0, 20.0
-"""What a first verification is expected to cost, likewise."""
+"""What a first verification is expected to cost: so many eager steps, and milliseconds."""
 _AT_RISK, _SHORT, _AT_RISK_BEYOND = 0.05, 4e3, 0.1
 """The parts of a fit's eager time that attempts may take as long as none has succeeded: of so many
 milliseconds, and of the time beyond."""

@@ -467,8 +467,9 @@ def renew_reducer(wrapper: DistributedDataParallel) -> bool:
 
     Its reducer keeps the AccumulateGrad nodes of the stream on which it was made, mostly the
     default one, whose nodes CUDA refuses to capture; from 2.13 on torch has an option (see
-    :func:`stale_gradient_nodes_tolerated`). So the reducer is made anew, as unpickling DDP does: no
-    public method moves it. All ranks are to do it together; it counts its iterations from then on.
+    :func:`stale_gradient_nodes_tolerated`). So the reducer is made once more, as unpickling DDP
+    does: no public method moves it. All ranks are to do it together; it counts its iterations from
+    then on.
     """
     if hasattr(torch.autograd.graph, "set_override_stale_capture_stream") or wrapper in _renewed:
         return True

@@ -1,7 +1,7 @@
 """Tells when a function comes to a line; other lines, and all other code, run at full speed.
 
 ``sys.monitoring`` does that from Python 3.12 on. There a trace function would cost most: to set one
-makes the interpreter prepare the byte code of every function anew.
+makes the interpreter prepare the byte code of every function again.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from lightning_graphs.watch.user_code import bound_by_hooks, obstacle_in
 # ------------------ Selection of modules
 
 _WORK = 5
-"""So many nodes of autograd are worth a graph of their own: on an H200 the graph of a LayerNorm,
+"""How many nodes of autograd are worth a graph of their own: on an H200 the graph of a LayerNorm,
 which is one and a cast, takes 1.6 to 2 times as long, that of a Linear with its casts, 8, 0.6 to
 0.8 times."""
 

@@ -41,7 +41,7 @@ from lightning_graphs.watch.environment import RaisedInCapture
 from lightning_graphs.watch.host import HostReads
 
 _TRIES = 16
-"""So often one step is captured at most, until nothing is learned any more."""
+"""How often one step is captured at most, until nothing is learned any more."""
 
 Refused = Sequence[CaptureError]
 

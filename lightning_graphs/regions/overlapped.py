@@ -290,7 +290,7 @@ class Overlap:
 FIRST = 200
 """Replays of a graph after which a second one is considered."""
 LATER = 4
-"""It is considered again after so many times more of them, where they have not paid for it yet."""
+"""A second graph that is not paid for yet is considered again after so many times more replays."""
 PAIRS = 24
 """How often both are replayed in turn, and timed."""
 

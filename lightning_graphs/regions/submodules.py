@@ -63,7 +63,7 @@ class StepFacts:
 
 
 _USEFUL = 3
-"""So many steps with a replay show that graphs were right before no call fits them any more."""
+"""How many steps with a replay show that graphs were right before no call fits them any more."""
 
 
 @dataclass(slots=True)

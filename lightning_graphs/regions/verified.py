@@ -81,7 +81,7 @@ class Verification(StepBody):
             return RegionState.of_step(*parts, unseen=unseen)
         written, others = plan.loose, plan.outside.parameters
         return RegionState.of_step(
-            *parts, written=written, unseen=unseen, others=others, anew=plan.dropped
+            *parts, written=written, unseen=unseen, others=others, renewed=plan.dropped
         )
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:

@@ -201,7 +201,7 @@ def pool_sizes(backend: Backend) -> dict[PoolHandle, int]:
 # ------------------ Messages to the user
 
 FEW = 8
-"""So many are no coincidence: captures in vain, batches that are all new."""
+"""How many captures in vain, or batches of new shapes in a row, are no coincidence."""
 PATIENCE = 32
 """After so many eager steps in a row, a wait is given up, or its reason is said."""
 TOO_RARE = "no batch signature came back often enough"

@@ -34,7 +34,7 @@ class GraphRecord:
         parts: Its graphs: more than one where hooks look in between, for the backward pass of a
             module, and for several calls of it in a step.
         nodes: Nodes of all parts; None beyond eight graphs, and if they cannot be counted.
-        kernels: Kernel launches among them; None likewise.
+        kernels: Kernel launches among them; None if those are not counted.
         captures: How often it was captured; more than once after a release or a recapture.
         capture_ms: Time of the last capture, in milliseconds.
         pool_mib: Memory that the last capture added to the pool of graphs, in MiB; None without a

@@ -609,8 +609,8 @@ class RegionState:
     unseen: Sequence[Tensor] = ()  # what it may write unnoticed, and is not compared
     optimizers: Sequence[Optimizer] = ()  # which the region steps
     scaler: torch.amp.GradScaler | None = None
-    # Whose gradients it makes anew: the values of those that there are, nothing needs any more
-    anew: Sequence[Tensor] = ()
+    # Whose gradients it replaces: the values of those that there are, nothing needs any more
+    renewed: Sequence[Tensor] = ()
 
     @classmethod
     def of_step(
@@ -622,7 +622,7 @@ class RegionState:
         written: Mapping[str, Tensor] = MappingProxyType({}),  # other tensors, by name
         unseen: Sequence[Tensor] = (),
         others: Iterable[Tensor] = (),  # with gradients; they may be parameters of the module
-        anew: Sequence[Tensor] = (),
+        renewed: Sequence[Tensor] = (),
     ) -> RegionState:
         """Describe the state of a training step, with the steps of these optimizers."""
         names: dict[Tensor, str] = {
@@ -638,13 +638,13 @@ class RegionState:
         named = {name: tensor for tensor, name in names.items()}
         tensors = {f"buffer `{name}`": buffer for name, buffer in root.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
-        return cls(tensors, named, unseen, optimizers, scaler, anew)
+        return cls(tensors, named, unseen, optimizers, scaler, renewed)
 
     def take(self, room: Callable[[int], float], *parts: Part) -> Snapshot:
         """Take a snapshot, with further parts; see :class:`Snapshot`."""
         gradients = Gradients(self.parameters.values())
         tensors = [*self.tensors.values(), *self.unseen, *self.parameters.values()]
-        tensors += gradients.without(self.anew)
+        tensors += gradients.without(self.renewed)
         own: list[Part] = [gradients]
         for optimizer in self.optimizers:
             known = OptimizerState(optimizer, self.scaler)

@@ -1,4 +1,4 @@
-"""Operators of torch that accept numbers which each replay has anew.
+"""Operators of torch that accept numbers which are other ones in each replay.
 
 For a tensor of 32 or 64 bits most kernels have the number in the tensor's own type, wherever they
 get it from. For smaller ones those that multiply compute in 32 bits; those that add round the

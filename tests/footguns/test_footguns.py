@@ -1,16 +1,18 @@
 """What goes wrong silently with CUDA graphs elsewhere, and what happens here.
 
+Traps that name a file are tested there, as a part of what graphed callables do.
+
 | trap | here |
 | --- | --- |
-| an argument that is no tensor, a keyword argument, a container | right result |
-| an output that is None or a number; an output that needed no grad | right result |
-| hooks on submodules when the module is passed | right result |
-| accumulation of gradients over two backward passes | right result |
+| an argument that is no tensor, a keyword, a container (`core/test_callables`) | right result |
+| an output that is None, a number, or needed no grad (`core/test_callables`) | right result |
+| hooks on submodules (`core/test_callables`) | right result |
+| accumulated gradients (`core/test_callables_gradients`) | right result |
 | warm-up moves BatchNorm statistics and random generators | right result |
 | the sample arguments become the static inputs | right result |
-| train/eval of a submodule | right result |
-| a call without grad mode | right result |
-| ``deepcopy`` or pickle runs the original's weights | right result |
+| train/eval of a submodule (`core/test_callables_guards`) | right result |
+| a call without grad mode (`core/test_callables`) | right result |
+| a copy runs the original's weights (`core/test_callables_lifetime`) | right result |
 | outputs are overwritten by the next call | right result |
 | a scalar or a shape of Python is baked in | raises when it changes |
 | a last batch of another size, also of one row | raises |
@@ -30,8 +32,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -83,38 +83,6 @@ class Scale(nn.Module):
 # Right results.
 
 
-def test_constants_keywords_and_containers(graphing: Graphing, scale: Scale, x: Tensor) -> None:
-    def function(batch: dict[str, Tensor], power: int, *, shift: float) -> Tensor:
-        return scale(batch["x"]) ** power + shift
-
-    graphed = graphing(function, {"x": x}, 3, sample_kwargs={"shift": 0.5})
-    assert graphed({"x": 3 * x}, 3, shift=0.5)[0, 0].item() == 216.5
-
-
-def test_outputs_that_are_none_numbers_or_without_grad(
-    graphing: Graphing, scale: Scale, x: Tensor
-) -> None:
-    graphed = graphing(lambda x: (scale(x), None, 7, x + 1), x)
-    scaled, nothing, seven, shifted = graphed(3 * x)
-    assert (nothing, seven, shifted.requires_grad) == (None, 7, False)
-    assert (scaled[0, 0].item(), shifted[0, 0].item()) == (6.0, 4.0)
-
-
-def test_hooks_on_submodules(graphing: Graphing, scale: Scale, x: Tensor) -> None:
-    model = nn.Sequential(scale)
-    scale.register_forward_hook(lambda *call: call[-1] + 100)
-    graphed = graphing(model, x)
-    assert graphed(3 * x)[0, 0].item() == 106.0
-
-
-def test_accumulated_gradients(graphing: Graphing, scale: Scale, device: torch.device) -> None:
-    graphed = graphing(scale, torch.zeros(1, device=device))
-    for value in (1.0, 10.0):
-        graphed(torch.full((1,), value, device=device)).backward()
-    assert scale.weight.grad is not None
-    assert scale.weight.grad.item() == 11.0
-
-
 def test_warm_up_moves_no_statistics_and_no_generator(
     graphing: Graphing, device: torch.device
 ) -> None:
@@ -142,31 +110,6 @@ def test_sample_arguments_keep_their_values(graphing: Graphing, scale: Scale, x:
     graphed = graphing(scale, x)
     graphed(5 * x)
     assert torch.equal(x, torch.ones_like(x))
-
-
-def test_evaluation_of_a_submodule(graphing: Graphing, x: Tensor) -> None:
-    model = nn.Sequential(nn.Dropout(), nn.Identity())
-    graphed = graphing(model, x)
-    model[0].eval()
-    assert torch.equal(graphed(x), x)
-
-
-def test_a_call_without_grad(graphing: Graphing, scale: Scale, x: Tensor) -> None:
-    graphed = graphing(scale, x)
-    with torch.no_grad():
-        found = graphed(3 * x)
-    assert not found.requires_grad
-    assert found[0, 0].item() == 6.0
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_has_weights_of_its_own(
-    graphing: Graphing, scale: Scale, x: Tensor, copied: Callable[[Any], Any]
-) -> None:
-    twin = copied(graphing(scale, x))
-    with torch.no_grad():
-        scale.weight.fill_(50.0)
-    assert twin(x)[0, 0].item() == 2.0
 
 
 def test_kept_outputs(graphing: Graphing, scale: Scale, x: Tensor) -> None:
