@@ -252,9 +252,8 @@ def train(rank: int, fit: Fit, steps: Steps, tiny: bool) -> dict[str, Any]:
     if not tiny:
         items = [tuple(t.pin_memory() for t in item) for item in items]
     kind = ShardedModule if fit.variant == "fsdp2" else TalkativeModule
-    module = kind(net, "compiled" in fit.how)
-    if fit.how == "reduce-overhead":
-        module.call = torch.compile(net, mode=fit.how)
+    compiled = {"compiled": {}, "captured-compiled": {}, "reduce-overhead": {"mode": fit.how}}
+    module = kind(net, compiled.get(fit.how))
     graphs = None
     if fit.how in CAPTURED:
         graphs = GraphCapture(
