@@ -35,9 +35,8 @@ from lightning_graphs.lightning.ranks import (
     is_model_parallel,
     why_not_captured,
 )
-from lightning_graphs.lightning.runner import StrategyHandler
+from lightning_graphs.lightning.runner import ModuleRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import BatchTransfer
-from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
 from lightning_graphs.policy.options import OPTIONS, OptionError, Options, refuse_unnamed
 from lightning_graphs.private.callsite import stacklevel_of_user

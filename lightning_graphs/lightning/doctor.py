@@ -33,9 +33,8 @@ from lightning_graphs.lightning.evaluation_runner import (
 from lightning_graphs.lightning.fit import fit_context
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import is_lightnings_closure
-from lightning_graphs.lightning.runner import StepRunner
+from lightning_graphs.lightning.runner import ModuleRunner, StepRunner
 from lightning_graphs.lightning.strategy import NAMES, calls_of
-from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import MemoryBudget

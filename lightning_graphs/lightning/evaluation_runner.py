@@ -93,6 +93,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         self.scope, self.step = watch.name, _in_words(watch.name)
         super().__init__(fit)
         self._may_give_up = False
+        self._skips_backward = bool  # there is none
         self._is_synced: Callable[[], bool] = bool  # the coming step gets the buffers of rank 0
         # Called by steps of several ranks, of which each decides alone
         self._collectives: Collectives | None = None
@@ -155,17 +156,12 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         return (self._replay(plan),)
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
-        found, self.found = self.found, ()
-        is_outside = bool(kwargs) or self._policy.is_over
-        waits = self._warmup_left > 0 or self._is_synced()
-        if is_outside or waits or (self._collectives and not self._collectives.are_known):
-            if not is_outside:
-                self._count_key(args)
-            return None
-        if self._head.now is not None:
-            self._begins_with_head = True
-            return None
-        return self._life.plan_for(args, *found)
+        if not self._is_synced() and (self._collectives is None or self._collectives.are_known):
+            return super()._plan_for(args, kwargs)
+        self.found = ()
+        if not (kwargs or self._policy.is_over):
+            self._count_key(args)
+        return None
 
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._collectives is None or self._is_synced():  # DDP broadcasts its buffers

@@ -20,14 +20,13 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts, step_of_loggers, updates_loggers
 from lightning_graphs.lightning.ranks import Ranks, why_not_captured
-from lightning_graphs.lightning.runner import Runner, StepRunner
+from lightning_graphs.lightning.runner import ModuleRunner, Runner, StepRunner
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
     ProgressValues,
     calls_of,
     saving_exchanged,
 )
-from lightning_graphs.lightning.submodules_runner import ModuleRunner
 from lightning_graphs.lightning.trainer import LightningContext, TrainerWatch, steps_left
 from lightning_graphs.lightning.words import moves_batches_itself, why_no_whole_step
 from lightning_graphs.policy.options import Options
