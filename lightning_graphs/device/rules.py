@@ -605,7 +605,7 @@ def operator_obstacle(
 
 
 def _builds_from_host_data(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
-    """A 0-d tensor without a device stays on the CPU and enters kernels as a constant: legal.
+    """A 0-d tensor of the CPU enters kernels as a constant: legal.
 
     Tensors in a list are read, one number after the other.
     So is an empty one: torch copies nothing then (``copy_impl`` in aten/src/ATen/native/Copy.cpp).
@@ -616,7 +616,8 @@ def _builds_from_host_data(args: Sequence[object], kwargs: Mapping[str, object])
     if isinstance(data, (list, tuple)) and any(isinstance(item, Tensor) for item in data):
         return HOST_READ
     scalar = isinstance(data, (bool, int, float, complex))
-    return None if scalar and kwargs.get("device") is None else HOST_DATA
+    on_host = kwargs.get("device") in (None, "cpu")  # in a rehearsal, too, if it is named
+    return None if scalar and on_host else HOST_DATA
 
 
 def _moves_to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:

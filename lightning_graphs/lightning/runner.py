@@ -37,8 +37,8 @@ from lightning_graphs.private.callsite import reached_by_name, with_keyword
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.agreement import EAGER, NOT_REDUCED
 from lightning_graphs.regions.conditions import ClientGuards, Phase
-from lightning_graphs.regions.gradients import KEPT_LATE, PersistentGradients
-from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle, zeroed_quickly
+from lightning_graphs.regions.gradients import KEPT_LATE, PersistentGradients, zeroed_quickly
+from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
 from lightning_graphs.regions.update import CapturedUpdate

@@ -264,13 +264,13 @@ def step_hook_tables(optimizer: Optimizer) -> list[Any]:
 
 
 def capturable_unasked(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Let an optimizer of torch that has no form for graphs be captured as it is, in the body.
+    """Let an optimizer be captured as it is in the body, be it ``capturable`` or not.
 
-    torch asks every group for ``capturable`` there, also those of Adafactor, which have none: a
+    torch asks every group for that there, also those of Adafactor, which have no such entry: a
     ``KeyError``. Versions of torch have two names for the check; under a third one it is asked.
     """
     names = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
-    own = [n for n in names if hasattr(optimizer, n) and "capturable" not in optimizer.defaults]
+    own = [n for n in names if hasattr(optimizer, n)]
     return exchanged([(optimizer, name, _nothing) for name in own])
 
 

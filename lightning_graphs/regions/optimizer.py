@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from itertools import chain
@@ -21,7 +30,7 @@ from lightning_graphs.device.rules import SCHEDULED
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn, defragment
 from lightning_graphs.private.engine import hides_memory, local, plain
-from lightning_graphs.private.exchange import nothing, replaced
+from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
     capturable_unasked,
     count_for_schedulers,
@@ -37,6 +46,7 @@ from lightning_graphs.regions.tried import (
     Counters,
     HostState,
     MakeNumber,
+    can_watch,
     is_scaled,
     numbers_of,
     unless_overflowed,
@@ -51,6 +61,7 @@ from lightning_graphs.watch.environment import (
     numbers_exchanged,
 )
 from lightning_graphs.watch.mechanism import Instruction
+from lightning_graphs.watch.scalars import holds_number
 from lightning_graphs.watch.tracers import LateTracer, Tracer
 from lightning_graphs.watch.user_code import hidden_in
 
@@ -91,14 +102,12 @@ def capture_obstacle(
         return why
     for tensor in filter(hides_memory, leaves_of([*optimizer.state.values()], Tensor)):
         return f"a tensor of its state {hidden_in(tensor)}"
-    if not (why := _why_not_fused(optimizer, kernel)):
+    if not _why_not_fused(optimizer, kernel):
         return _too_precise(parameters, device_type)
     if is_sharded(optimizer):
         return f"with DTensors only a fused step can be captured, and {name} here has none"
-    if _is_tried(optimizer, kernel):
-        return _on_host(optimizer, device_type)
-    if device_type == "cpu":
-        return f"a rehearsal can capture fused steps only, and {name} {why}"
+    if _is_tried(optimizer, kernel, device_type):
+        return _on_host(optimizer, device_type, {*numbers_of(optimizer, holds_number)} - {"lr"})
     return _too_precise(parameters, device_type)
 
 
@@ -116,19 +125,20 @@ def _too_precise(parameters: Iterable[Tensor], device_type: str) -> str | None:
     return None
 
 
-def _on_host(optimizer: Optimizer, device_type: str) -> str | None:
+def _on_host(optimizer: Optimizer, device_type: str, follows: Container[str]) -> str | None:
     """Why tensors of the host in groups are in the way: who fills one later leaves no trace."""
     for group in optimizer.param_groups:
         for key, value in group.items():
-            if isinstance(value, Tensor) and value.device.type != device_type:
+            is_here = isinstance(value, Tensor) and value.device.type == device_type
+            if isinstance(value, Tensor) and not (is_here or key in follows):
                 name = type(optimizer).__name__
                 return f"{name} has `{key}` in a tensor of the host, whose value a graph would keep"
     return None
 
 
-def _is_tried(optimizer: Optimizer, kernel: Kernel) -> bool:
+def _is_tried(optimizer: Optimizer, kernel: Kernel, device_type: str) -> bool:
     """Whether only a capture shows that graphs can take the step: torch has no form for them."""
-    if _steps_as_torch(optimizer) and "capturable" in optimizer.defaults:
+    if _steps_as_torch(optimizer) and "capturable" in optimizer.defaults and device_type != "cpu":
         return False
     return bool(_why_not_fused(optimizer, kernel))
 
@@ -196,28 +206,6 @@ def is_sharded(optimizer: Optimizer) -> bool:
     Steps that are capturable without being fused mix them with plain tensors, which torch refuses.
     """
     return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
-
-
-@contextlib.contextmanager
-def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
-    """Let ``optimizer.zero_grad()`` take an eighth of its time while the body runs.
-
-    It sets every gradient to None, as torch's own does: 11 us in place of 92 for 148 parameters. A
-    ``zero_grad`` of the user's stays.
-    """
-    if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        yield
-        return
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if not set_to_none:
-            Optimizer.zero_grad(optimizer, set_to_none=False)
-            return
-        for group in optimizer.param_groups:
-            drop_gradients(group["params"])
-
-    with replaced(optimizer, "zero_grad", zero_grad):
-        yield
 
 
 class NoStateError(CaptureError):
@@ -332,7 +320,7 @@ class CapturableOptimizer:
         self.optimizer = optimizer
         self._device = device
         self._fused = not _why_not_fused(optimizer, kernel)
-        self._is_tried = _is_tried(optimizer, kernel)
+        self._is_tried = _is_tried(optimizer, kernel, device.type)
         self._may_follow = self._is_tried and may_follow
         follows = _following.get(optimizer, _NONE) if self._may_follow else _NONE
         self.follows: frozenset[str] = follows
@@ -409,16 +397,18 @@ class CapturableOptimizer:
                 returned = step(closure)
             else:
                 use, self._has_taken_closure = ClosureUse(closure), True
-                sees = ClosureUse.can_watch(self.optimizer)
+                sees = can_watch(self.optimizer)
                 returned = use.watched(step) if sees else step(closure)
                 self.takes_closure_once = use.is_plain
             self.has_stepped = True
             return returned
         if self.counters is not None and self.counters.are_moved:
             raise self._refused("it counts on the host, and is called twice in one step")
-        before, scaled = HostState(self.optimizer, self._device), is_scaled(self.optimizer)
+        before = HostState(self.optimizer, self._device)
         for tensor in before.hidden:
             raise self._refused(f"a tensor of its state {hidden_in(tensor)}")
+        if why := _on_host(self.optimizer, self._device.type, self.follows):
+            raise self._following(numbers_of(self.optimizer, holds_number), why)
         self.counters = counters = Counters(self.optimizer, self.follows, self._number)
         try:
             with capturable_unasked(self.optimizer), counters.followed():
@@ -427,23 +417,30 @@ class CapturableOptimizer:
             before.restore()
             if is_out_of_memory(error):
                 raise
-            raise self._refused(why_failed(self.optimizer, error)) from error
+            # A rehearsal cannot tell tensors of the host from others until they are read
+            asked = numbers_of(self.optimizer, holds_number) if self._device.type == "cpu" else ()
+            raise self._following(asked, why_failed(self.optimizer, error)) from error
         if moved := before.moved():
             before.restore()
             names = ", ".join(f"`{name}`" for name in moved[:3])
-            refusal = self._refused(f"it computes {names} on the host in every step")
-            may_follow = self._number is not None and not scaled
-            if may_follow and numbers_of(self.optimizer).issuperset(moved):
-                refusal.may_succeed = self.follow(moved)
-            raise refusal
+            known = moved if numbers_of(self.optimizer).issuperset(moved) else ()
+            raise self._following(known, f"it computes {names} on the host in every step")
         return returned
+
+    def _following(self, names: Collection[str], otherwise: str) -> UpdateRefused:
+        """Let the next capture follow numbers on the host; return why this one has failed."""
+        # A scaler may skip a step, which the host learns too late to count on
+        refusal = self._refused(otherwise)
+        if names and self._number is not None and not is_scaled(self.optimizer):
+            refusal.may_succeed = self.follow(names)
+        return refusal
 
     def closure_refused(self) -> UpdateRefused | None:
         """Return why a step with a closure of its own use cannot be captured; None if it can."""
         if self.takes_closure_once or not self.has_stepped:
             return None
         why = "it does not call its closure once, ahead of all else, or computes with the loss"
-        is_seen = ClosureUse.can_watch(self.optimizer)
+        is_seen = can_watch(self.optimizer)
         return self._refused(
             why if is_seen else "it runs compiled code, which hides what that does"
         )
@@ -645,7 +642,8 @@ class OptimizerNumbers:
         self._rates: dict[Optimizer, NumberPlaces] = {}
         self._traced: dict[Optimizer, NumberPlaces] = {}
         for index, (optimizer, capturable) in enumerate(optimizers.items()):
-            rates = None if capturable is None else capturable.live_rates(number)
+            own = number if not index else partial(_of_optimizer, number, index)
+            rates = None if capturable is None else capturable.live_rates(own)
             parts = schedulers, optimizer, rates
             self._rates[optimizer] = number_places(*parts)
             self._traced[optimizer] = number_places(*parts, number, index)
@@ -676,6 +674,10 @@ class OptimizerNumbers:
         self._scheduled.add(optimizer)
         places = number_places(self._schedulers, optimizer, None, LateTracer)
         self._late.enter_context(numbers_exchanged(optimizer, places))
+
+
+def _of_optimizer(number: MakeNumber, index: int, name: str, *read: Any) -> Any:
+    return number(f"{name} (optimizer {index})", *read)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from operator import getitem, itemgetter
+from operator import attrgetter, getitem, setitem
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.graph import is_current_stream_capturing
+from lightning_graphs.device.rules import COUNTER
 from lightning_graphs.device.trace import (
     FunctionMode,
     KnownStorage,
@@ -26,11 +27,13 @@ from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one
 from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
 from lightning_graphs.private.engine import hides_memory, plain
 from lightning_graphs.private.exchange import Absence, replaced
+from lightning_graphs.private.torch import out_of_sight
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.tracers import ScalarTracer, calls_followed, present
+from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
+from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
 
 
 def why_failed(optimizer: Optimizer, error: BaseException) -> str:
@@ -194,6 +197,15 @@ def _together(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 _COMPILED = "_torchdynamo_orig_callable"
 
 
+def can_watch(optimizer: Optimizer) -> bool:
+    """Return whether no function of an optimizer is compiled: Dynamo would trace a watch, too."""
+    module = sys.modules.get(type(optimizer).__module__)
+    held = chain(*(vars(o).values() for o in (optimizer, type(optimizer), module) if o))
+    tables = (getattr(value, "__dict__", {}) for value in held)
+    # Dynamo marks what it leaves alone as well: functions of torch.optim, once it is imported
+    return not any(_COMPILED in t and not t.get("_torchdynamo_disable") for t in tables)
+
+
 class ClosureUse:
     """Finds whether a step only calls its closure, once and ahead of all work on tensors."""
 
@@ -212,15 +224,6 @@ class ClosureUse:
         with self._watching:
             self._watch()
             return step(self._called)
-
-    @staticmethod
-    def can_watch(optimizer: Optimizer) -> bool:
-        """Whether no function of an optimizer is compiled: Dynamo would trace the watch, too."""
-        module = sys.modules.get(type(optimizer).__module__)
-        held = chain(*(vars(o).values() for o in (optimizer, type(optimizer), module) if o))
-        tables = (getattr(value, "__dict__", {}) for value in held)
-        # Dynamo marks what it leaves alone as well: functions of torch.optim, once it is imported
-        return not any(_COMPILED in t and not t.get("_torchdynamo_disable") for t in tables)
 
     def _watch(self) -> None:
         self._watching.enter_context(FunctionMode(self._seen))
@@ -251,30 +254,77 @@ def _tables_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
     return (table for table in held if isinstance(table, dict))
 
 
-def numbers_of(optimizer: Optimizer) -> set[str]:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number of the host, or a tensor with one."""
+    return type(value) in (int, float) or holds_number(value)
+
+
+def numbers_of(optimizer: Optimizer, of: Callable[[Any], bool] = is_number) -> set[str]:
     """Return the names of numbers on the host, in its groups and its state."""
     tables = _tables_of(optimizer)
-    return {k for table in tables for k, v in table.items() if type(v) in (int, float)}
+    return {k for table in tables for k, v in table.items() if of(v)}
+
+
+class Place:
+    """Where a number of the host is: an entry of a table, or a tensor of a CPU in one."""
+
+    def __init__(self, table: dict[Any, Any], key: Any) -> None:
+        self.table, self.key = table, key
+        self.value = table[key]
+        self.read: Callable[[], Any] = partial(getitem, table, key)
+        self.write: Callable[[Any], object] = partial(setitem, table, key)
+        self.kind: Any = type(self.value)
+        if isinstance(self.value, Tensor):  # as NumPy has it: in a twentieth of torch's time
+            with out_of_sight():
+                array = self.value.numpy()
+            self.read, self.write = array.item, array.fill
+            self.kind = self.value.dtype, self.value.shape
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the table still has the tensor in it."""
+        return self.table.get(self.key) is self.value
+
+    def number_of(self, value: Any) -> Any:
+        """Return the number that a step has put here in a capture.
+
+        Raises:
+            CaptureError: It is of another kind.
+        """
+        kind: object = type(value)
+        number = value
+        if isinstance(value, HostScalar):
+            kind, number = (value.dtype, value.shape), value.number
+        elif isinstance(value, ScalarTracer):
+            kind = type(value.value)
+        if kind != self.kind:
+            COUNTER.refuse(f"`{self.key}` of the optimizer becomes a value of another kind")
+        return number
 
 
 class Counters:
     """Numbers of the host that a captured step of an optimizer reads and moves.
 
-    They are entries of its groups and of its state. Those of one name and value, as all parameters
-    have them, are one number as long as they are equal, which replays check. Each replay has them
-    as they are, and moves them as the step does.
+    They are entries of its groups and of its state, or are in tensors of a CPU there. Those of one
+    name and value, as all parameters have them, are one number as long as they are equal, which
+    replays check. Each replay has them as they are, and moves them as the step does.
     """
 
     def __init__(
         self, optimizer: Optimizer, names: frozenset[str], number: MakeNumber | None
     ) -> None:
-        # Name and value, which tells types apart -> tables
-        self._alike: dict[tuple[str, str], list[dict[Any, Any]]] = {}
+        # Name, kind, and value, which tells types apart -> places
+        self._alike: dict[tuple[str, Any, str], list[Place]] = {}
         for table in _tables_of(optimizer) if number is not None else ():
             for key in (table.keys() & names) - {"lr"}:
-                if type(table[key]) in (int, float):
-                    self._alike.setdefault((key, repr(table[key])), []).append(table)
+                if is_number(table[key]):
+                    place = Place(table, key)
+                    self._alike.setdefault((key, place.kind, repr(place.read())), []).append(place)
         self._number = number
+        # Its classes may ask for bare numbers; compiled code would trace what stands for `float`
+        modules = {c.__module__ for c in type(optimizer).__mro__} if can_watch(optimizer) else ()
+        own = {name for name in modules if name.partition(".")[0] not in ("torch", "builtins")}
+        self._conversions: set[Conversion] = {(name, kind) for name in own for kind in (float, int)}
         self._attributes = vars(optimizer)
         self._plain = {
             key: value
@@ -282,39 +332,55 @@ class Counters:
             if is_plain(value) and not key.startswith("_")
         }
         # What a step makes of them, and where it puts that
-        self._moves: dict[str, tuple[Any, list[tuple[dict[Any, Any], str]]]] = {}
+        self._moves: dict[str, tuple[Any, list[Place]]] = {}
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Let the body, a step, have tracers; afterwards every number is as before."""
-        given: list[tuple[dict[Any, Any], str, Any, Any]] = []
-        for n, ((key, _), tables) in enumerate(self._alike.items()):
+        given: list[tuple[Place, Any]] = []
+        scalars: dict[int, HostScalar] = {}  # by address: some may share a tensor
+        for n, ((key, *_), places) in enumerate(self._alike.items()):
             assert self._number is not None, "there are none without"
             name = f"`{key}` of the optimizer" + (f" ({n})" if n else "")
-            tracer = self._number(name, partial(getitem, tables[0], key))
-            given += [(table, key, tracer, table[key]) for table in tables]
-            for table in tables:
-                table[key] = tracer
+            tracer = self._number(name, places[0].read)
+            for place in places:
+                found, value = tracer, place.value
+                if isinstance(value, Tensor):
+                    made = HostScalar.of(value, tracer)
+                    found = scalars.setdefault(value.data_ptr(), made)
+                place.table[place.key] = found
+                given.append((place, tracer))
         try:
-            with calls_followed() if given else contextlib.nullcontext():
+            with scalars_followed(self._conversions) if given else contextlib.nullcontext():
                 yield
         finally:
-            for table, key, tracer, value in given:
-                now, table[key] = table[key], value
-                if now is not tracer:
-                    name = now.name if isinstance(now, ScalarTracer) else repr(now)
-                    self._moves.setdefault(name, (now, []))[1].append((table, key))
+            now = [place.table[place.key] for place, _ in given]
+            for place, _ in given:
+                place.table[place.key] = place.value
+        for (place, tracer), value in zip(given, now, strict=True):
+            number = place.number_of(value)
+            if number is not tracer:
+                name = number.name if isinstance(number, ScalarTracer) else repr(number)
+                self._moves.setdefault(name, (number, []))[1].append(place)
 
     @property
     def checks(self) -> list[tuple[Callable[[], Any], Any]]:
         """What a replay compares: attributes, and that a number has one value in all its places."""
-        several = [(key, tables) for (key, _), tables in self._alike.items() if len(tables) > 1]
         found: list[tuple[Callable[[], Any], Any]] = []
-        found += [(partial(_values_of, key, tables), 1) for key, tables in several]
+        for places in self._alike.values():
+            if len(places) > 1:
+                found.append((partial(_count_values, [place.read for place in places]), 1))
+            if isinstance(places[0].value, Tensor):
+                found.append((lambda p=places: all(map(_is_kept, p)), True))  # type: ignore[misc]
         if self._plain:
             read = partial(map, self._attributes.get, self._plain)
             found.append((lambda: list(read()), [*self._plain.values()]))
         return found
+
+    @property
+    def places(self) -> set[tuple[int, Any]]:
+        """Tables, by their ``id``, and keys whose numbers replays move."""
+        return {(id(p.table), p.key) for places in self._alike.values() for p in places}
 
     @property
     def are_moved(self) -> bool:
@@ -323,20 +389,23 @@ class Counters:
     @property
     def advance(self) -> Callable[[], None] | None:
         """What moves them after each replay; None if the step moves none."""
-        moves = [*self._moves.values()]
+        moves = [(value, [place.write for place in p]) for value, p in self._moves.values()]
         if not moves:
             return None
 
         def advance() -> None:
-            for value, places in [(present(value), places) for value, places in moves]:
-                for table, key in places:
-                    table[key] = value
+            for value, writes in [(present(value), writes) for value, writes in moves]:
+                for write in writes:
+                    write(value)
 
         return advance
 
 
-def _values_of(key: str, tables: Sequence[dict[Any, Any]]) -> int:
-    return len(set(map(itemgetter(key), tables)))
+def _count_values(reads: Sequence[Callable[[], Any]]) -> int:
+    return len({read() for read in reads})
+
+
+_is_kept = attrgetter("is_kept")
 
 
 def _reached(optimizer: Optimizer, seen: dict[int, Optimizer]) -> Iterator[Optimizer]:

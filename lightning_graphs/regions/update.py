@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import require_plain_gradients
-from lightning_graphs.errors import GraphError, VerificationError
+from lightning_graphs.errors import CaptureError, GraphError, VerificationError
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
@@ -38,6 +39,10 @@ from lightning_graphs.watch.reads import AttributeGuards
 _members = itemgetter("params")
 
 
+class _GoesOtherWays(CaptureError):
+    """Numbers lead the step on its way that its key did not tell."""
+
+
 class CapturedUpdate(Region[Hashable, Plan]):
     """Takes the optimizer steps of a fit as graph launches; a region whose calls bring nothing."""
 
@@ -55,6 +60,8 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self._observers = context.watch.observers()
         self._churn = HyperParameterChurn(context.watch.cycles)
         self._awaited = StateAwaited()
+        # What reads the numbers by which captured steps have gone their way
+        self._ways: dict[str, Callable[[], Any]] = {}
         self._life = Lifecycle[Hashable, Plan](self, context, verifier)
         self._bind()
 
@@ -133,7 +140,8 @@ class CapturedUpdate(Region[Hashable, Plan]):
         with_gradient = tuple([p.grad is not None for p in self._parameters])
         if not any(with_gradient):
             return None  # there would be nothing in the graph
-        return self._life.plan_for((numbers, self._context.watch.clipping, with_gradient))
+        ways = tuple([read() for read in self._ways.values()]) if self._ways else ()
+        return self._life.plan_for((numbers, self._context.watch.clipping, with_gradient, ways))
 
     # ------------------------------------------------------------------ the region
 
@@ -160,13 +168,9 @@ class CapturedUpdate(Region[Hashable, Plan]):
                 gradients.bind()
                 with self._pool.capture() as captured:
                     self._body.update()
-        if numbers.has_guards:
-            raise UpdateRefused(
-                "A captured optimizer step must not branch on a number that changes.",
-                f"{type(self.optimizer).__name__} compares one",
-                "keep it in a tensor on the device of the parameters, and use torch.where; the "
-                "step of this optimizer runs eagerly until then",
-            )
+        known, self._ways = self._ways, {**self._ways, **numbers.ways}
+        if not known.keys() >= self._ways.keys():
+            raise _GoesOtherWays("", "", "")
         capturable.guard.remember()
         counters = capturable.counters
         return Plan(
@@ -193,6 +197,8 @@ class CapturedUpdate(Region[Hashable, Plan]):
         return True
 
     def may_succeed(self, key: Hashable, error: GraphError) -> bool:
+        if isinstance(error, _GoesOtherWays):  # the coming keys tell them apart
+            return True
         if isinstance(error, UpdateRefused) and error.may_succeed:
             self._rebind()
             return True
@@ -215,6 +221,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
     # ------------------------------------------------------------------ rebinding
 
     def _rebind(self, reason: str = "") -> None:
+        self._ways = {}
         if reason:
             self._context.messages.recaptured(
                 f"recapturing the optimizer step, because {reason}", reason

@@ -80,9 +80,12 @@ class Verification(StepBody):
         if plan is None:
             return RegionState.of_step(*parts, unseen=unseen)
         written, others = plan.loose, plan.outside.parameters
+        followed = [one.counters for one in self.optimizers.values() if one is not None]
+        counted = {place for counters in followed if counters for place in counters.places}
         return RegionState.of_step(
-            *parts, written=written, unseen=unseen, others=others, renewed=plan.dropped
-        )
+            *parts, written=written, unseen=unseen, others=others, renewed=plan.dropped,
+            counted=counted,
+        )  # fmt: skip
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Run with rates on the device: kernels round those of the host in another way."""

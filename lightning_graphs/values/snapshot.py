@@ -6,9 +6,10 @@ import contextlib
 import copy
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -539,7 +540,7 @@ class OptimizerState:
         groups = optimizer.param_groups
         self._numbers = [{k: v for k, v in g.items() if type(v) in (int, float)} for g in groups]
         self._scale: dict[str, Any] = {} if scaler is None else scaler.state_dict()
-        values = (value for state in self._known.values() for value in state.values())
+        values = chain.from_iterable(t.values() for t in (*self._known.values(), *groups))
         self.tensors = [value for value in values if isinstance(value, Tensor)]
 
     def restore(self) -> int:
@@ -611,6 +612,8 @@ class RegionState:
     scaler: torch.amp.GradScaler | None = None
     # Whose gradients it replaces: the values of those that there are, nothing needs any more
     renewed: Sequence[Tensor] = ()
+    # Numbers on the host that follow replays; by table and key: they are put back, not compared
+    counted: Container[tuple[int, Any]] = ()
 
     @classmethod
     def of_step(
@@ -623,6 +626,7 @@ class RegionState:
         unseen: Sequence[Tensor] = (),
         others: Iterable[Tensor] = (),  # with gradients; they may be parameters of the module
         renewed: Sequence[Tensor] = (),
+        counted: Container[tuple[int, Any]] = (),
     ) -> RegionState:
         """Describe the state of a training step, with the steps of these optimizers."""
         names: dict[Tensor, str] = {
@@ -638,7 +642,7 @@ class RegionState:
         named = {name: tensor for tensor, name in names.items()}
         tensors = {f"buffer `{name}`": buffer for name, buffer in root.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
-        return cls(tensors, named, unseen, optimizers, scaler, renewed)
+        return cls(tensors, named, unseen, optimizers, scaler, renewed, counted)
 
     def take(self, room: Callable[[int], float], *parts: Part) -> Snapshot:
         """Take a snapshot, with further parts; see :class:`Snapshot`."""
@@ -667,8 +671,9 @@ class RegionState:
             found += results_of(parameter, f"parameter {name}", gradient=_gradient_of(name))
         for optimizer in self.optimizers:
             for name, parameter in self.parameters.items():
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and (id(state), key) not in self.counted:
                         whose = f"the optimizer's `{key}` of {name}"
                         found += results_of(value, whose, gradient=_gradient_of(name))
         if self.scaler is not None:

@@ -47,8 +47,8 @@ def form_of(
     name, further = getattr(function, "__name__", ""), kwargs or {}
     if any(tensor.device != device for tensor in leaves_of((args, further), Tensor)):
         return None
-    if name in _FOREACH:
-        return _one_by_one(_FOREACH[name], args, further, device)
+    if of_single(name) is not None:
+        return lambda _: one_by_one(name, args, further)
     make = _FORMS.get(name)
     if make is None:
         return None
@@ -326,29 +326,60 @@ def _indexed(function: Any, input: Any, index: Any) -> Form | None:
 
 # ------------------ Lists of tensors
 
-
-def _one_by_one(
-    single: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
-) -> Form | None:
-    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    forms = [
-        form_of(single, (*tensors, *args[len(lists) :]), kwargs, device)
-        for tensors in zip(*lists, strict=False)
-    ]
-    if any(form is None for form in forms):
-        return None
-    return lambda given: [form(given) for form in forms if form is not None] and None
+_EACH = "_foreach_"
 
 
-_FOREACH = {
-    "_foreach_mul_": Tensor.mul_,
-    "_foreach_add_": Tensor.add_,
-    "_foreach_sub_": Tensor.sub_,
-    "_foreach_lerp_": Tensor.lerp_,
-    "_foreach_div_": Tensor.div_,
-    "_foreach_addcmul_": Tensor.addcmul_,
-    "_foreach_addcdiv_": Tensor.addcdiv_,
+def _quotient(input: Any, other: Any) -> Any:
+    """Divide as kernels over lists do by numbers in a list, of which they take no inverse."""
+    form = _multiplied(Tensor.div, input, other) if isinstance(other, ScalarTracer) else None
+    return input / other if form is None else form(other.numbers)
+
+
+def _quotient_(input: Any, other: Any) -> Any:
+    form = _multiplied(Tensor.div_, input, other) if isinstance(other, ScalarTracer) else None
+    return input.div_(other) if form is None else form(other.numbers)
+
+
+_OTHERWISE: dict[str, Callable[..., Any]] = {
+    "maximum": torch.clamp_min,
+    "maximum_": Tensor.clamp_min_,
+    "minimum": torch.clamp_max,
+    "minimum_": Tensor.clamp_max_,
 }
+
+
+def of_single(name: str) -> Callable[..., Any] | None:
+    """Return what a function over lists does with the items of each; None of other functions."""
+    if not name.startswith(_EACH):
+        return None
+    single = name.removeprefix(_EACH)
+    found: Callable[..., Any] | None
+    found = getattr(Tensor if single.endswith("_") else torch, single, None)
+    return found
+
+
+def one_by_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function over lists for the items of each list; numbers among them may be tracers."""
+    single, values = of_single(name), [*args, *kwargs.values()]
+    assert single is not None, "it is one"
+    short = name.removeprefix(_EACH)
+    if short in _OTHERWISE and leaves_of([*args[1:2]], ScalarTracer):
+        single = _OTHERWISE[short]
+    if short.startswith("div") and isinstance(args[1], (list, tuple)):
+        single = _quotient_ if short.endswith("_") else _quotient
+    named = [*kwargs]
+    if short.startswith("addc") and len(args) == 4:
+        named = ["value", *named]
+    lists = [value if isinstance(value, (list, tuple)) else None for value in values]
+    count = next(len(items) for items in lists if items is not None)
+    found = []
+    for i in range(count):
+        given = [v if items is None else items[i] for v, items in zip(values, lists, strict=True)]
+        place = len(given) - len(named)
+        found.append(single(*given[:place], **dict(zip(named, given[place:], strict=True))))
+    return None if short.endswith("_") else found
+
+
 _FORMS: dict[str, Callable[..., Form | None]] = {
     **dict.fromkeys(("mul", "mul_", "multiply", "multiply_"), _multiplied),
     **dict.fromkeys(("add", "add_", "sub", "sub_", "subtract", "subtract_"), _added),
@@ -363,8 +394,8 @@ _FORMS: dict[str, Callable[..., Form | None]] = {
     **dict.fromkeys(("addcmul", "addcmul_", "addcdiv", "addcdiv_"), _product_added),
     **dict.fromkeys(("masked_fill", "masked_fill_"), _masked),
     "__rdiv__": _number_by_tensor,
-    "clamp_min": lambda f, input, min: _clamped(f, input, min),
-    "clamp_max": lambda f, input, max: _clamped(f, input, None, max),
+    **dict.fromkeys(("clamp_min", "clamp_min_"), lambda f, input, min: _clamped(f, input, min)),
+    **dict.fromkeys(("clamp_max", "clamp_max_"), lambda f, x, max: _clamped(f, x, None, max)),
     "where": _chosen,
     "fill_": _filled,
     "__setitem__": _set,

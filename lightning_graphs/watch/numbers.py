@@ -242,6 +242,11 @@ class StepNumbers:
         observed = f"{name} is used at {CallSiteFinder().here().describe()}"
         self._read_only += [(observed, tensor, version_of(tensor)) for tensor in tensors]
 
+    @property
+    def ways(self) -> dict[str, Callable[[], Any]]:
+        """By name, what reads the values by which code under watch has gone its way."""
+        return {name: partial(read, None) for name, read in self._guards}
+
     def note_guards(self) -> None:
         """Let steps be compared by these; not where a further capture may need none of them."""
         for name, read in self._guards:

@@ -216,7 +216,7 @@ def present(value: Any) -> Any:
 
 # ------------------ Numbers that are followed
 
-_LONGEST = 300  # characters of an expression; loops make longer ones
+_LONGEST = 1000  # characters of an expression; loops make longer ones
 _PLAIN = (int, float, bool)
 
 
@@ -282,6 +282,8 @@ class ScalarTracer(Tracer):
         """Operators of torch: of a tensor and one number, or of bare ones, as those of a size."""
         if torch.compiler.is_compiling():
             refuse_tracers((args, kwargs))
+        if any(getattr(kind, "takes_numbers", False) for kind in types):
+            return NotImplemented
         given = args, kwargs or {}
         for number in leaves_of(given, ScalarTracer)[:1]:
             form = number.numbers.form_of(function, *given)

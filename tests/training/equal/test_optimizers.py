@@ -90,10 +90,14 @@ def test_other_optimizer(backend: str, tmp_path: Path, name: str, trace: type[Tr
     if backend == "cuda" and "capturable" in captured.module.configure_optimizers().defaults:
         compare(eager, captured.run(), tolerance=1e-4)
         return
+    counts = name not in ("Adadelta", "RMSprop", "Rprop")  # hooks might move what it counts
+    if name != "Adafactor" and (trace is Trace or not counts):
+        compare(eager, captured.run())
+        return
     with pytest.warns(UserWarning, match=f"the optimizer step runs eagerly: .*{name}"):
         captured.run()
     compare(eager, captured, replayed=False)
-    assert captured.statistics.replayed > 10
+    assert captured.statistics.replayed > 8
     assert len(captured.statistics.fallbacks) == 1
 
 
@@ -327,10 +331,10 @@ def test_numbers_that_may_move_between_two_graphs(
 @pytest.mark.filterwarnings("ignore:GraphCapture. the optimizer step runs eagerly")
 @pytest.mark.parametrize("scope", ["step", "modules"])
 def test_a_way_that_a_number_decides(backend: str, tmp_path: Path, scope: str) -> None:
-    """Each way has a graph of the whole step; an update by itself is eager."""
+    """Each way has a graph, of the whole step or of the update by itself."""
     options = {"module": made(lambda p: Own(p, rectified)), "max_epochs": 3, **in_scope(scope)}
     eager, captured = fit_twice(backend, tmp_path, **options)
-    compare(eager, captured, replayed=scope == "step")
+    compare(eager, captured)
     assert captured.statistics.replayed > 5
 
 
@@ -533,25 +537,15 @@ def test_numbers_that_keep_moving_leave_the_graph(
     assert captured.statistics.replayed > 10
 
 
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        ({"foreach": True}, "AdamW was made with foreach=True"),
-        ({"fused": False}, "AdamW was made with fused=False"),
-    ],
-)
+@pytest.mark.parametrize("option", [{"foreach": True}, {"fused": False}])
 def test_implementation_asked_for_by_the_user(
-    backend: str, tmp_path: Path, option: dict[str, bool], why: str
+    backend: str, tmp_path: Path, option: dict[str, bool]
 ) -> None:
-    module = made(lambda p: optim.AdamW(p, lr=RATE, **option))
-    eager = prepare(backend, tmp_path, False, module=module).run()
-    captured = prepare(backend, tmp_path, True, module=module)
-    if backend == "cuda":
-        compare(eager, captured.run(), tolerance=1e-4)
-        return
-    with pytest.warns(UserWarning, match=f"the optimizer step runs eagerly: .*, and {why}$"):
-        captured.run()
-    compare(eager, captured, replayed=False)
+    """A GPU runs its capturable form."""
+    eager, captured = fit_twice(
+        backend, tmp_path, module=made(lambda p: optim.AdamW(p, lr=RATE, **option))
+    )
+    compare(eager, captured, tolerance=1e-4 if backend == "cuda" else 0.0)
 
 
 @pytest.mark.parametrize("scope", ["step", "modules"])
@@ -559,19 +553,13 @@ def test_implementation_asked_for_by_the_user(
 def test_an_optimizer_keeps_its_own_kernel(
     backend: str, tmp_path: Path, kind: Any, scope: str
 ) -> None:
-    """That of SGD takes numbers of the host that stand still, those of AdamW's do not."""
+    """That of AdamW is torch's capturable form on a GPU."""
     capture = {**in_scope(scope)["capture"], "optimizer_kernel": "own"}
     options: dict[str, Any] = {"module": made(lambda p: kind(p, lr=RATE)), "capture": capture}
     eager = prepare(backend, tmp_path, False, **options).run()
     captured = prepare(backend, tmp_path, True, **options)
-    if kind is optim.SGD or backend == "cuda":
-        compare(eager, captured.run(), tolerance=0.0 if kind is optim.SGD else 1e-4)
-    else:
-        said = "the optimizer step runs eagerly: .*AdamW keeps its own kernel by optimizer_kernel"
-        with pytest.warns(UserWarning, match=said):
-            captured.run()
-        compare(eager, captured, replayed=False)
-        assert captured.statistics.replayed > 10
+    rounds = kind is optim.AdamW and backend == "cuda"
+    compare(eager, captured.run(), tolerance=1e-4 if rounds else 0.0)
     assert captured.capture.report.fused == ()
 
 
@@ -604,18 +592,13 @@ def test_parameters_of_whole_numbers_leave_the_step_fused(
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")  # by the trace of a fit
 @pytest.mark.parametrize("scope", ["step", "modules"])
-def test_complex_parameters_are_said(backend: str, tmp_path: Path, scope: str) -> None:
+def test_complex_parameters_leave_the_kernel_as_it_is(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
     options: dict[str, Any] = {"module": lambda: Extra(torch.complex64), **in_scope(scope)}
-    eager = prepare(backend, tmp_path, False, **options).run()
-    captured = prepare(backend, tmp_path, True, **options)
-    if backend == "cuda":  # by the capturable implementation
-        compare(eager, captured.run(), tolerance=1e-4)
-        return
-    said = "a rehearsal can capture fused steps only, and AdamW has complex parameters"
-    with pytest.warns(UserWarning, match=said):
-        captured.run()
-    compare(eager, captured, replayed=False)
-    assert captured.statistics.replayed > 0
+    eager, captured = fit_twice(backend, tmp_path, **options)
+    compare(eager, captured, tolerance=1e-4 if backend == "cuda" else 0.0)
+    assert captured.statistics.fused == []
 
 
 def test_learning_rate_given_as_a_tensor(backend: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from lightning_graphs.regions.optimizer import zeroed_quickly
+from lightning_graphs.regions.gradients import zeroed_quickly
 from tests.training.fits import Net, compare, fit_twice, prepare
 
 MODULES = {"scope": "modules", "modules": ["net"]}
