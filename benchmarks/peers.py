@@ -135,7 +135,7 @@ class Loop:
         from tensordict.nn import CudaGraphModule
 
         train = CudaGraphModule(self.body, warmup=3)
-        return lambda *batch: train(*self.here(batch)).clone()
+        return lambda *batch: train(*self.here(batch))
 
 
 def in_loop(row: str, size: int | None, lab: Lab, *, how: str) -> Figures:
@@ -167,10 +167,10 @@ PEERS: dict[str, Peer] = {  # compiled ones last: compiling leaves much behind i
     "make_graphed_callables": partial(in_loop, how="graphed_callables"),
     "whole-step graph": partial(in_loop, how="whole_graph"),
     "CudaGraphModule": partial(in_loop, how="graph_module"),
-    "cudagraphs": partial(in_trainer, compiled={"backend": "cudagraphs"}),
     "compile": partial(in_trainer, compiled={}),
     "step, compiled": partial(in_trainer, graphs=whole_steps, compiled={}),
     "reduce-overhead": partial(in_trainer, compiled={"mode": "reduce-overhead"}),
+    "cudagraphs": partial(in_trainer, compiled={"backend": "cudagraphs"}),
     "max-autotune": partial(in_trainer, compiled={"mode": "max-autotune"}),
 }
 HEADINGS = {

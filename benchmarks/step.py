@@ -189,9 +189,9 @@ class Module(LightningModule):
     def __init__(self, net: nn.Module, compiled: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         self.net = net
-        call = self.call = net if compiled is None else torch.compile(net, **compiled)
-        if compiled:  # the next call of one with graphs overwrites what this one returns
-            self.call = lambda *batch: call(*batch).clone()
+        call: Any = net if compiled is None else torch.compile(net, **compiled)
+        # The next call of one with graphs overwrites what this one returns
+        self.call = (lambda *batch: call(*batch).clone()) if compiled else call
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.call(*batch)
