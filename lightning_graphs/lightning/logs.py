@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Number
@@ -31,7 +31,12 @@ from lightning_graphs.lightning.private import (
     within_hook,
 )
 from lightning_graphs.lightning.strategy import ManualSteps, ProgressValues
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder, is_library
+from lightning_graphs.private.callsite import (
+    CallSite,
+    CallSiteFinder,
+    definition_of,
+    is_library,
+)
 from lightning_graphs.private.exchange import exchanged, replaced, subclassed
 from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.regions.conditions import in_turn
@@ -110,6 +115,7 @@ class _LogCall:
     value: Any = None  # a tensor in the graph's memory, a metric, or a tracer
     # Returns the present value of a tracer; None if ``value`` is logged itself
     now: Callable[[], Any] | None = None
+    weight: LateValue | None = None  # the batch size, of which every replay has another one
 
     def __post_init__(self) -> None:
         self._results = present_results(self.module.trainer)
@@ -140,12 +146,16 @@ class _LogCall:
 
     @property
     def scalar(self) -> tuple[str, Tensor] | None:
-        """The key of its results and its value, if that is a tensor of the graph."""
-        return None if self._scalar is None else (self._key, self._scalar)
+        """The key of its results and its value, if that is all that a replay brings."""
+        if self._scalar is None or self.weight is not None:
+            return None
+        return self._key, self._scalar
 
     def reissue(self, progress: ProgressValues | None) -> None:
         """Log again after a replay, and show a number of the host on the progress bar."""
         value = self.value if self._scalar is None else self._scalar
+        if self.weight is not None:
+            self.options["batch_size"], self._size = self.weight.now(), None
         if self.now is not None:
             value = self.now()
             if isinstance(value, Number):
@@ -285,6 +295,12 @@ class LogRecorder(Recorder):
         self._dtype = torch.get_default_dtype()  # precision plugins set it for the step's own code
         arguments = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         _, name, value = (arguments.pop(key) for key in ("self", "name", "value"))
+        size = arguments.get("batch_size")
+        weight = size if isinstance(size, LateValue) else None
+        if weight is not None:
+            del arguments["batch_size"]
+        elif size is not None and self._numbers is not None:
+            self._numbers.refuse_frozen(name, f"self.log({name!r}, ...) was given batch sizes")
         refuse_tracers(arguments)
         device = self._module.device
         if isinstance(value, LateValue):
@@ -307,7 +323,7 @@ class LogRecorder(Recorder):
             value = self._widened(value.detach()) if value.device == device else value.detach()
             if name not in self._kept.logged:
                 self._computed.append((f"the logged `{name}`", value))
-        call = _LogCall(self._module, log, name, arguments, value, now)
+        call = _LogCall(self._module, log, name, arguments, value, now, weight)
         if isinstance(value, Metric) and not self._metrics.is_apart(value):
             line = CallSiteFinder().here().describe()
             self._objects.append((call, value._forward_cache, line))
@@ -437,10 +453,18 @@ class QuickLog:
 
 @dataclass(eq=False)
 class LoggedNumbers:
-    """Finds Python numbers in logs of warm-up steps that change: a capture refuses them."""
+    """Finds Python numbers in logs of warm-up steps that change: a capture refuses them.
+
+    So does it with batch sizes and with what a step returns beside its loss, if that can be read
+    behind a replay. Else such a number is a part of the key.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)  # name -> number that was logged last
     changing: dict[str, CallSite] = field(default_factory=dict)
+    # The same of batch sizes, by the name that is logged, and of what is returned, by its key
+    others: dict[Any, Any] = field(default_factory=dict)
+    frozen: dict[Any, CallSite] = field(default_factory=dict)
+    is_asked: bool = False  # such a number was refused
 
     def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
         return log_exchanged(module, self._watched)
@@ -452,7 +476,41 @@ class LoggedNumbers:
             if self.values.get(name, value) != value:
                 self.changing[name] = CallSiteFinder().here()
             self.values[name] = value
+        if type(size := kwargs.get("batch_size")) is int:
+            self._compare(name, size, CallSiteFinder().here)
         log(name, value, *args, **kwargs)
+
+    def returned(self, value: Any, function: Callable[..., Any]) -> None:
+        """Note what a step of the warm-up has returned."""
+        for key, number in _numbers_in(value):
+            self._compare(key, number, partial(definition_of, function))
+
+    def _compare(self, key: Any, number: Any, site: Callable[[], CallSite]) -> None:
+        if self.others.setdefault(key, number) != number:
+            self.frozen[key] = site()
+
+    def refuse_frozen(self, key: Any, how: str) -> None:
+        """Refuse a number in a capture that would be the same in every replay."""
+        if (site := self.frozen.get(key)) is not None:
+            self.is_asked = True
+            LOGGED_NUMBER.refuse(f"{how} that differ from step to step, at {site.describe()}")
+
+    def refuse_returned(self, value: Any) -> None:
+        """Refuse such numbers in what a captured step has returned."""
+        for key, _ in _numbers_in(value):
+            self.refuse_frozen(key, f"training_step returns numbers under {key[0]!r}")
+
+    def was_asked(self) -> bool:
+        """Whether the last refusal was of such a number."""
+        asked, self.is_asked = self.is_asked, False
+        return asked
+
+
+def _numbers_in(returned: Any) -> Iterator[tuple[tuple[str], int | float]]:
+    """Yield the Python numbers in a dict that a step has returned, with their keys."""
+    for key, value in returned.items() if isinstance(returned, Mapping) else ():
+        if type(value) in (int, float):
+            yield (key,), value
 
 
 def _tensor_of(number: Any, device: torch.device) -> Tensor:

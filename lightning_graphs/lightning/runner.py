@@ -280,7 +280,10 @@ class StepRunner(StepRegion):
         if self._warmup_left > 0:
             self._warmup_left -= 1
             with self._observing(is_last=not self._warmup_left):
-                return self._run_step(*args, **kwargs)
+                returned = self._run_step(*args, **kwargs)
+            watch = self._fit.watch
+            watch.logged.returned(returned, watch.function)
+            return returned
         return self._run_step(*args, **kwargs)
 
     @contextlib.contextmanager

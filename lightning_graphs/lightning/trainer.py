@@ -140,6 +140,7 @@ class TrainerWatch(Client):
         self._calls = calls_of(trainer.strategy)
         # Of the step that is captured, or compared with its replay
         self._manual: ManualSteps | None = None
+        self._refuses_numbers = False  # it is captured
 
     @property
     def function(self) -> Any:
@@ -171,10 +172,12 @@ class TrainerWatch(Client):
         return not self._module.automatic_optimization
 
     def recorder(self) -> LogRecorder:
+        self._refuses_numbers = True
         given = (self.metrics, self.kept), self._progress, self.logged
         return LogRecorder(self._module, *given, manual=self._manual_steps(is_captured=True))
 
     def mute(self) -> LogRecorder:
+        self._refuses_numbers = False
         given = self._module, (self.metrics, self.kept)
         manual = self._manual_steps(is_captured=False)
         return LogRecorder(*given, keeps_calls=False, manual=manual)
@@ -189,7 +192,14 @@ class TrainerWatch(Client):
         return self.metrics.learn()
 
     def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
-        return not self.waits_for_gradients() and self.kept.learn(error, reads)
+        if self.waits_for_gradients():
+            return False
+        asked = self.logged.was_asked()
+        if self.kept.learn(error, reads):
+            return True
+        if asked:  # not to be read behind a replay
+            self.logged.frozen.clear()
+        return asked
 
     def declines(self, frame: FrameType) -> bool:
         return self.kept.declines(frame)
@@ -285,6 +295,8 @@ class TrainerWatch(Client):
         """Return the loss in what ``training_step`` has returned."""
         loss = returned.get("loss") if isinstance(returned, Mapping) else returned
         refuse_tracers(loss)
+        if self._refuses_numbers:
+            self.logged.refuse_returned(returned)
         if not isinstance(loss, Tensor):
             raise CaptureError(
                 "training_step must return the loss, or a dict with it under 'loss'.",

@@ -141,10 +141,21 @@ class Handing(Predicting):
 
 
 def returned(self: Any, batch: Any, batch_idx: int) -> Any:
-    """Numbers of the host beside the loss: counters, what is read of the device, and both."""
+    """Numbers of the host beside the loss: counters, what is read of the device and the batch."""
     loss, logits = self.predicted(batch)
     hits = (logits.argmax(-1) == batch["y"]).sum().item()
-    return {"loss": loss, "hits": hits, "share": hits / len(batch["y"]), "batch": batch_idx}
+    count = int((batch["y"] > 0).sum()) + 1
+    self.log("loss", loss, on_epoch=True, batch_size=count)
+    found = {"labels": batch["y"].sum().item(), "count": count, "batch": batch_idx}
+    return {"loss": loss, "hits": hits, "share": hits / len(batch["y"]), **found}
+
+
+def returned_and_used(self: Any, batch: Any, batch_idx: int) -> Any:
+    """A number of the batch is a part of the key if the loss needs it."""
+    loss, _ = self.predicted(batch)
+    count = int((batch["y"] > 0).sum()) + 1
+    self.log("loss", loss, on_epoch=True, batch_size=count)
+    return {"loss": loss * 8 / count, "count": count}
 
 
 class Collecting(Predicting):
@@ -170,6 +181,9 @@ ROWS = stepping(
     max_epochs=3, data=lambda: batches(6),
 ) | stepping(
     Handing, returned, also="verified; cut", max_epochs=3, data=lambda: batches(6),
+    check=lambda fit: fit.statistics.captures == 1,
+) | stepping(
+    Handing, returned_and_used, max_epochs=4, data=lambda: batches(6),
 ) | stepping(
     Collecting, collected, also="verified", max_epochs=3, data=lambda: batches(6),
 )  # fmt: skip
