@@ -6,6 +6,7 @@ import ast
 import contextlib
 import html
 import importlib
+import json
 import os
 import re
 import runpy
@@ -111,6 +112,15 @@ def test_anchors_can_be_told_apart(site: Path) -> None:
         anchors = re.findall(r'<h[1-6] id="([^"]+)"', page.read_text(encoding="utf-8"))
         assert not [one for one in anchors if re.search(r"_\d+$", one)], page.name
         assert len(anchors) == len(set(anchors)), page.name
+
+
+def test_headings_have_the_words_that_readers_search(site: Path) -> None:
+    text = (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    titles = " ".join(entry["title"] for entry in json.loads(text)["docs"]).lower()
+    sought = (
+        "validation fp8 wandb tensorboard fabric accelerate hugging profiling doctor optimizers"
+    )
+    assert [word for word in sought.split() if word not in titles] == []
 
 
 def test_the_search_works_from_the_disk(site: Path) -> None:

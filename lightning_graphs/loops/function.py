@@ -33,7 +33,11 @@ from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch, judge
 from lightning_graphs.private.engine import ahead_of_destruction
 from lightning_graphs.private.exchange import nothing
-from lightning_graphs.private.torch import makes_own_graphs, why_no_cuda_graphs
+from lightning_graphs.private.torch import (
+    is_newer_than_tested,
+    makes_own_graphs,
+    why_no_cuda_graphs,
+)
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.verify import Tolerance, Verifier
@@ -383,6 +387,9 @@ class Calls:
             self._steps = self._judged(evaluates=evaluates)
             return
         backend = statistics.backend = _BACKENDS[device.type]
+        if is_newer_than_tested():
+            newer = f"torch {torch.__version__} was not tested yet; public ways are used"
+            self._messages.say(f"{self._messages.who}: {newer}")
         if backend == "cuda":
             self._stream = torch.cuda.Stream(device)
             statistics.device = torch.cuda.get_device_name(device)
