@@ -477,9 +477,10 @@ def joined_stream(
     before = torch.cuda.current_stream(device)
     stream = stream or torch.cuda.Stream(device)
     stream.wait_stream(before)
-    torch.cuda.set_stream(stream)
-    try:
-        yield stream
-    finally:
-        torch.cuda.set_stream(before)
-        before.wait_stream(stream)
+    with torch.cuda.device(device):  # a stream that is set makes its device the current one
+        torch.cuda.set_stream(stream)
+        try:
+            yield stream
+        finally:
+            torch.cuda.set_stream(before)
+            before.wait_stream(stream)

@@ -327,6 +327,8 @@ class Calls:
         statistics.device = device.type
         self._steps: FunctionSteps | None = None
         self._stream: torch.cuda.Stream | None = None
+        # No other device can be the current one
+        self._is_only_gpu = device.type != "cuda" or torch.cuda.device_count() == 1
         self._timing: StepTiming | None = None
         self._assertions: OpenAssertions | None = None
         if self._may_begin(function):
@@ -477,6 +479,17 @@ class Calls:
         steps, timing = self._steps, self._timing
         assert steps is not None, "the calls are active"
         given = self.program.arguments.given(args, kwargs)
+        if not self._is_only_gpu:  # graphs, streams and events belong to the model's GPU
+            with torch.cuda.device(self._device):
+                return self._run(steps, given, args, kwargs)
+        if timing is None:
+            return steps.run(given, args, kwargs)
+        return self._run(steps, given, args, kwargs)
+
+    def _run(
+        self, steps: FunctionSteps, given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        timing = self._timing
         if timing is None:
             return steps.run(given, args, kwargs)
         timing.begin((given,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -267,7 +268,8 @@ class ProgramWatch(Client):
     def around_step(self) -> Iterator[None]:
         """Refuse steps of other optimizers in the body, and let it share no cast of autocast's."""
         torch.clear_autocast_cache()
-        hook = register_optimizer_step_pre_hook(self._refuse_others)
+        here = partial(self._refuse_others, threading.get_ident())
+        hook = register_optimizer_step_pre_hook(here)  # of all threads
         try:
             with self.processes.unseen():
                 yield
@@ -275,8 +277,9 @@ class ProgramWatch(Client):
             hook.remove()
             torch.clear_autocast_cache()
 
-    def _refuse_others(self, optimizer: Optimizer, *_: Any) -> None:
-        if not any(optimizer is known for known in self.optimizers):
+    def _refuse_others(self, thread: int, optimizer: Optimizer, *_: Any) -> None:
+        is_known = any(optimizer is known for known in self.optimizers)
+        if not is_known and threading.get_ident() == thread:
             raise OPTIMIZER_NOT_GIVEN.refused_here(f"a step of {type(optimizer).__name__} is taken")
 
     def waits_for_gradients(self) -> bool:

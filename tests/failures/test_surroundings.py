@@ -21,6 +21,7 @@ Other surroundings of every day, each with its tests:
 | Ctrl-C before any line of a capture or a replay   | ``failures/test_any_line.py``, and there    |
 | ``fit`` twice, two trainers with one module       | ``training/lifecycle/test_lifecycle.py``    |
 | LRFinder, BatchSizeFinder, ``weights_only=True``  | ``training/lifecycle/test_tuning.py``       |
+| captured functions in two threads                 | ``loops/test_refused.py``                   |
 | free memory after a fit as before it              | ``failures/conftest.py``, after each test   |
 | a GPU other than the first, a model over two      | ``gpu/test_other_devices.py``               |
 | an unknown torch or Lightning, ROCm, Windows      | ``training/told/test_report.py``            |

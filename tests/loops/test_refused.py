@@ -8,8 +8,11 @@ import gc
 import itertools
 import pickle
 import runpy
+import threading
+import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -237,3 +240,38 @@ def test_examples_for_libraries_replay(name: str, library: str) -> None:
     pytest.importorskip(library)
     report = runpy.run_path(str(ROOT / f"examples/{name}.py"))["main"](12)
     assert report.replayed >= 3, report
+
+
+def test_threads_capture_one_function_each(backend: str, device: torch.device) -> None:
+    """What one of them captures is no matter of the others, which step their own optimizers."""
+    labs = [Lab(backend, device, options) for options in (None, {}, {})]
+    models = [torch.nn.Linear(8, 3).to(device) for _ in labs]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    begin = threading.Barrier(2)
+
+    def run(lab: Lab, model: Any) -> list[float]:
+        optimizer = adamw(model)
+
+        def train_step(batch: Any) -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+
+        step, losses = lab.capture(train_step, model, optimizer, on_failure="eager"), []
+        for batch in lab.batches(20):
+            if lab.options is not None:
+                begin.wait()
+            losses.append(step(batch))
+        return losses
+
+    expected = run(labs[0], models[0])
+    with ThreadPoolExecutor(2) as threads, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a hook of a capture may be seen by the other thread
+        found = [*threads.map(run, labs[1:], models[1:])]
+    assert found == [expected, expected]
+    for model in models[1:]:
+        assert torch.equal(model.weight, models[0].weight)
+    assert all(lab.replayed for lab in labs[1:])
