@@ -31,6 +31,7 @@ from lightning_graphs.private.engine import (
     nodes_from,
 )
 from lightning_graphs.private.torch import (
+    has_gradient_hooks,
     is_compiled_node,
     outputs_of,
     version_of,
@@ -47,6 +48,23 @@ def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
     found = dict.fromkeys(output for output in outputs if output.grad_fn is None)
     found |= {leaf: None for node in nodes_behind(outputs) if (leaf := leaf_of(node)) is not None}
     return list(found)
+
+
+def runs_code(outputs: Sequence[Tensor]) -> bool:
+    """Return whether a backward pass of these outputs runs code that may look at ``.grad``.
+
+    It has a ``torch.autograd.Function`` that compiled code has not made, or hooks at its leaves.
+    """
+    if any(output.grad_fn is None for output in outputs):
+        return True
+    nodes: Iterator[Any] = nodes_behind(outputs)
+    for node in nodes:
+        leaf = leaf_of(node)
+        if leaf is None and isinstance(node, BackwardCFunction) and not is_compiled_node(node):
+            return True
+        if leaf is not None and has_gradient_hooks(leaf, node):
+            return True
+    return False
 
 
 def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
@@ -75,14 +93,9 @@ def uses_of(
     return found
 
 
-def has_python_nodes(outputs: Sequence[Tensor], *, compiled: bool = True) -> bool:
-    """Return whether a backward pass of these outputs runs a ``torch.autograd.Function``.
-
-    Those that ``torch.compile`` makes count only if ``compiled`` says so: none looks at ``.grad``.
-    """
-    nodes: Iterator[Any] = nodes_behind(outputs)
-    found = (node for node in nodes if isinstance(node, BackwardCFunction))
-    return any(compiled or not is_compiled_node(node) for node in found)
+def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
+    """Return whether a backward pass of these outputs runs a ``torch.autograd.Function``."""
+    return any(isinstance(node, BackwardCFunction) for node in nodes_behind(outputs))
 
 
 @calls_observed

@@ -610,7 +610,7 @@ def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
 
 def metrics_of(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
     """Find the metrics that a module holds, also those inside of others, outer ones first."""
-    held = iter_objects(module)
+    held = ((name, one) for name, one in iter_objects(module) if isinstance(one, nn.Module))
     return [(name.removeprefix("self."), one) for name, one in held if is_metric(one)]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.nodes import cast_together, has_python_nodes, leaves_behind
+from lightning_graphs.autograd.nodes import cast_together, runs_code
 from lightning_graphs.device.rules import COUNTER, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.logs import (
@@ -48,7 +48,6 @@ from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.engine import is_within_backward
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, subclassed
-from lightning_graphs.private.torch import has_gradient_hooks
 from lightning_graphs.regions.agreement import syncs as buffers_synced
 from lightning_graphs.regions.agreement import unseen_by
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
@@ -275,8 +274,7 @@ class TrainerWatch(Client):
         return (
             not overrides(self._module, "backward")
             and not overrides(self._trainer.precision_plugin, "backward")
-            and not has_python_nodes([loss], compiled=False)
-            and not any(map(has_gradient_hooks, leaves_behind([loss])))
+            and not runs_code([loss])
         )
 
     def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:

@@ -141,7 +141,7 @@ def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
             continue
         seen.add(node)
         yield node
-        pending.extend(parent for parent, _ in node.next_functions)
+        pending += [parent for parent, _ in node.next_functions]
 
 
 def nodes_out_of_sight(
@@ -199,7 +199,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
         leaf
         for leaf in leaves
         if type(leaf) in _PLAIN and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
-        if not (leaf.is_inference() or has_gradient_hooks(leaf))
+        if not leaf.is_inference()
     )
     for leaf in _of_default_stream(list(found)):
         data, other = leaf.data, torch.float16 if leaf.dtype != torch.float16 else torch.float32
@@ -208,7 +208,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
 
 
 def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
-    """List leaves whose nodes belong to that stream, by running a backward pass to them.
+    """List leaves without hooks whose nodes belong to that stream, by running a pass to them.
 
     It adds nothing to any ``.grad``, and leaves no hook.
     """
@@ -220,14 +220,16 @@ def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
         return (None,)  # nothing to add to its `.grad`
 
     with contextlib.ExitStack() as stack, torch.inference_mode(False), _unwarned_of_streams():
-        edges = [torch.autograd.graph.get_gradient_edge(leaf) for leaf in leaves]
-        for leaf, edge in zip(leaves, edges, strict=True):
+        nodes = ((leaf, torch.autograd.graph.get_gradient_edge(leaf)) for leaf in leaves)
+        edges = {leaf: edge for leaf, edge in nodes if not has_gradient_hooks(leaf, edge.node)}
+        for leaf, edge in edges.items():
             stack.enter_context(edge.node.register_prehook(partial(note, leaf)))
         zeros = {
-            kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in {*map(_kind, leaves)}
+            kind: torch.zeros((), dtype=kind[0], device=kind[1]) for kind in {*map(_kind, edges)}
         }
-        if leaves:
-            _backward(edges, [zeros[_kind(leaf)].expand(leaf.shape) for leaf in leaves])
+        if edges:
+            given = [zeros[_kind(leaf)].expand(leaf.shape) for leaf in edges]
+            _backward([*edges.values()], given)
     return found
 
 
@@ -300,6 +302,8 @@ def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]]:
     As a rule that is the tensor itself, without a suffix. A subclass with ``__tensor_flatten__``
     has its memory in other tensors. Of one that :func:`hides_memory` there are none.
     """
+    if type(tensor) in _PLAIN:
+        return [("", tensor)]
     own = local(tensor)
     if not is_composed(own):
         return [] if hides_memory(own) else [("", own)]

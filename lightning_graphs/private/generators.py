@@ -122,6 +122,10 @@ OF_TORCH = "torch's generator of the CPU"
 """Its name in messages, which is no name in code."""
 
 
+_OTHERS = (dict, list, tuple, Tensor, nn.Module)
+"""Most of what modules hold; to ask each of them for what generators are takes longer."""
+
+
 class Generators:
     """States of the random generators from which Python code on the host draws.
 
@@ -156,6 +160,8 @@ class Generators:
 
     def add(self, name: str, held: Any) -> None:
         """Add a value with its present state if it is a generator."""
+        if isinstance(held, _OTHERS):
+            return
         of_torch = isinstance(held, torch.Generator) and held.device.type == "cpu"
         access: tuple[Callable[[], Any], Callable[[Any], object]]
         if isinstance(held, random.Random):

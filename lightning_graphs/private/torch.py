@@ -120,8 +120,8 @@ accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_gr
 """The hooks of ``register_post_accumulate_grad_hook``; torch has no public reader."""
 
 
-def has_gradient_hooks(leaf: Tensor) -> bool:
-    """Return whether a leaf, or its node, has hooks that see its gradient.
+def has_gradient_hooks(leaf: Tensor, node: Node | None = None) -> bool:
+    """Return whether a leaf, or its node, which may be given, has hooks that see its gradient.
 
     Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
     Only the handle of one more knows these: where that says nothing, there are some.
@@ -130,8 +130,9 @@ def has_gradient_hooks(leaf: Tensor) -> bool:
         return True
     if not leaf.requires_grad:
         return False
-    with torch.inference_mode(False):
-        node = get_gradient_edge(leaf).node
+    if node is None:
+        with torch.inference_mode(False):
+            node = get_gradient_edge(leaf).node
     handles = node.register_hook(_nothing), node.register_prehook(_nothing)
     tables = [getattr(handle, "hooks_dict_ref", _nothing)() for handle in handles]
     for handle in handles:
@@ -305,7 +306,7 @@ def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
 
     Those of all modules are among them.
     """
-    return [*(getattr(module, name, {}) for name in _HOOKS), *_OF_ALL_MODULES]
+    return [getattr(module, name, {}) for name in _HOOKS] + _OF_ALL_MODULES
 
 
 hooks_registered: Callable[[], int] = (
@@ -344,7 +345,7 @@ Where it lacks the function there seem to be none.
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return [hook for table in hook_tables(module) for hook in table.values()]
+    return [hook for table in filter(None, hook_tables(module)) for hook in table.values()]
 
 
 COMPILED_CALL = "_compiled_call_impl"

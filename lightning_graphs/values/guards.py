@@ -8,7 +8,7 @@ import sys
 import weakref
 import zlib
 from array import array
-from collections import ChainMap, UserDict, UserList, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -129,6 +129,9 @@ _WRITTEN = frozenset(
 _BUFFERS = (bytearray, array, memoryview)
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
+BARE = frozenset({dict, OrderedDict, list, tuple, set, torch.Tensor, torch.nn.Parameter})
+"""Classes of most of what modules hold, which are no author's."""
+
 _OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """Objects of torch with state, of which user code may own further ones."""
 
@@ -294,6 +297,8 @@ def is_object(value: Any) -> bool:
     Objects of C keep values elsewhere; those of trainers and loggers change in their threads.
     """
     kind: Any = type(value)  # what an object says to be its class may be another one
+    if kind in BARE:
+        return False
     if issubclass(kind, (SimpleNamespace, local)) or kind in (UserDict, UserList, ChainMap):
         return True
     if issubclass(kind, (type, nn.Module, Enum)) or is_of_library(kind):

@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, starmap
 from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -205,6 +205,13 @@ class PythonSnapshot:
             if not _same(table, before):
                 yield Change(name, owner, table, Absence.ABSENT, before, _copy(table))
             return
+        if not (table or before):
+            return
+        if type(table) in (dict, OrderedDict) and len(table) == len(before):
+            keys = zip(table, before, strict=True)
+            values = zip(table.values(), before.values(), strict=True)
+            if all(starmap(is_, chain(keys, values))):
+                return
         for key in {**before, **table}:
             # Some dicts have a ``get`` of their own
             was, now = before.get(key, Absence.ABSENT), dict.get(table, key, Absence.ABSENT)
@@ -481,10 +488,8 @@ def _of_widths(views: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _copied(views: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copy storages to one piece of memory: many pieces take longer to get than to fill."""
-    kind = views[0].dtype
-    copies = list(
-        torch.empty(sum(map(len, views)), dtype=kind, device=device).split([*map(len, views)])
-    )
+    sizes = [*map(Tensor.numel, views)]
+    copies = list(torch.empty(sum(sizes), dtype=views[0].dtype, device=device).split(sizes))
     if device == views[0].device:
         copy_all(copies, views)
     else:

@@ -22,7 +22,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder
 from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import is_strided
+from lightning_graphs.private.torch import is_strided, out_of_sight
 from lightning_graphs.values.guards import attributes_of, is_array, is_constant, is_still, slots_of
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
@@ -542,14 +542,15 @@ class StepState:
         contents = self._contents = self._take(held)
         outside, self.outside = self.outside or self._known_outside(), None
         named = (*self._module.named_parameters(), *self._module.named_buffers())
-        memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
+        with out_of_sight():  # of what watches the body
+            memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
         try:
             yield
         finally:
             self._contents = PythonSnapshot()
             drawn = generators.drawn()
             generators.restore()
-            moved = [(place, was) for place, was in memory if not place.is_still(place.now(), was)]
+            moved = [(p, was) for p, was in memory if not p.is_still(p.tensor, was)]
             for place, was in moved:
                 place.put(was)
             moved = [pair for pair in moved if pair[0].name not in self._places]

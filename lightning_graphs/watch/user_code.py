@@ -29,7 +29,7 @@ from lightning_graphs.private.torch import (
     tables_of,
     version_of,
 )
-from lightning_graphs.values.guards import DEPTH, entries, is_plain, walk
+from lightning_graphs.values.guards import BARE, DEPTH, entries, is_plain, walk
 from lightning_graphs.values.snapshot import Snapshot
 
 # ------------------ User, library and compiled code
@@ -266,19 +266,24 @@ def _of_module(
         if key in _TABLES:
             yield name, value
             for label, tensor in value.items() if key != "_modules" else ():
-                yield from _of_tensor(f"{name}.{label}", tensor, seen, depth)
+                if tensor is not None and not _is_bare(tensor):
+                    yield from _of_tensor(f"{name}.{label}", tensor, seen, depth)
         elif key not in OF_ALL_MODULES and not is_plain(value):
             yield from walk(f"{name}.{key}", value, seen, depth, modules=_of_tree)
     for hook in module_hooks(module):
         yield from walk(f"{name}.{_name_of(hook)}", hook, seen, depth, modules=_of_tree)
 
 
+def _is_bare(tensor: Tensor) -> bool:
+    """Return whether a tensor has no attributes and no hooks, as most."""
+    has_hooks = gradient_hooks(tensor) or accumulation_hooks(tensor)
+    return type(tensor) in BARE and not (vars(tensor) or has_hooks)
+
+
 def _of_tensor(
-    name: str, tensor: Tensor | None, seen: dict[int, Any], depth: int
+    name: str, tensor: Tensor, seen: dict[int, Any], depth: int
 ) -> Iterator[tuple[str, Any]]:
     """Yield what attributes and hooks of a parameter or buffer hold."""
-    if tensor is None:
-        return
     yield from walk(name, tensor, seen, depth, modules=_of_tree)
     for table in (gradient_hooks(tensor), accumulation_hooks(tensor)):
         for hook in table.values() if isinstance(table, dict) else ():
@@ -302,6 +307,7 @@ class UnregisteredTensors:
     def __init__(self, module: nn.Module, held: Iterable[tuple[str, Any]]) -> None:
         self._known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self._buffers: set[str] = set()  # names of those that count as written
+        self._tables: dict[int, object] = {}  # alive, so that an ``id`` stays its own
         self._named: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
         # Where it is set, tensors that are found late are put back with it, too
@@ -312,8 +318,12 @@ class UnregisteredTensors:
     def add(self, name: str, value: Any) -> None:
         """Add the tensors that are directly in a value."""
         found: list[Tensor] = []
-        buffers = tables_of(value)[1].keys() if isinstance(value, nn.Module) else ()
-        self._buffers.update(f"{name}.{key}" for key in buffers)
+        if id(value) in self._tables:  # of a module that was looked at
+            return
+        if isinstance(value, nn.Module):
+            _, buffers, _ = tables = tables_of(value)
+            self._tables.update((id(table), table) for table in tables)
+            self._buffers.update(f"{name}.{key}" for key in buffers)
         for label, tensor in _tensors_in(value):
             counts_writes = is_strided(tensor) and not tensor.is_inference()
             if id(tensor) not in self._known and counts_writes:
