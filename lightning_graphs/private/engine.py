@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_graphs.private.exchange import exchanged, nothing, replaced
-from lightning_graphs.private.torch import has_gradient_hooks, hide_modes
+from lightning_graphs.private.torch import has_gradient_hooks, hide_modes, tensor_uses
 
 # ------------------ Autograd: its nodes, and the passes through them
 
@@ -199,7 +199,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
         leaf
         for leaf in leaves
         if type(leaf) in _PLAIN and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
-        if not leaf.is_inference()
+        if tensor_uses(leaf) != 1 and not leaf.is_inference()  # a node that lives is a further one
     )
     for leaf in _of_default_stream(list(found)):
         data, other = leaf.data, torch.float16 if leaf.dtype != torch.float16 else torch.float32
