@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch import Callback
+from torch import nn
 
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.regions.body import StepBody
@@ -19,6 +23,7 @@ from lightning_graphs.regions.verified import Verification
 from lightning_graphs.values.snapshot import RegionState, Snapshot
 from tests.loops.test_training import scheduled
 from tests.loops.twice import Lab
+from tests.training.costs.test_calls_of_a_step import Small, loader
 from tests.training.costs.test_further_signatures import Calls, counted
 from tests.training.costs.test_replayed_steps import Silent
 from tests.training.fits import Net, batches, compare, named, prepare
@@ -108,6 +113,47 @@ def test_bits_that_watching_has_changed_are_no_difference(backend: str, tmp_path
     found = executed(backend, tmp_path, Largest)
     expected = {"emulated": (3, 2), "cuda": (2, 1)}[backend]
     assert (found["runs"], found["replays"]) == expected
+
+
+# ------------------ What is looked at
+
+
+class Idle(Small):
+    """Has layers that its steps do not use."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.idle = nn.ModuleList(nn.Linear(1, 1) for _ in range(layers)).requires_grad_(False)
+
+
+class Counting(Callback):
+    """Counts calls of functions in the step that calls most: the one that is captured."""
+
+    most = calls = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.calls = 0
+        sys.setprofile(self._see)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        sys.setprofile(None)
+        self.most = max(self.most, self.calls)
+
+    def _see(self, _: object, event: str, __: object) -> None:
+        self.calls += event == "call"
+
+
+def test_a_verified_capture_calls_little_for_what_it_does_not_use(tmp_path: Path) -> None:
+    """Each walk through the modules shows, and so does whatever asks each tensor."""
+    found = []
+    for layers in (0, 20):
+        counting = Counting()
+        prepare(
+            "emulated", tmp_path, True, module=partial(Idle, layers), data=loader, trace=Silent,
+            callbacks=partial(list, [counting]), validation=0, max_epochs=1, max_steps=8,
+        ).run()  # fmt: skip
+        found.append(counting.most)
+    assert (found[1] - found[0]) / 20 <= 500  # a layer, of two tensors
 
 
 # ------------------ The replay that was compared is the step
