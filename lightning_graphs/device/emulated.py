@@ -7,6 +7,7 @@ never proves speed, nor that a kernel is legal to capture.
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import warnings
 import weakref
@@ -17,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._ops import OpOverload
 from torch.autograd.graph import Node
 
 from lightning_graphs.device.inspect import GraphInfo, from_recording
@@ -30,11 +32,11 @@ from lightning_graphs.device.trace import (
     dispatches,
     is_collective,
     mapped,
-    only_computes,
     only_views,
     refuse_dead_inputs,
     tensors_in,
     wait_for,
+    written_arguments,
 )
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.private.callsite import CallSite
@@ -60,6 +62,23 @@ def _put_back(storage: UntypedStorage, value: UntypedStorage) -> None:
     bytes_of(storage)[: value.nbytes()].copy_(bytes_of(value))
 
 
+class Effect(enum.Enum):
+    """What an operator does to memory, as its schema says."""
+
+    WRITES = enum.auto()
+    MAKES = enum.auto()
+    VIEWS = enum.auto()
+
+
+def effect_of(func: object) -> Effect:
+    """Return what an operator does to memory; of those of a higher order nothing is known."""
+    if not isinstance(func, OpOverload) or written_arguments(func):
+        return Effect.WRITES
+    returns = func._schema.returns
+    is_view = bool(returns) and all(one.alias_info is not None for one in returns)
+    return Effect.VIEWS if is_view else Effect.MAKES
+
+
 @dispatched_directly
 class WriteWatch(OperatorMode):
     """Watches which storages from before its entry code writes, and can undo that.
@@ -78,6 +97,9 @@ class WriteWatch(OperatorMode):
         self._left_out = left_out
         self._made: set[int] = set()  # inside of the body; none from before can be among them
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
+        # By the ``id`` of an operator, whose own hash is a function of Python
+        self._effects: dict[int, Effect] = {}
+        self._operators: list[object] = []  # alive, for the sake of that
 
     def __torch_dispatch__(
         self,
@@ -86,9 +108,15 @@ class WriteWatch(OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not only_computes(func) or any(map(dispatches, types)):
+        effect = self._effects.get(id(func))
+        if effect is None:
+            self._operators.append(func)
+            effect = self._effects[id(func)] = effect_of(func)
+        if effect is Effect.WRITES or any(map(dispatches, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = func(*args, **(kwargs or {}))
+        if effect is Effect.VIEWS:
+            return result
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
             if has_memory(tensor) and (key := memory_of(tensor)) not in self._made:
                 self._note(key, tensors_in((*args, *(kwargs or {}).values())))

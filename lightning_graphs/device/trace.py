@@ -280,19 +280,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _written_arguments(func: OpOverload) -> list[tuple[int, str]]:
+def written_arguments(func: OpOverload) -> list[tuple[int, str]]:
     """List position and name of written arguments, by schema or :data:`UNDECLARED_WRITES`."""
     named = list(enumerate(argument.name for argument in func._schema.arguments))
     kinds = [argument.alias_info for argument in func._schema.arguments]
     undeclared = [named[i] for i in UNDECLARED_WRITES.get(func, ()) or written_position(func)]
     declared = [at for at, kind in zip(named, kinds, strict=True) if kind and kind.is_write]
     return undeclared + declared
-
-
-@functools.cache
-def only_computes(func: object) -> bool:
-    """Return whether an operator writes none of its arguments."""
-    return isinstance(func, OpOverload) and not _written_arguments(func)
 
 
 def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -318,7 +312,7 @@ class OperatorCall:
 
     @functools.cached_property
     def written(self) -> list[Tensor]:
-        places = _written_arguments(self.func)
+        places = written_arguments(self.func)
         args, kwargs = self.args, self.kwargs
         found = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
         return list(tensors_in(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -147,7 +147,7 @@ class StepOutputs(OutputPlan):
         found = results_in(returned, "output")
         if self._late:
             found = [r for r in found if not self.comes_late(r.name)]
-        return [replace(r, name="the loss") if r.name in _LOSSES else r for r in found]
+        return [r._replace(name="the loss") if r.name in _LOSSES else r for r in found]
 
     def comes_late(self, name: str) -> bool:
         """Whether a call that is kept back gives what has this name, or a part of it."""

@@ -570,8 +570,7 @@ class OptimizerState:
 # ------------------------------------------------------------------ by name
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """One tensor that a region computes or changes."""
 
     name: str  # what a message calls it
