@@ -127,12 +127,18 @@ class Losses(Callback):
 
 
 class Looks(Callback):
-    """Notes memory, and calls a function with what was found after so many steps."""
+    """Notes memory, and calls a function with what was found after so many steps.
 
-    def __init__(self, steps: int, done: Any) -> None:
-        self._steps, self._done = steps, done
+    Args:
+        path: File for the number of steps, each tenth of them.
+    """
+
+    def __init__(self, steps: int, done: Any, path: Path) -> None:
+        self._steps, self._done, self._path = steps, done, path
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step % max(self._steps // 10, 1) == 0 and trainer.global_rank == 0:
+            self._path.write_text(str(trainer.global_step))
         if trainer.global_step == max(self._steps // 10, 30):
             self._memory, self._began = _memory(), time.monotonic()
         if trainer.global_step == self._steps:
@@ -209,7 +215,7 @@ def program(folder: Path, rank: int, steps: int, mode: str, victim: int, seed: i
     last = (steps // READ_EVERY + 1) * READ_EVERY - 1  # the host reads behind it
     if mode == "step":
         last -= READ_EVERY // 2
-    mine: list[Callback] = [captured, Reads(), Delays(seed), Looks(steps, done)]
+    mine: list[Callback] = [captured, Reads(), Delays(seed), Looks(steps, done, folder / "step")]
     if rank == victim:
         mine.append(Killed(last))
     fit(last + 10 * READ_EVERY, mine, graphs)
@@ -228,9 +234,13 @@ def run(mode: str, steps: int, ranks: int, seed: int, seconds: float) -> Iterato
         begun = time.monotonic()
         left: float = seconds
         ended: dict[int, float] = {}
-        stuck = False
+        stuck, said = False, ""
         while len(ended) < ranks and time.monotonic() - begun < left:
             time.sleep(0.05)
+            step = folder / "step"
+            if step.exists() and (now := step.read_text()) != said:
+                said = now
+                print(f"  step {said} after {time.monotonic() - begun:.0f} s", flush=True)
             for rank, process in enumerate(started):
                 if rank not in ended and not process.is_alive():
                     ended[rank] = time.monotonic() - begun
