@@ -122,7 +122,7 @@ def train_captured(device: torch.device, steps: int, backend: core.BackendName) 
                 run.losses.append(step(*next(data)).item())
 
     # Without gradients here, backward makes them inside the capture: they are born in the graph's
-    # pool, and every replay writes them anew instead of adding to the last ones.
+    # pool, and every replay writes them again instead of adding to the last ones.
     step.drop_gradients()
     static_images, static_labels = next(data)
     graph = core.CUDAGraph(backend=backend)

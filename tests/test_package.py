@@ -146,7 +146,7 @@ def test_a_captured_loop_imports_no_lightning() -> None:
 UNUSUAL = """
 import sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_graphs"]:
-    del sys.modules[name]  # found anew
+    del sys.modules[name]  # found again
 sys.path.insert(0, {path!r})
 import lightning as L
 import lightning_graphs

@@ -24,7 +24,7 @@ Traps that name a file are tested there, as a part of what graphed callables do.
 | callables of a shared pool out of order (`core/test_callables_gradients`) | raises |
 | reading a value on the host, control flow on values, dynamic shapes | raises |
 | a tensor built from Python numbers | raises |
-| an argument written in place; a buffer or an attribute bound anew | raises |
+| an argument written in place; a buffer or an attribute rebound | raises |
 | an optimizer step between forward and backward | raises |
 | a capture inside of a capture | raises |
 | Python side effects | run at warm-up and capture only |

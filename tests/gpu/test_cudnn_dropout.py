@@ -87,7 +87,7 @@ def test_a_look_at_the_state_leaves_no_trace() -> None:
 def test_a_restored_state_gives_the_same_masks(seeded: bool) -> None:
     layer, x = lstm(), torch.randn(4, 5, 8, device=DEVICE)
     layer(x)
-    if seeded:  # the state is to be made anew, and is so again after it was restored
+    if seeded:  # the state is to be made again, and is so again after it was restored
         torch.manual_seed(5)
         torch.rand(2, device=DEVICE)
     kept = RandomState(DEVICE, [layer])
@@ -151,7 +151,7 @@ def test_graphed_layers_draw_the_masks_of_eager_ones(
     graphed.forward._replay_forward = counted  # type: ignore[union-attr]
     found = trained(graphed)
     assert all(map(torch.equal, eager, found))
-    # The first call after a seed is an eager one, since it makes the state anew.
+    # The first call after a seed is an eager one, since it makes the state again.
     assert replays == len(batches) - len({0, *seeds})
 
 

@@ -291,7 +291,7 @@ class OfTracked(OfSignals):
 
 
 def of(pack: Callable[..., Any]) -> Callable[[], Any]:
-    """Batches that are made anew in each epoch."""
+    """Batches that are made again in each epoch."""
 
     def collate(batch: dict[str, Tensor]) -> Any:
         return pack(**{key: value.clone() for key, value in batch.items()})

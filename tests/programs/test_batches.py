@@ -89,7 +89,7 @@ class Mixing(nn.Module):
 
 
 class OfSubmodule(Net):
-    """A hook weights a sparse buffer anew."""
+    """A hook sets the weights of a sparse buffer again."""
 
     def __init__(self, layout: torch.layout) -> None:
         super().__init__()

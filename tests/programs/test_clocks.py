@@ -1,4 +1,4 @@
-"""Clocks in a step: logged and stored anew by every replay, and nothing else."""
+"""Clocks in a step: logged and stored again by every replay, and nothing else."""
 
 from __future__ import annotations
 

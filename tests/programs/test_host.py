@@ -112,7 +112,7 @@ class Drawn(Plain):
 
 
 class Copied(Plain):
-    """As metrics copy the defaults of their states, of which a step makes some anew."""
+    """As metrics copy the defaults of their states, of which a step makes some again."""
 
     def scale(self, x: Tensor) -> Tensor:
         default = torch.tensor(2.0, device="cpu")

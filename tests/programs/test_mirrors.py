@@ -42,7 +42,7 @@ def of_moco(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 def of_lightly(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    """As its memory bank, which begins anew where a batch does not fit."""
+    """As its memory bank, which begins again where a batch does not fit."""
     loss: Tensor = self.against(batch)
     with torch.no_grad():
         keys, size = self.net[0](batch["x"]), self.size

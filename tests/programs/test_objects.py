@@ -353,7 +353,7 @@ class OtherTensor(Net):
 
 
 class Sized(Net):
-    """Makes its tables anew where the batch has another size, as temporal fusion transformers."""
+    """makes its tables again where the batch has another size, as temporal fusion transformers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules as users write them whose steps store something or bind it anew."""
+"""Modules as users write them whose steps store something or rebind it."""
 
 from __future__ import annotations
 
@@ -150,11 +150,11 @@ class Counters(Storing):
         return self.steps, self.samples, self.shown, list(self.sizes)
 
 
-# ---------------------------------------------------------------------- state bound anew
+# ---------------------------------------------------------------------- state rebound
 
 
 class Centred(Storing):
-    """DINO's centre: a buffer that is a moving average, bound anew."""
+    """DINO's centre: a buffer that is a moving average, rebound."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def moved(target: Iterable[Tensor], online: Iterable[Tensor], m: float) -> None:
 
 
 class Byol(Storing):
-    """A teacher whose ``.data`` is bound anew in the step."""
+    """A teacher whose ``.data`` is rebound in the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class TeacherOfStateDict(Byol):
 
 
 class Queue(Storing):
-    """MoCo with a queue that is bound anew."""
+    """MoCo with a queue that is rebound."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class Window(Storing):
 
 
 class Codebook(nn.Module):
-    """The EMA codebook of a VQ-VAE, as in the well-known notebook: bound anew in ``forward``."""
+    """The EMA codebook of a VQ-VAE, as in the well-known notebook: rebound in ``forward``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +446,7 @@ class Smoothed(Storing):
 
 
 class Errors(torchmetrics.Metric):
-    """States in lists, bound anew and in place."""
+    """States in lists, rebound and in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -507,7 +507,7 @@ class MeasuredInADict(Storing):
         self.own["train"].reset()
 
 
-# ---------------------------------------------------------------------- weights computed anew
+# ---------------------------------------------------------------------- computed weights
 
 
 class WeightNorm(Storing):
@@ -531,7 +531,7 @@ class Pruned(Storing):
 
 
 class Quantized(Storing):
-    """Fake quantisation with ranges that are bound anew, as IBert's ``QuantAct`` has them."""
+    """Fake quantisation with ranges that are rebound, as IBert's ``QuantAct`` has them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -647,7 +647,7 @@ class Reset(Centred):
 
 
 class InPlaceAndAnew(Storing):
-    """State that a hook binds anew, and steps write in place."""
+    """State that a hook rebinds, and steps write in place."""
 
     keeps = False
 

@@ -258,7 +258,7 @@ def prepare(
     seed: int = 1,
     **options: Any,
 ) -> Fit:
-    """A trainer, a module and its data, made anew from one seed; nothing runs yet.
+    """A trainer, a module and its data, made again from one seed; nothing runs yet.
 
     Args:
         backend: ``"emulated"`` or ``"cuda"``.

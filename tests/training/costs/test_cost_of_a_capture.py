@@ -182,7 +182,7 @@ def test_every_launch_is_a_step(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any, accumulate: int
 ) -> None:
     """Of training and validation, also where they are verified again; gradients that a step makes
-    anew are not copied."""
+    again are not copied."""
     launches_counted(monkeypatch, counts := Counter[str]())
     take, copied = RegionState.take, list[bool]()
 

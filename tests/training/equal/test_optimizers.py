@@ -256,7 +256,7 @@ def test_a_closure_that_is_not_called_first_and_only(
 
 
 def test_an_optimizer_of_user_code_whose_state_is_replaced(backend: str, tmp_path: Path) -> None:
-    """Graphs are made anew, after a step that shows how it takes its closure."""
+    """Graphs are made again, after a step that shows how it takes its closure."""
 
     class Rewinding(Net):
         def on_train_epoch_start(self) -> None:

@@ -99,7 +99,7 @@ def test_without_dropout_they_are_graphed(
 
 
 class Seeds(Callback):
-    """Sets torch's seed, with which cuDNN makes its random state anew."""
+    """Sets torch's seed, with which cuDNN makes its random state again."""
 
     def __init__(self, each: str) -> None:
         self._each = each
@@ -136,7 +136,7 @@ def test_dropout_between_layers_is_that_of_eager_steps(
     assert statistics.fallbacks == []
     assert statistics.recaptures == []
     assert "encoder" in statistics.modules or scope == "step"
-    # On a GPU the first step of an epoch makes the state anew, with a number that is drawn in it.
+    # On a GPU the first step of an epoch makes the state again, with a number that is drawn in it.
     assert statistics.replayed > 10
 
 

@@ -69,7 +69,7 @@ def test_attributes_are_bound_again(backend: str, tmp_path: Path, how: str) -> N
 
 
 class Averaged(nn.Module):
-    """A moving average that is bound anew: each call reads what the one before has left."""
+    """A moving average that is rebound: each call reads what the one before has left."""
 
     def __init__(self) -> None:
         super().__init__()
