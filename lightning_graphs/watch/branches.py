@@ -9,15 +9,10 @@ catch an error.
 from __future__ import annotations
 
 import ast
-import bisect
 import contextlib
 import dis
-import functools
 import inspect
-import linecache
 import os
-import re
-import tokenize
 import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -32,6 +27,7 @@ from lightning_graphs.private.callsite import (
     is_library,
     raises_by_itself,
 )
+from lightning_graphs.watch.source import Listing, compiled, listing_of, names_in, tree_of
 
 # ------------------ Ways that only raise
 
@@ -57,6 +53,7 @@ _TELLING = frozenset(
 _TESTS = ("isnan", "isinf", "isfinite", "abs")
 _EXACT = ("+", "-", "*", "BINARY_ADD", "BINARY_SUBTRACT", "BINARY_MULTIPLY")
 """Arithmetic that gives the same 64 bits everywhere, as Python versions call it."""
+_NO_VALUES = ("TO_BOOL", "NOP", "NOT_TAKEN", "EXTENDED_ARG")
 _COMPARISON = 24  # instructions from a number to what is done by a comparison with it, at most
 
 
@@ -69,28 +66,6 @@ class Way(NamedTuple):
     warns: tuple[ast.stmt, ...] = ()  # the statements that warn
 
 
-class _Listing(NamedTuple):
-    """The instructions of a function."""
-
-    instructions: list[dis.Instruction]
-    lines: list[int]  # of each
-    offsets: list[int]  # of each
-
-    def at(self, offset: int) -> int:
-        """Return the index of the instruction at an offset, or of which a cache is there."""
-        return bisect.bisect_right(self.offsets, offset) - 1
-
-
-@functools.lru_cache(maxsize=256)
-def _listing(code: CodeType) -> _Listing:
-    found = list(dis.get_instructions(code))
-    starts, line, lines = dict(dis.findlinestarts(code)), code.co_firstlineno, []
-    for instruction in found:
-        line = starts.get(instruction.offset) or line
-        lines.append(line)
-    return _Listing(found, lines, [instruction.offset for instruction in found])
-
-
 def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
     """Return how code goes on that asks now whether a value is true; None if both ways do more.
 
@@ -101,7 +76,7 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
         called: It calls what tells it, and would ask a tensor itself otherwise.
     """
     asking: FrameType | None = frame
-    listing = _listing(frame.f_code)
+    listing = listing_of(frame.f_code)
     at = listing.at(frame.f_lasti)
     is_call = listing.instructions[at].opname in _CALLS
     if is_call and not (called or _called(listing, at) == "bool"):
@@ -115,17 +90,18 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
         name, asking = asking.f_code.co_name, asking.f_back
         if asking is None:
             return None
-        listing = _listing(asking.f_code)
+        listing = listing_of(asking.f_code)
         at = listing.at(asking.f_lasti)
         if listing.instructions[at].opname not in _CALLS or _called(listing, at) != name:
             return None
         at += 1
     if asking is None:
         return None
-    ends = {outcome: _raises(listing, at, outcome is not inverted) for outcome in (True, False)}
+    lands = {outcome: _landing(listing, at, outcome is not inverted) for outcome in (True, False)}
+    ends = {outcome: _raises(listing, there) for outcome, there in lands.items()}
     raising = [outcome for outcome, lines in ends.items() if lines]
     if not raising:
-        return _way_of_warnings(asking, listing, at, inverted)
+        return _way_of_warnings(asking, listing, lands)
     if len(raising) != 1:
         return None
     (outcome,) = raising
@@ -143,7 +119,7 @@ def landings(frame: FrameType, *, called: bool = False) -> dict[bool, int] | Non
         frame: The code.
         called: As in :func:`way_on`.
     """
-    listing = _listing(frame.f_code)
+    listing = listing_of(frame.f_code)
     at, inverted = listing.at(frame.f_lasti), False
     is_call = listing.instructions[at].opname in _CALLS
     if is_call and not (called or _called(listing, at) == "bool"):
@@ -155,9 +131,10 @@ def landings(frame: FrameType, *, called: bool = False) -> dict[bool, int] | Non
     return {o: listing.lines[there] for o, there in lands.items() if there is not None}
 
 
-def _way_of_warnings(frame: FrameType, listing: _Listing, at: int, inverted: bool) -> Way | None:
+def _way_of_warnings(
+    frame: FrameType, listing: Listing, lands: dict[bool, int | None]
+) -> Way | None:
     """Return how code goes on of which one way only warns, and then goes on as the other does."""
-    lands = {outcome: _landing(listing, at, outcome is not inverted) for outcome in (True, False)}
     for outcome in (True, False):
         begin, end = lands[outcome], lands[not outcome]
         if begin is None or end is None or not _tells(listing, begin, end):
@@ -208,7 +185,7 @@ def is_telling(node: ast.stmt) -> bool:
 def _is_warning(node: ast.stmt) -> bool:
     """Return whether a statement warns: Python itself shows a warning of a line once."""
     names = {"warn", "rank_zero_warn"}
-    return is_telling(node) and not names.isdisjoint(_names_in(node.value.func))  # type: ignore[attr-defined]
+    return is_telling(node) and not names.isdisjoint(names_in(node.value.func))  # type: ignore[attr-defined]
 
 
 def _telling_statements(code: CodeType, lines: range) -> list[ast.stmt]:
@@ -222,7 +199,7 @@ def _telling_statements(code: CodeType, lines: range) -> list[ast.stmt]:
     return []
 
 
-def _landing(listing: _Listing, at: int, outcome: bool) -> int | None:
+def _landing(listing: Listing, at: int, outcome: bool) -> int | None:
     """Return where code goes on after an outcome; None if that is unclear."""
     known: tuple[bool, ...] = (outcome,)
     while known:
@@ -239,7 +216,7 @@ def _landing(listing: _Listing, at: int, outcome: bool) -> int | None:
     return at
 
 
-def _tells(listing: _Listing, at: int, end: int) -> bool:
+def _tells(listing: Listing, at: int, end: int) -> bool:
     """Return whether all that code does on its way to an instruction is to tell messages."""
     is_told = False
     while at < end:
@@ -260,13 +237,14 @@ def _tells(listing: _Listing, at: int, end: int) -> bool:
 
 def compares_to_raise(frame: FrameType) -> bool:
     """Return whether code compares the number that it calls for now, and that only to raise."""
-    listing = _listing(frame.f_code)
+    listing = listing_of(frame.f_code)
     at, _ = _read_again(listing, listing.at(frame.f_lasti) + 1, False)
     compares = False
     for instruction in listing.instructions[at : at + _COMPARISON]:
         name = instruction.opname
         if "JUMP" in name and "IF" in name:
-            ends = [bool(_raises(listing, at, outcome)) for outcome in (True, False)]
+            lands = (_landing(listing, at, outcome) for outcome in (True, False))
+            ends = [bool(_raises(listing, there)) for there in lands]
             caught = any(map(_may_catch, _passed(frame)))
             return compares and sorted(ends) == [False, True] and not caught
         is_test = name in _CALLS and _called(listing, at) in _TESTS
@@ -278,7 +256,7 @@ def compares_to_raise(frame: FrameType) -> bool:
     return False
 
 
-def _called(listing: _Listing, at: int) -> str:
+def _called(listing: Listing, at: int) -> str:
     """Return the name of what an instruction calls; empty if that is not plain."""
     count, depth, attribute = listing.instructions[at].arg or 0, 0, ""
     for instruction in reversed(listing.instructions[:at]):
@@ -294,7 +272,7 @@ def _called(listing: _Listing, at: int) -> str:
     return ""
 
 
-def _read_again(listing: _Listing, at: int, inverted: bool) -> tuple[int, bool]:
+def _read_again(listing: Listing, at: int, inverted: bool) -> tuple[int, bool]:
     """Follow a value into a variable that is read once; return where it is on the stack again."""
     while (name := listing.instructions[at].opname) in ("UNARY_NOT", "TO_BOOL", "STORE_FAST"):
         variable = listing.instructions[at].argval
@@ -316,13 +294,13 @@ def _names(instruction: dis.Instruction, variable: str) -> bool:
     )
 
 
-def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:
-    """List the lines that raise after an outcome; none if the code may do anything else."""
+def _raises(listing: Listing, at: int | None) -> set[int]:
+    """List the lines that raise from an instruction on; none if the code may do anything else."""
     lines: set[int] = set()
     seen: set[int] = set()
-    pending: list[tuple[int, tuple[bool, ...]]] = [(at, (outcome,))]
+    pending = [] if at is None else [at]
     while pending:
-        at, known = pending.pop()
+        at = pending.pop()
         is_fresh = True  # nothing was computed since the jump to here
         is_told = False  # the last call tells a message
         while at not in seen:
@@ -339,65 +317,29 @@ def _raises(listing: _Listing, at: int, outcome: bool) -> set[int]:
                 there = listing.at(target)
                 if "IF" not in name:
                     at = there
-                elif known and "NONE" not in name:
-                    jumps = known[-1] is ("TRUE" in name)
-                    known = known if jumps and "OR_POP" in name else known[:-1]
-                    at = there if jumps else at
                 else:
-                    pending.append((there, ()))
+                    pending.append(there)
                 is_fresh = True
             elif name == "POP_TOP":
                 if not (is_fresh or is_told):  # the value of a statement, which had an effect
                     return set()
-                known, is_told = known[:-1], False
-            elif name == "UNARY_NOT" and known:
-                known = (*known[:-1], not known[-1])
-            elif name in ("TO_BOOL", "NOP", "NOT_TAKEN", "EXTENDED_ARG"):
-                pass
+                is_told = False
             elif name.startswith(_MAKES_MESSAGES) or name in _CALLS:
                 if name in _CALLS:
                     is_told = _called(listing, at - 1) in _TELLING
-                known, is_fresh = (), False
+                is_fresh = is_fresh and name in _NO_VALUES
             else:
                 return set()
     return lines
 
 
-# ------------------ Source
+# ------------------ Errors and messages that come late
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _MODULE = inspect.getfile(torch.nn.Module)  # calls hooks that are for errors, too
 _OURS = "lightning_graphs."
 _CATCHING = ("suppress", "raises", "assertRaises")
 """Names of contexts that take an error away."""
-
-
-@functools.lru_cache(maxsize=256)
-def tree_of(code: CodeType) -> ast.Module | None:
-    """Return the source of a function, with its line numbers; None if there is none."""
-    unreadable = OSError, TypeError, SyntaxError, IndexError, tokenize.TokenError
-    with contextlib.suppress(*unreadable):
-        lines, first = _source_of(code)
-        above = ["if True:\n"] if lines[0][:1].isspace() else []  # as a method stands in a class
-        tree = ast.parse("".join([*above, *lines]))
-        return ast.increment_lineno(tree, max(first, 1) - 1 - len(above))
-    return None
-
-
-def _source_of(code: CodeType) -> tuple[list[str], int]:
-    """Return the lines of a function, and the number of the first, as ``inspect`` finds them.
-
-    ``inspect.getsourcelines`` first looks for the module of a code object, through all that are
-    imported, which takes half a second where there are thousands.
-    """
-    lines = linecache.getlines(code.co_filename)
-    first = code.co_firstlineno - 1
-    while first > 0 and not _BEGINS.match(lines[first]):
-        first -= 1
-    return inspect.getblock(lines[first:]), first + 1
-
-
-_BEGINS = re.compile(r"\s*(async\s+)?def\s|.*(?<!\w)lambda(:|\s)|\s*@")
 
 
 def _passed(frame: FrameType) -> Iterator[FrameType]:
@@ -432,7 +374,7 @@ def _may_catch(frame: FrameType) -> bool:
     """Return whether an error that is raised or passes here may be caught here."""
     tree = tree_of(frame.f_code)
     if tree is None:
-        opcodes = {instruction.opname for instruction in _listing(frame.f_code).instructions}
+        opcodes = {instruction.opname for instruction in listing_of(frame.f_code).instructions}
         return bool(opcodes & {"SETUP_FINALLY", "PUSH_EXC_INFO"})
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Try, ast.With)):
@@ -450,7 +392,7 @@ def _may_catch(frame: FrameType) -> bool:
 def _takes_away(node: ast.AST) -> bool:
     """Return whether a statement, by its own words, may take away the errors of its body."""
     if isinstance(node, ast.With):
-        names = (name for item in node.items for name in _names_in(item.context_expr))
+        names = (name for item in node.items for name in names_in(item.context_expr))
         return any(name in _CATCHING for name in names)
     return isinstance(node, ast.Try) and bool(node.handlers)
 
@@ -481,14 +423,6 @@ def _catches(context: Any) -> bool:
         return any(map(_takes_away, nodes))
     returned = [n.value for n in nodes if isinstance(n, ast.Return) and n.value is not None]
     return not all(isinstance(value, ast.Constant) and not value.value for value in returned)
-
-
-def _names_in(node: ast.AST) -> Iterator[str]:
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name):
-            yield part.id
-        elif isinstance(part, ast.Attribute):
-            yield part.attr
 
 
 class NotKept:
@@ -572,11 +506,6 @@ class Raising:
         return AssertionError()
 
 
-def compiled(statements: list[ast.stmt], frame: FrameType) -> CodeType:
-    module = ast.fix_missing_locations(ast.Module(statements, []))
-    return compile(module, frame.f_code.co_filename, "exec", dont_inherit=True)
-
-
 def _held_locals(
     codes: list[CodeType], frame: FrameType, held: Callable[[Any], Any]
 ) -> dict[str, Any]:
@@ -627,7 +556,7 @@ def can_be_raised_late(way: Way) -> bool:
         return True
     statements = _statements(way)
     raised = [node.exc for node in statements if isinstance(node, ast.Raise)]
-    loops = any("StopIteration" in _names_in(node) for node in raised if node is not None)
+    loops = any("StopIteration" in names_in(node) for node in raised if node is not None)
     return bool(statements) and not loops
 
 

@@ -25,11 +25,10 @@ from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.watch.branches import (
     LateWarning,
     Way,
-    compiled,
     is_telling,
     landings,
-    tree_of,
 )
+from lightning_graphs.watch.source import compiled, tree_of
 
 _PURE = frozenset(
     ("tensor", "zeros_like", "ones_like", "full_like", "zeros", "ones", "full", "detach", "clone")

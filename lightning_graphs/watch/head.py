@@ -12,12 +12,10 @@ import ast
 import dis
 import inspect
 import itertools
-import linecache
 import sys
-from bisect import bisect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from itertools import dropwhile
 from operator import attrgetter
 from threading import get_ident
@@ -44,6 +42,7 @@ from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import storage_address
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.tree import Unread, leaves_of
+from lightning_graphs.watch.source import listing_of, offsets_at, statements_around
 
 Returned = TypeVar("Returned")
 
@@ -387,7 +386,7 @@ def endings_along(stack: Sequence[Running]) -> Iterator[Ending]:
             live: set[str] | None = set()
         else:
             statement = None
-            for statement in _statements_around(code, line):
+            for statement in statements_around(code, line):
                 last = statement.end_lineno or statement.lineno
                 lines = range(statement.lineno, last + 1)
                 starts = dict(dis.findlinestarts(code))
@@ -400,7 +399,7 @@ def endings_along(stack: Sequence[Running]) -> Iterator[Ending]:
         if live is None:
             return
         live |= {*live_at(code, offset, after=True)}
-        now = instruction_at(code, offset)
+        now = offsets_at(code, offset)
         callers = (Caller(code, line, now, tuple(sorted(live))), *callers)
 
 
@@ -473,56 +472,11 @@ def _is_step(node: Any) -> bool:
     return isinstance(node, ast.Attribute) or is_item
 
 
-def _statements_around(code: CodeType, line: int) -> Iterator[ast.stmt]:
-    inside: Any = _function_of(code)
-    while inside is not None:
-        inside = next(
-            (
-                node
-                for node in _statements_in(inside)
-                if node.lineno <= line <= (node.end_lineno or node.lineno)
-            ),
-            None,
-        )
-        if inside is not None:
-            yield inside
-
-
-def _statements_in(node: ast.AST) -> Iterator[ast.stmt]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            yield child
-        elif not isinstance(child, ast.expr):  # handlers of errors, cases of a match
-            yield from _statements_in(child)
-
-
-@lru_cache
-def _function_of(code: CodeType) -> ast.AST | None:
-    """Return a function's syntax tree; None if its source cannot be read."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-    except (SyntaxError, ValueError):
-        return None
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            if first == code.co_firstlineno:
-                return node
-    return None
-
-
 # ------------------ Variables that are read later
 
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
 _JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
 _ALL_NAMES = frozenset({"locals", "vars", "eval", "exec", "dir"})
-
-
-def instruction_at(code: CodeType, offset: int) -> range:
-    """Return the offsets of an instruction with what follows it in its caches."""
-    starts = [step.offset for step in dis.get_instructions(code)]
-    index = bisect(starts, offset) - 1
-    return range(starts[index], [*starts, len(code.co_code)][index + 1])
 
 
 def live_at(code: CodeType, offset: int, *, after: bool = False) -> tuple[str, ...]:
@@ -538,7 +492,7 @@ def live_at(code: CodeType, offset: int, *, after: bool = False) -> tuple[str, .
     own = {*code.co_varnames, *code.co_cellvars}
     if _ALL_NAMES & {*code.co_names}:
         return tuple(sorted(own))
-    steps = list(dis.get_instructions(code))
+    steps = listing_of(code).instructions
     place = {step.offset: i for i, step in enumerate(steps)}
     # What an error may lead to
     handlers = {i for i, step in enumerate(steps) if step.opname == "PUSH_EXC_INFO"}
@@ -556,7 +510,7 @@ def live_at(code: CodeType, offset: int, *, after: bool = False) -> tuple[str, .
             before = _read_by(step, behind[i]) & own
             if before != ahead[i]:
                 ahead[i], changed = before, True
-    now = place[instruction_at(code, offset).start]
+    now = place[offsets_at(code, offset).start]
     found = behind[now] if after else ahead[now]
     return tuple(sorted({*found, *code.co_cellvars}))
 

@@ -8,7 +8,6 @@ the next one gives a tracer for its result, on which user code may compute furth
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import operator
 import sys
@@ -37,6 +36,7 @@ from lightning_graphs.private.torch import has_compiled_anything, version_of
 from lightning_graphs.values.memory import RETURNED, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST
+from lightning_graphs.watch.source import instruction_at
 from lightning_graphs.watch.tracers import (
     OPERATIONS,
     OURS,
@@ -128,7 +128,7 @@ class LateValue(Tracer):
         if name.startswith("__"):  # torch and copy ask whether there is such a protocol
             raise AttributeError(name)
         frame = sys._getframe(1)
-        asks = not _instruction_at(frame).opname.startswith("LOAD_")  # hasattr
+        asks = not instruction_at(frame).opname.startswith("LOAD_")  # hasattr
         if asks or name.endswith("_") or name in _NOT_LATER:
             self.refuse()
         found = self._kept(getattr, self, name)
@@ -149,7 +149,7 @@ class LateValue(Tracer):
     def __iter__(self) -> Iterator[Any]:
         """Give all rows, or as many parts as the statement that unpacks it has targets."""
         frame = sys._getframe(1)
-        unpacks = _instruction_at(frame)
+        unpacks = instruction_at(frame)
         rows = unpacks.arg if unpacks.opname == "UNPACK_SEQUENCE" else (*self.sizes, None)[0]
         if rows is None or rows > _MOST_ROWS or not self._use.is_own(frame):
             self.refuse()
@@ -230,12 +230,6 @@ def _caller_past(*packages: str) -> FrameType | None:
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
-
-
-def _instruction_at(frame: FrameType) -> dis.Instruction:
-    """Return the instruction that a frame executes."""
-    found = (i for i in dis.get_instructions(frame.f_code) if i.offset <= frame.f_lasti)
-    return max(found, key=operator.attrgetter("offset"))
 
 
 class LateCall:
