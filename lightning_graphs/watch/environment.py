@@ -37,7 +37,7 @@ from lightning_graphs.errors import (
     no_room,
 )
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
-from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.exchange import exchanged, replaced, standing_in
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import (
     caches_weights,
@@ -230,11 +230,9 @@ def effects_watched(own: UserCode, further: Iterable[Effect]) -> AbstractContext
     Only lines of user code count: libraries warn and log on their own account. What is refused is
     not done.
     """
-    thread = threading.get_ident()
 
     def used(what: str, frame: FrameType | None) -> bool:
-        is_own = frame is not None and own.runs_in(frame)
-        if frame is None or not is_own or threading.get_ident() != thread:
+        if frame is None or not own.runs_in(frame):
             return False
         site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         SIDE_EFFECT.refuse(f"{what} is used at {site.describe()}")
@@ -275,15 +273,13 @@ def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], b
     is_property = isinstance(original, property)
     function = original.fget if is_property else original
 
-    @functools.wraps(function)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        frame = next((f for f in frames_from(sys._getframe(1)) if not _passes_on(f)), None)
+    def watched(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+        acting = next((f for f in frames_from(frame) if not _passes_on(f)), None)
         acts = not is_property or function(*args)  # without a logger, nothing is done with it
-        if acts and used(what, frame):
-            return _Nothing()
-        return function(*args, **kwargs)
+        return _Nothing() if acts and used(what, acting) else function(*args, **kwargs)
 
-    return property(watched, original.fset) if is_property else watched
+    instead = standing_in(function, watched)
+    return property(instead, original.fset) if is_property else instead
 
 
 def _passes_on(frame: FrameType) -> bool:
