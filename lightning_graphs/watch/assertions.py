@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, SimpleNamespace
@@ -38,6 +38,8 @@ from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, c
 from lightning_graphs.watch.tracers import (
     PLAIN_TENSORS,
     Asks,
+    Kind,
+    Operation,
     Question,
     ScalarTracer,
     Tracer,
@@ -112,7 +114,7 @@ class _Noted:
 
 
 class _NumberOfDevice(ScalarTracer):
-    """The number of a tensor, in code that compares it only to raise."""
+    """The number of a tensor, in code that compares it only to raise, or how that turns out."""
 
     __class__ = vars(Tracer)["__class__"]
     __torch_function__ = vars(Tracer)["__torch_function__"]
@@ -121,6 +123,11 @@ class _NumberOfDevice(ScalarTracer):
         owner = SimpleNamespace(bounds=[])
         super().__init__(owner, "the number", lambda: None, None, False, HOST_READ)
         self._assertions, self._tensor = assertions, tensor
+
+    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if operation.kind is Kind.TRUTH:
+            return self._assertions.holds(self._tensor, sys._getframe(2))
+        return super().use(operation, args, kwargs)
 
     def refuse(self) -> None:
         HOST_READ.refuse_here("a number of the device is read")
@@ -155,7 +162,7 @@ class _NumberOfDevice(ScalarTracer):
         return _NumberOfDevice(self._assertions, self._on_device(function, operands))
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        return _TruthOfDevice(self._assertions, self._on_device(function, operands))
+        return _NumberOfDevice(self._assertions, self._on_device(function, operands))
 
     def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         if function in _TESTS:
@@ -174,17 +181,6 @@ _TESTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
 def _number_in(tensor: Tensor) -> Any:
     with out_of_sight():
         return tensor.item()
-
-
-@dataclass(eq=False)
-class _TruthOfDevice:
-    """Whether a comparison of a number of the device is true."""
-
-    assertions: Assertions
-    tensor: Tensor
-
-    def __bool__(self) -> bool:
-        return self.assertions.holds(self.tensor, sys._getframe(1))
 
 
 class MakesError(Protocol):
