@@ -25,6 +25,8 @@ class Numbers(Protocol):
 
     asked: set[Conversion]
     """Where code asks for bare numbers."""
+    are_places: bool
+    """Whether it asks for one as an index."""
 
     def number(self, name: str, read: Callable[[], Any]) -> Any:
         """Return the tracer for a value that changes between steps."""
@@ -322,6 +324,108 @@ def _indexed(function: Any, input: Any, index: Any) -> Form | None:
         return found
 
     return entry
+
+
+PARTS = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+"""Functions that get and set parts of tensors, as function modes see them."""
+
+
+def part_of(
+    given: Numbers, own: Callable[..., Any], tensor: Tensor, index: Any, *value: Any
+) -> Any:
+    """Get or set a part of a tensor; one that moves (``x[ptr : ptr + n]``) by places on the device.
+
+    What is got is a copy, which may not be written. Where the bare numbers are needed after all,
+    torch asks for them.
+    """
+    parts = index if type(index) is tuple else (index,)
+    if not any(map(_moves, parts)) or not _takes_places(tensor, parts, *value):
+        return own(tensor, index, *value)
+    places = [_place(given, part, size) for part, size in zip(parts, tensor.shape, strict=False)]
+    moving = [dim for dim, place in enumerate(places) if _is_place(place)]
+    if not moving:
+        return own(tensor, tuple(places), *value)
+    if value:
+        return _set_part(given, tensor, places, *value)
+    found = tensor
+    for dim in moving:
+        found = found.index_select(dim, places[dim].reshape(-1))
+        places[dim] = slice(None) if isinstance(parts[dim], slice) else 0
+    found = found[tuple(places)]
+    view = tensor[tuple(map(_now, parts))]
+    if not view.is_contiguous():  # kernels add up in the order of strides
+        like: dict[str, Any] = {"dtype": view.dtype, "device": view.device}
+        found = torch.empty_strided(view.shape, view.stride(), **like).copy_(found)
+    given.read_only("a part that moves", tensor, found)
+    return found
+
+
+def _set_part(given: Numbers, tensor: Tensor, places: Sequence[Any], new: Any) -> None:
+    """Write a part; not by ``tensor[index]``, since torch reads a single place on the host."""
+    if _is_number(new):
+        new = given.tensor_of(new, tensor.dtype)
+    elif not isinstance(new, Tensor):
+        new = torch.full((), new, dtype=tensor.dtype, device=tensor.device)
+    around = tensor[tuple(slice(None) if _is_place(place) else place for place in places)]
+    indices = [place if _is_place(place) else None for place in places if type(place) is not int]
+    torch.ops.aten.index_put_.default(around, indices, new.to(tensor.dtype))
+
+
+def _is_place(part: Any) -> bool:
+    return isinstance(part, Tensor)
+
+
+def _now(part: Any) -> Any:
+    """Return a part of an index with its present numbers."""
+    if isinstance(part, slice):
+        return slice(*map(_now, (part.start, part.stop, part.step)))
+    return part.value if isinstance(part, ScalarTracer) else part
+
+
+def _moves(part: Any) -> bool:
+    """Return whether a part of an index has a number in it that is followed."""
+    if isinstance(part, slice):
+        return any(isinstance(number, ScalarTracer) for number in (part.start, part.stop))
+    return isinstance(part, ScalarTracer)
+
+
+def _takes_places(tensor: Tensor, parts: Sequence[Any], *value: Any) -> bool:
+    """Return whether places on the device can stand for numbers in an index."""
+    tensors = [t for t in (tensor, *value) if isinstance(t, Tensor)]
+    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if has_gradient or not _is_tensor(tensor) or len(parts) > tensor.dim():
+        return False
+    if any(t.device != tensor.device for t in tensors):
+        return False
+    if any(_is_number(new) and not _fits(tensor, new) for new in value):
+        return False
+    entries = [part for part in parts if isinstance(part, ScalarTracer)]
+    slices = [part for part in parts if isinstance(part, slice) and _moves(part)]
+    if any(type(number.value) is not int for number in entries) or (entries and slices):
+        return False
+    return len(slices) < 2 and all(isinstance(part, (int, slice, ScalarTracer)) for part in parts)
+
+
+def _place(given: Numbers, part: Any, size: int) -> Any:
+    """Return a part of an index, or the place of each of its elements on the device."""
+    if isinstance(part, ScalarTracer):
+        number: Any = part
+        if not (number >= -size and number < size):
+            part.refuse()
+        return given.tensor_of(number % size, torch.int64)
+    if not _moves(part):
+        return part
+    begin = 0 if part.start is None else part.start
+    end = size if part.stop is None else part.stop
+    if part.step not in (None, 1) or not (begin >= 0 and end >= begin and end <= size):
+        return part  # torch asks for the bare numbers
+    count = end - begin
+    if isinstance(count, ScalarTracer):
+        count = count.guarded()
+    if not isinstance(begin, ScalarTracer):
+        return slice(begin, begin + count)
+    first = given.tensor_of(begin, torch.int64)
+    return torch.arange(count, device=first.device) + first
 
 
 # ------------------ Lists of tensors

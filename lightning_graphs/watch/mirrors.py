@@ -2,8 +2,7 @@
 
 ``ptr = int(self.queue_ptr)`` reads the device. Yet the host knows the number, since steps have made
 it: a mirror has it. A captured step gets a tracer for it, as for a counter. Where the step writes
-the tensor, each replay computes the number on the host as well. Parts of tensors that begin at
-such a number (``queue[:, ptr : ptr + n]``) are indexed on the device.
+the tensor, each replay computes the number on the host as well.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.torch import base_of, version_of
 from lightning_graphs.watch.assertions import MakesError
-from lightning_graphs.watch.forms import Numbers
+from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.tracers import (
     Asks,
     Question,
@@ -168,8 +167,7 @@ class FollowedState:
         return Tensor, name, standing_in(own, write, is_of_others)
 
     def _call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        is_part = function is Tensor.__getitem__ or function is Tensor.__setitem__
-        return (self._part if is_part else _called)(function, *args, **kwargs)
+        return self._part(function, *args) if function in PARTS else function(*args, **kwargs)
 
     # ------------------------------------------------------------------ reads
 
@@ -275,64 +273,16 @@ class FollowedState:
 
         return advance
 
-    # ------------------------------------------------------------------ parts of tensors
-
     def _part(self, own: Callable[..., Any], tensor: Tensor, index: Any, *value: Any) -> Any:
-        """Get or set a part; one that moves is indexed on the device."""
+        """Get or set a part of a tensor, perhaps a number that is followed."""
         mirror = self._mirror(tensor)
         if mirror is not None and value and id(mirror.tensor) in self._mirrors.known:
             return self._write(_last, own, tensor, index, *value)
-        parts = index if type(index) is tuple else (index,)
-        if not any(map(_moves, parts)):
-            return own(tensor, index, *value)
-        places: list[Any] = []
-        moving = -1
-        for dim, part in enumerate(parts):
-            if not isinstance(part, slice) or (_moves(part) and moving >= 0):
-                return own(tensor, index, *value)  # torch asks for the bare numbers
-            place = self._place(part, tensor.shape[dim]) if _moves(part) else part
-            moving = dim if isinstance(place, Tensor) else moving
-            places.append(place)
-        if moving < 0:
-            return own(tensor, tuple(places), *value)
-        if not value:
-            found = tensor.index_select(moving, places[moving])
-            places[moving] = slice(None)
-            self._numbers.read_only("a part that moves", tensor, found)
-            return own(found, tuple(places))
-        (given,) = value
-        if isinstance(given, Tensor):
-            given = given.to(tensor.dtype)
-        return own(tensor, tuple(places), given)
-
-    def _place(self, part: slice, size: int) -> Any:
-        """Return a slice of fixed numbers, or where each of its elements is on the device."""
-        begin = 0 if part.start is None else part.start
-        end = size if part.stop is None else part.stop
-        if part.step not in (None, 1) or not (begin >= 0 and end >= begin and end <= size):
-            return part  # torch asks for the bare numbers
-        count = end - begin
-        if isinstance(count, ScalarTracer):
-            count = count.guarded()
-        if not isinstance(begin, ScalarTracer):
-            return slice(begin, begin + count)
-        first = self._numbers.tensor_of(begin, torch.int64)
-        return torch.arange(count, device=first.device) + first
-
-
-def _moves(part: Any) -> bool:
-    """Return whether a slice has a number in it that is followed."""
-    return isinstance(part, slice) and any(
-        isinstance(number, ScalarTracer) for number in (part.start, part.stop, part.step)
-    )
+        return part_of(self._numbers, own, tensor, index, *value)
 
 
 def _last(_: Any, given: Any) -> Any:
     return given
-
-
-def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 _WRITING: dict[str, Callable[..., Any]] = {

@@ -37,7 +37,7 @@ from lightning_graphs.device.rules import (
     refuse,
     with_known_remedy,
 )
-from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
+from lightning_graphs.device.trace import FunctionMode, OperatorCall, OperatorsSeen
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinder, frames_from
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, standing_in
@@ -48,7 +48,7 @@ from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.assertions import Assertions, MakesError, OpenAssertions, Room
 from lightning_graphs.watch.environment import Client
-from lightning_graphs.watch.forms import Form, form_of
+from lightning_graphs.watch.forms import PARTS, Form, form_of, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
 from lightning_graphs.watch.host_trace import HostTracer
 from lightning_graphs.watch.late import CallAt
@@ -134,6 +134,7 @@ class StepNumbers:
         self.asked: set[Conversion] = set()  # where code asks for bare numbers
         self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self.refused: set[DrawingFunction] = set()  # those, where what they drew was refused
+        self.are_places = False  # code asks for a bare number as an index
         self._read_only: list[tuple[str, Tensor, int]] = []
 
     # ------------------------------------------------------------------ what code gets
@@ -524,6 +525,7 @@ class Followed:
         self.caught: list[CaptureError] = []  # CUDA's refusals of operators, which code may catch
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
+        self._finds_places = False  # parts of tensors that move are indexed on the device
         self._has_branched = False
         # Of the coming or the last capture
         self.numbers = StepNumbers(facts.reads, self._device)
@@ -570,6 +572,7 @@ class Followed:
             Watcher(inside=nullcontext if compiled else clocks.watched, mechanism=clocks.mechanism),
             Watcher(inside=self._draws, finish=self._finish, mechanism=self._computed),
             Watcher(inside=self._asked, mechanism=self._asserted),
+            Watcher(inside=self._places_found),
         ]
 
     def learn(self) -> bool:
@@ -579,10 +582,11 @@ class Followed:
         functions that draw are followed if a use of what they drew was refused.
         """
         learned = self._facts.mirrors.learn()
-        known = self._conversions, self._functions
+        known = self._conversions, self._functions, self._finds_places
         self._conversions |= set(filter(self._could_follow, self.numbers.asked))
         self._functions |= self.numbers.refused
-        return learned or known != (self._conversions, self._functions)
+        self._finds_places |= self.numbers.are_places and not self._compiled.runs
+        return learned or known != (self._conversions, self._functions, self._finds_places)
 
     def was_in_a_branch(self) -> bool:
         """Whether the first refusal may hold only for the present numbers of the trainer."""
@@ -616,6 +620,17 @@ class Followed:
                 "move what is compiled, or what the host computes, out of the step",
             )
         self.numbers.finish()
+
+    def _places_found(self) -> AbstractContextManager[object]:
+        if not self._finds_places or self._compiled.runs:
+            return nullcontext()
+
+        def call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+            if function in PARTS:
+                return part_of(self.numbers, function, *args)
+            return function(*args, **kwargs)
+
+        return FunctionMode(call)
 
     # ------------------------------------------------------------------ the host's program
 

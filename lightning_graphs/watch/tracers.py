@@ -305,6 +305,7 @@ class ScalarTracer(Tracer):
 
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
         """Apply a function to the bare value, for code that cannot be traced."""
+        self.numbers.are_places |= function is operator.index
         if not self.lasts:
             self.refuse()
             return function(self.value, *args)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -84,10 +86,48 @@ class Reset(Queue):
     body = of_moco
 
 
+class Held(Queue):
+    """A queue whose next place is an attribute, and a history of losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = self.count = 0
+        self.register_buffer("history", torch.zeros(4, 3, 5))
+
+
+def of_an_attribute(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss: Tensor = self.against(batch)
+    keys = self.net[0](batch["x"]).detach()
+    self.queue[:, self.place : self.place + len(keys)] = keys.T
+    self.place = (self.place + len(keys)) % self.size
+    return loss
+
+
+def of_a_history(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Single entries and rows of a table, of any number of dimensions."""
+    loss: Tensor = self.loss(batch)
+    self.history[self.count % 4, 1, batch_idx % 5] = loss.detach()
+    self.history[2, :, self.count % 5] = self.count
+    self.history[-1 - self.count % 4, :2] = 0.5
+    self.count += 1
+    row = self.history[:, self.count % 3]
+    return loss * (1 + row.mean() + self.history[self.count % 4, 0, 1:].sum())
+
+
+def of_a_crop(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As augmentation does it, with a start that is drawn on the host."""
+    x, start = batch["x"].clone(), random.randint(0, 60)
+    loss: Tensor = self.loss({**batch, "x": x + self.queue.T[start : start + 4].mean()})
+    column = numpy.random.randint(8)
+    x[:, column : column + 1] = 0.0
+    return loss + self.net(x).square().mean()
+
+
 ALSO = "cut; accumulated; verified; bf16"
 ROWS = {
     **stepping(Queue, of_moco, graphs=range(1, 3), also=ALSO),
     **stepping(Queue, of_lightly, of_a_flag, of_an_item, also=ALSO),
+    **stepping(Held, of_an_attribute, of_a_history, of_a_crop, graphs=range(1, 4)),
     **table(Reset),
 }
 
