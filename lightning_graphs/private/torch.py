@@ -144,9 +144,13 @@ def _nothing(*_: object) -> None:
     """Do nothing, as a hook or in place of a function that torch lacks."""
 
 
+_stream_captures = torch.cuda.is_current_stream_capturing
+"""The truth, which :func:`announced_as_cuda_capture` hides."""
+
+
 def captured_code_runs(device: torch.device) -> bool:
     """Return whether operators of a capture compute: they do unless a GPU records them."""
-    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    return device.type != "cuda" or not _stream_captures()
 
 
 def is_strided(tensor: Tensor) -> bool:

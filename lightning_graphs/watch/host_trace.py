@@ -351,8 +351,9 @@ class HostTracer(OperatorMode):
         name = getattr(func, "__name__", "")
         data = (*args, None, None)[name == "new_tensor"]
         shadow = None if name not in _TO_HOST or self._is_host(args[0]) else self._shadow(args[0])
-        if shadow is not None and self.tape.changes(shadow):
-            _leave_to_replay(self.declines, name, args, kwargs, emulated=self._emulated)
+        moves = shadow is not None and _asks_for_host(name, args, kwargs, emulated=self._emulated)
+        if shadow is not None and (moves or name == "tolist") and self.tape.changes(shadow):
+            _leave_to_replay(self.declines, name)
         if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
             with out_of_sight():
                 return func(value, *args[1:], **kwargs)
@@ -361,7 +362,8 @@ class HostTracer(OperatorMode):
         func = fully_written(func, sys._getframe(2))
         if name in READS_LENGTHS and any(map(self._is_of_host, args)):
             return self._with_packed(func, name, args, kwargs)
-        if shadow is not None and self._emulated and _asks_for_host(name, args, kwargs):
+        if shadow is not None and moves and (self._emulated or len(args) + len(kwargs) <= 2):
+            self.on_read(sys._getframe())
             return self.tape.run(OperatorCall(aten.clone.default, (shadow,), {}))
         if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
             return None
@@ -463,8 +465,7 @@ class HostTracer(OperatorMode):
         if isinstance(index, tuple):
             return tuple(part for item in index for part in self._parts(tensor, item))
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
-            given = {"device": tensor.device}
-            return self._from_python(torch.tensor, "tensor", (index,), given)
+            return self._from_python(torch.tensor, "tensor", (index,), {"device": tensor.device})
         if not isinstance(index, (Tensor, int, slice, type(None), type(...))):
             read = self.reader_of(index)
             if read is not None and hasattr(read(), "__len__"):  # an array
@@ -526,17 +527,9 @@ def _asks_for_host(
     return name == "cpu" or (name == "to" and "cpu" in [torch.device(a).type for a in given])
 
 
-def _leave_to_replay(
-    declines: Callable[[FrameType], bool],
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    emulated: bool,
-) -> None:
+def _leave_to_replay(declines: Callable[[FrameType], bool], name: str) -> None:
     """Refuse a copy to the host, though it is known, if a call behind the graph can make it."""
-    moves = name == "tolist" or _asks_for_host(name, args, kwargs, emulated=emulated)
-    if moves and declines(calling(sys._getframe(2))):
+    if declines(calling(sys._getframe(2))):
         raise HOST_READ.refused_here(f"{name} is called")
 
 

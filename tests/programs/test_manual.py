@@ -399,7 +399,7 @@ ROWS = (
     | table(
         SignedOnHost,
         StepsFirst,
-        ignored="GraphCapture: the optimizer step runs eagerly: Cautious: A capture cannot read",
+        ignored="GraphCapture: the optimizer step runs eagerly: Cautious",
         graphs=1,
         found=None,
         data=lambda: batches(12),
