@@ -84,8 +84,8 @@ def judge_optimizers(
     device_type: str,
     kernel: Kernel,
 ) -> None:
-    """Add the optimizers that no graph can step."""
+    """Add the optimizers that no graph can step; the rest of the function may be captured."""
     for optimizer in optimizers:
         if why := capture_obstacle(program, optimizer, device_type, kernel):
             row = OPTIMIZER, type(optimizer).__name__, definition_of(program.function)
-            diagnosis.add(*row, observed=why)
+            diagnosis.add(*row, observed=why, effect="eager optimizer step")
