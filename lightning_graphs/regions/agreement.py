@@ -38,7 +38,7 @@ from lightning_graphs.private.engine import (
     take_no_more_times,
 )
 from lightning_graphs.private.exchange import Member, replaced
-from lightning_graphs.regions.peers import PartedError, Peers
+from lightning_graphs.regions.peers import PartedError, Peers, parted
 
 # ------------------ What reduces gradients
 
@@ -276,9 +276,9 @@ class Ranks:
         try:
             collective(*args, self._group)
         except RuntimeError as error:
-            assert self._peers is not None
-            parted = self._peers.parted(error)
-            raise parted from (None if parted is not error else error.__cause__)
+            if self._peers is None or not self._peers.are_parted(error):
+                raise
+            raise parted(self._peers.lost) from None
 
 
 # ------------------ How ranks sum gradients

@@ -94,16 +94,16 @@ class Peers:
         if self._thread is not None:
             self._thread.join(_TOLD)
 
-    def parted(self, error: RuntimeError) -> Exception:
-        """Return what to raise when ranks could not exchange data on the host.
+    def are_parted(self, error: BaseException) -> bool:
+        """Tell whether ranks could not exchange data on the host since one is gone.
 
-        The device has ended its work then, so that what is raised can be handled; if it does not,
+        The device has ended its work then, so that an exception can be handled; if it does not,
         this process ends.
         """
-        if not self._is_gone(error):
-            return error
-        self._end_if_stuck()
-        return _parted(self.lost)
+        is_gone = self._is_gone(error)
+        if is_gone:
+            self._end_if_stuck()
+        return is_gone
 
     def _is_gone(self, error: BaseException) -> bool:
         """Tell whether a rank is known to be gone, and wait to hear which if it seems so."""
@@ -112,7 +112,7 @@ class Peers:
 
     def _say(self) -> None:
         sys.stdout.flush()
-        sys.stderr.write(f"lightning_graphs: {_parted(self.lost)}\n")
+        sys.stderr.write(f"lightning_graphs: {parted(self.lost)}\n")
         sys.stderr.flush()
 
     # ------------------ The thread
@@ -198,7 +198,8 @@ class Peers:
             os._exit(1)
 
 
-def _parted(rank: int | None) -> PartedError:
+def parted(rank: int | None) -> PartedError:
+    """Make what the others raise when a rank is gone."""
     who = "another rank" if rank is None else f"rank {rank}"
     return PartedError(
         "No rank can go on when the process of one is gone.",
