@@ -27,6 +27,9 @@ from lightning_graphs.autograd.graphed import (
     Bindings,
     FreeVariables,
     GraphedCallable,
+    ReplayOrder,
+    SharedArgument,
+    Source,
     Stores,
 )
 from lightning_graphs.autograd.nodes import (
@@ -56,13 +59,12 @@ from lightning_graphs.private.torch import (
     saved_tensors_hooks,
     version_of,
 )
-from lightning_graphs.values.bound import Bound, entries_bound, take_attributes
 from lightning_graphs.values.memory import (
+    Bound,
     OutputPlan,
-    ReplayOrder,
-    SharedArgument,
-    Source,
     StaticInputs,
+    entries_bound,
+    take_attributes,
 )
 from lightning_graphs.values.signature import CallPlan, Modes, Signature
 from lightning_graphs.values.snapshot import Snapshot, contents_of, contents_undone, fingerprints_of

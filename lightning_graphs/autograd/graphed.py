@@ -35,15 +35,12 @@ from lightning_graphs.private.torch import (
     version_of,
     will_execute,
 )
-from lightning_graphs.values.bound import are_apart
 from lightning_graphs.values.memory import (
     AddressGuard,
+    AliasedBuffer,
     OutputPlan,
-    PendingBackward,
-    ReplayOrder,
-    SharedArgument,
-    Source,
     StaticInputs,
+    are_apart,
 )
 from lightning_graphs.values.signature import CallPlan
 from lightning_graphs.values.snapshot import PythonSnapshot
@@ -58,6 +55,85 @@ def set_again(stores: Stores) -> None:
     """Set these attributes, past ``__setattr__`` of the module, which ran at capture."""
     for module, name, value in stores:
         vars(module)[name] = value
+
+
+class SharedArgument:
+    """The static input that several calls with one argument tensor share."""
+
+    def __init__(self) -> None:
+        self._tensor: Tensor | None = None
+        self._version = 0
+
+    def put(self, argument: Tensor) -> None:
+        """Note the tensor whose value was copied in; a reference keeps its identity unique."""
+        if argument.is_inference():  # it has no version counter
+            self._tensor = None
+            return
+        self._tensor = argument
+        self._version = version_of(argument)
+
+    def holds(self, argument: Tensor) -> bool:
+        """Return whether an argument is that tensor, unwritten since."""
+        return argument is self._tensor and version_of(argument) == self._version
+
+
+Source = AliasedBuffer | SharedArgument
+"""Memory of an earlier graph that a later one reads as an argument."""
+
+
+@dataclass(eq=False, slots=True)
+class PendingBackward:
+    """A forward pass whose backward has not run."""
+
+    after: int  # place of its forward graph
+    before: int  # place of its backward graph
+    is_void: bool = False  # whether a graph has overwritten what the backward pass needs
+    is_done: bool = False
+
+
+class ReplayOrder:
+    """Checks that graphs over one pool replay in the order of their capture.
+
+    What one graph had freed when another was captured, the other may use. So between a forward and
+    its backward only such graphs may be replayed as were captured between the two.
+    """
+
+    def __init__(self) -> None:
+        self._captured = 0
+        self._pending: dict[PendingBackward, None] = {}
+        self.last = -1  # place of the graph that was replayed last; -1 at the beginning
+
+    def place(self) -> int:
+        """The place of a graph that is captured now."""
+        self._captured += 1
+        return self._captured - 1
+
+    def begin(self) -> None:
+        """Begin again with the first graph: pending backward passes will not run."""
+        for pending in self._pending:
+            pending.is_void = True
+        self._pending.clear()
+        self.last = -1
+
+    def replay(self, place: int) -> None:
+        """Note a replay; costs nothing as long as replays keep to the order of capture."""
+        if place != self.last + 1 and self._pending:
+            spoilt = [p for p in self._pending if not p.after < place < p.before]
+            for pending in spoilt:
+                pending.is_void = True
+                del self._pending[pending]
+        self.last = place
+
+    def wait(self, after: int, before: int) -> PendingBackward:
+        """Expect the backward at one place of the forward at another."""
+        pending = PendingBackward(after, before)
+        self._pending[pending] = None
+        return pending
+
+    def finish(self, pending: PendingBackward) -> None:
+        pending.is_done = True
+        del self._pending[pending]
+        self.replay(pending.before)
 
 
 @dataclass(frozen=True, slots=True)

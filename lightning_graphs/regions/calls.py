@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.autograd.backward import AliasedGradients, DirectGradients, GradientMemory
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
-from lightning_graphs.autograd.graphed import GraphedCallable, Stores
+from lightning_graphs.autograd.graphed import GraphedCallable, ReplayOrder, Source, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.device.rules import COLLECTIVE, READ_BEFORE
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
@@ -37,7 +37,6 @@ from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import CaptureCost, Statistics, capture_cost, listed
-from lightning_graphs.values.memory import ReplayOrder, Source
 from lightning_graphs.values.signature import EVERYTHING, BackendFlags, CallPlan, Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
 from lightning_graphs.watch.assertions import Assertions, OpenAssertions

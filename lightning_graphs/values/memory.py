@@ -1,4 +1,4 @@
-"""Memory of a graph: static inputs, guarded addresses, outputs that are handed out.
+"""Memory of a graph: static inputs, guarded addresses, outputs that are handed out or bound.
 
 All is prepared at capture; a replay costs one fused copy and one comparison of lists.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
-from operator import add, attrgetter, is_, itemgetter
+from operator import add, attrgetter, getitem, is_, itemgetter
 from sys import getrefcount
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.engine import parts_of, plain
+from lightning_graphs.private.exchange import Absence, bind
 from lightning_graphs.private.torch import (
     foreach_clone,
     is_strided,
@@ -32,7 +33,7 @@ from lightning_graphs.private.torch import (
     uses_at,
     version_of,
 )
-from lightning_graphs.values.bound import Bound, Given
+from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import alias_groups, flatten, substitute
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -434,85 +435,6 @@ class AliasedBuffer:
         return uses > self._own_uses
 
 
-class SharedArgument:
-    """The static input that several calls with one argument tensor share."""
-
-    def __init__(self) -> None:
-        self._tensor: Tensor | None = None
-        self._version = 0
-
-    def put(self, argument: Tensor) -> None:
-        """Note the tensor whose value was copied in; a reference keeps its identity unique."""
-        if argument.is_inference():  # it has no version counter
-            self._tensor = None
-            return
-        self._tensor = argument
-        self._version = version_of(argument)
-
-    def holds(self, argument: Tensor) -> bool:
-        """Return whether an argument is that tensor, unwritten since."""
-        return argument is self._tensor and version_of(argument) == self._version
-
-
-Source = AliasedBuffer | SharedArgument
-"""Memory of an earlier graph that a later one reads as an argument."""
-
-
-@dataclass(eq=False, slots=True)
-class PendingBackward:
-    """A forward pass whose backward has not run."""
-
-    after: int  # place of its forward graph
-    before: int  # place of its backward graph
-    is_void: bool = False  # whether a graph has overwritten what the backward pass needs
-    is_done: bool = False
-
-
-class ReplayOrder:
-    """Checks that graphs over one pool replay in the order of their capture.
-
-    What one graph had freed when another was captured, the other may use. So between a forward and
-    its backward only such graphs may be replayed as were captured between the two.
-    """
-
-    def __init__(self) -> None:
-        self._captured = 0
-        self._pending: dict[PendingBackward, None] = {}
-        self.last = -1  # place of the graph that was replayed last; -1 at the beginning
-
-    def place(self) -> int:
-        """The place of a graph that is captured now."""
-        self._captured += 1
-        return self._captured - 1
-
-    def begin(self) -> None:
-        """Begin again with the first graph: pending backward passes will not run."""
-        for pending in self._pending:
-            pending.is_void = True
-        self._pending.clear()
-        self.last = -1
-
-    def replay(self, place: int) -> None:
-        """Note a replay; costs nothing as long as replays keep to the order of capture."""
-        if place != self.last + 1 and self._pending:
-            spoilt = [p for p in self._pending if not p.after < place < p.before]
-            for pending in spoilt:
-                pending.is_void = True
-                del self._pending[pending]
-        self.last = place
-
-    def wait(self, after: int, before: int) -> PendingBackward:
-        """Expect the backward at one place of the forward at another."""
-        pending = PendingBackward(after, before)
-        self._pending[pending] = None
-        return pending
-
-    def finish(self, pending: PendingBackward) -> None:
-        pending.is_done = True
-        del self._pending[pending]
-        self.replay(pending.before)
-
-
 # ------------------ Return values
 
 _CONSTANTS = (
@@ -674,3 +596,88 @@ class OutputPlan:
         found = dict(zip(self.differentiable_indices, differentiable, strict=True))
         found.update(zip(self._plain, self._take(self._plain), strict=True))
         return self._build([found[i] for i in range(len(found))])
+
+
+# ------------------ What a call binds
+
+Given = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An attribute or entry that a call has bound to a tensor or a plain value, or has deleted."""
+
+    name: str
+    key: Any
+    value: Any  # ABSENT: it was deleted
+    owner: nn.Module | None  # whose attribute it is
+    path: tuple[Any, ...] = ()  # leads from the arguments to a dict of the caller's
+
+    def _table(self, given: Given) -> dict[Any, Any]:
+        if self.owner is not None:
+            return vars(self.owner)
+        table: dict[Any, Any] = reduce(getitem, self.path, given)  # type: ignore[arg-type]
+        return table
+
+    def now(self, given: Given) -> Any:
+        """Return what is bound now, given the arguments."""
+        return self._table(given).get(self.key)
+
+    def put(self, given: Given, value: Any) -> None:
+        """Bind another value of the same kind."""
+        if value is Absence.ABSENT:
+            self._table(given).pop(self.key, None)
+        else:
+            self._table(given)[self.key] = value
+
+
+_Change = tuple[str, Any, Any, Any, Any, Any]
+"""Its name, owner, table and key, and the values before and now."""
+
+
+def take_attributes(changes: Iterable[_Change]) -> list[Bound]:
+    """List attributes of modules that are bound to other tensors, and bind them as before."""
+    found = []
+    for name, owner, table, key, before, now in list(changes):
+        if isinstance(owner, nn.Module) and isinstance(now, Tensor):
+            found.append(Bound(name.removeprefix("."), key, now, owner))
+            bind(table, key, before)
+    return found
+
+
+def entries_bound(changes: Iterable[_Change], given: Given) -> list[Bound]:
+    """List entries of dicts among the arguments that were bound or deleted.
+
+    The list is empty if any of them was bound to something else than a tensor or a plain value.
+    """
+    found: list[Bound] = []
+    if not are_apart(given):
+        return found
+    for name, owner, table, key, _, now in changes:
+        path = _path(given, owner) if type(table) is dict and table is owner else None
+        is_value = isinstance(now, Tensor) or now is Absence.ABSENT or is_plain(now)
+        if path is None or key is Absence.ABSENT or not is_value:
+            return []
+        found.append(Bound(name, key, now, None, path))
+    return found
+
+
+def _path(given: Any, table: object) -> tuple[Any, ...] | None:
+    """Return the keys that lead to a dict; None if it is not among the arguments."""
+    return next((path for path, held in _dicts(given, ()) if held is table), None)
+
+
+def _dicts(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if type(value) is dict:
+        yield path, value
+    if type(value) in (dict, tuple, list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, held in pairs:
+            yield from _dicts(held, (*path, key))
+
+
+def are_apart(given: Given) -> bool:
+    """Return whether each dict among the arguments is in one place."""
+    dicts = [id(held) for _, held in _dicts(given, ())]
+    return len(set(dicts)) == len(dicts)

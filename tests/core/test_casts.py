@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
+from lightning_graphs.autograd.graphed import ReplayOrder
 from lightning_graphs.autograd.nodes import (
     ahead_of_casts,
     cast_together,
@@ -22,7 +23,6 @@ from lightning_graphs.autograd.nodes import (
 )
 from lightning_graphs.core import make_graphed_callables
 from lightning_graphs.device.graph import BackendName, GraphPool
-from lightning_graphs.values.memory import ReplayOrder
 from tests.core.callables_support import assert_same, both_ways, gradients_of
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_graphs.autograd.backward import OutputGradients
 from lightning_graphs.autograd.callables import CallableCapture
-from lightning_graphs.values.memory import AliasedBuffer, OutputPlan, SharedArgument
+from lightning_graphs.autograd.graphed import SharedArgument
+from lightning_graphs.values.memory import AliasedBuffer, OutputPlan
 from tests.training.fits import Net, batches, compare, fit_twice
 
 CAPTURE: dict[str, Any] = {"scope": "modules", "modules": ["blocks.*"]}
