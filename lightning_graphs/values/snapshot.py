@@ -101,14 +101,17 @@ def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[in
     """Elements, as many as are looked at at a time, and whose they are; of small tensors copies."""
     small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
     taken: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for i, tensor in enumerate(tensors):
         flat = _flat(tensor)
-        count, size = flat.numel(), max(1, _CHUNK[flat.device.type] * _WORD // flat.element_size())
+        kind, count = (flat.device, flat.dtype), flat.numel()
+        if kind not in sizes:
+            sizes[kind] = max(1, _CHUNK[flat.device.type] * _WORD // flat.element_size())
+        size = sizes[kind]
         if not together or count >= size:
             for piece in flat.split(size):
                 yield [i], piece
             continue
-        kind = flat.device, flat.dtype
         if taken[kind] + count > size:
             yield _side_by_side(small.pop(kind))
             taken[kind] = 0
@@ -395,19 +398,22 @@ class Snapshot:
         self._memory = [tensor.detach() for tensor in self._tensors]
         # Where the storages begin whose values are saved
         self.addresses = [t.untyped_storage().data_ptr() for t in self._tensors]
-        storages: dict[torch.device, dict[int, torch.UntypedStorage]] = {}
+        storages: dict[torch.device, dict[int, Tensor]] = {}
         for tensor, address in zip(self._tensors, self.addresses, strict=True):
-            if address:
-                found = tensor.untyped_storage()
-                storages.setdefault(tensor.device, {}).setdefault(address, found)
-        size = sum(found.nbytes() for own in storages.values() for found in own.values())
+            own = storages.setdefault(tensor.device, {})
+            if address and address not in own:
+                own[address] = _whole(tensor)
+        size = sum(whole.nbytes for own in storages.values() for whole in own.values())
         on_device = room(size)
         self._saved: list[tuple[list[Tensor], list[Tensor]]] = []  # storages and their copies
         with torch.inference_mode(False), torch.no_grad():
             for device, own in storages.items():
-                here, there = _split(map(bytes_of, own.values()), on_device)
+                here, there = _split(own.values(), on_device)
                 for views, where in ((here, device), (there, torch.device("cpu"))):
-                    for alike in _of_widths(views):
+                    kinds: dict[torch.dtype, list[Tensor]] = {}
+                    for view in views:
+                        kinds.setdefault(view.dtype, []).append(view)
+                    for alike in kinds.values():
                         self._saved.append((alike, _copied(alike, where)))
         self._copies = {
             view.data_ptr(): copy
@@ -476,14 +482,16 @@ def _split(views: Iterable[Tensor], room: float) -> tuple[list[Tensor], list[Ten
     return here, there
 
 
-def _of_widths(views: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide bytes into those that are copied eight at a time, and others."""
-    wide: list[Tensor] = []
-    others: list[Tensor] = []
-    for view in views:
-        is_wide = view.nbytes % 8 == view.data_ptr() % 8 == 0
-        (wide if is_wide else others).append(view.view(torch.int64) if is_wide else view)
-    return filter(None, (wide, others))
+_NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64})
+"""Types whose copies have the same bits, whatever these are."""
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """View the storage of a tensor, with a version counter of its own: as a rule the tensor."""
+    fills = tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
+    if fills and tensor.dtype in _NUMBERS and not tensor.is_inference():
+        return tensor.data.view(-1)
+    return bytes_of(tensor.untyped_storage())
 
 
 def _copied(views: list[Tensor], device: torch.device) -> list[Tensor]:
