@@ -8,7 +8,7 @@ casts out of the end of the backward pass and does many at once: fewer nodes and
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -33,6 +33,7 @@ from lightning_graphs.private.engine import (
 from lightning_graphs.private.torch import (
     has_gradient_hooks,
     is_compiled_node,
+    is_node_of_torch,
     outputs_of,
     version_of,
     will_execute,
@@ -50,10 +51,12 @@ def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
     return list(found)
 
 
-def runs_code(outputs: Sequence[Tensor]) -> bool:
+def runs_code(outputs: Sequence[Tensor], adds_to: Container[int] | None = None) -> bool:
     """Return whether a backward pass of these outputs runs code that may look at ``.grad``.
 
     It has a ``torch.autograd.Function`` that compiled code has not made, or hooks at its leaves.
+    With ``adds_to``, also whether it may write anything but gradients of the leaves with an ``id``
+    there: it adds to others, or has a node that is not torch's own.
     """
     if any(output.grad_fn is None for output in outputs):
         return True
@@ -63,6 +66,10 @@ def runs_code(outputs: Sequence[Tensor]) -> bool:
         if leaf is None and isinstance(node, BackwardCFunction) and not is_compiled_node(node):
             return True
         if leaf is not None and has_gradient_hooks(leaf, node):
+            return True
+        if adds_to is not None and not (
+            is_node_of_torch(node) if leaf is None else id(leaf) in adds_to
+        ):
             return True
     return False
 

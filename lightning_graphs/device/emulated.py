@@ -49,6 +49,7 @@ from lightning_graphs.private.torch import (
     has_memory,
     memory_of,
     out_of_sight,
+    saved_tensors_hooks,
 )
 from lightning_graphs.values.memory import bytes_of
 
@@ -95,6 +96,7 @@ class WriteWatch(OperatorMode):
     def __init__(self, left_out: Collection[int]) -> None:
         super().__init__()
         self._left_out = left_out
+        self.packs = False  # code packs what autograd saves, and unpacks it in a backward pass
         self._made: set[int] = set()  # inside of the body; none from before can be among them
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
         # By the ``id`` of an operator, whose own hash is a function of Python
@@ -112,6 +114,7 @@ class WriteWatch(OperatorMode):
         if effect is None:
             self._operators.append(func)
             effect = self._effects[id(func)] = effect_of(func)
+        self.packs = self.packs or saved_tensors_hooks() is not None
         if effect is Effect.WRITES or any(map(dispatches, types)):
             return super().__torch_dispatch__(func, types, args, kwargs)
         result = func(*args, **(kwargs or {}))
@@ -121,6 +124,12 @@ class WriteWatch(OperatorMode):
             if has_memory(tensor) and (key := memory_of(tensor)) not in self._made:
                 self._note(key, tensors_in((*args, *(kwargs or {}).values())))
         return result
+
+    @staticmethod
+    def pausable() -> WriteWatch | None:
+        """Return the watch that surrounds this code, if it is the only mode."""
+        modes = dispatch_modes()
+        return modes[0] if len(modes) == 1 and isinstance(modes[0], WriteWatch) else None
 
     def takes_other_formula(self, node: Node) -> None:
         """Accept it: that formula reads nothing on the host, and writes equal storages."""

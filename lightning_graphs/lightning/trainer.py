@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -269,12 +269,12 @@ class TrainerWatch(Client):
         """Find the overridden hooks that run within a step."""
         return observers_of(self._trainer, self._module)
 
-    def is_backward_unseen(self, loss: Tensor) -> bool:
+    def is_backward_unseen(self, loss: Tensor, adds_to: Container[int] | None = None) -> bool:
         """Tell whether a backward pass runs only operators of autograd, which read no ``.grad``."""
         return (
             not overrides(self._module, "backward")
             and not overrides(self._trainer.precision_plugin, "backward")
-            and not runs_code([loss])
+            and not runs_code([loss], adds_to)
         )
 
     def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:

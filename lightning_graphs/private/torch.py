@@ -339,6 +339,12 @@ attention_switches: tuple[Callable[[], bool], ...] = tuple(
 """Whether each kernel of attention may be used; the public functions take three times as long."""
 
 
+def is_node_of_torch(node: object) -> bool:
+    """Return whether a node of autograd is one of torch's own, which alone have classes there."""
+    kind = type(node)
+    return getattr(torch._C._functions, kind.__name__, None) is kind
+
+
 saved_tensors_hooks: Callable[[], object] = partial(
     getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _nothing), False
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,8 +157,11 @@ class Client(environment.Client):
         """Find the loss in what the step has returned; None: it has no backward pass."""
         return None
 
-    def is_backward_unseen(self, loss: Tensor) -> bool:
-        """Whether nothing but autograd's own operators runs in a backward pass."""
+    def is_backward_unseen(self, loss: Tensor, adds_to: Container[int] | None = None) -> bool:
+        """Whether nothing but autograd's own operators runs in a backward pass.
+
+        With ``adds_to``, and writes nothing but gradients of these leaves, given by their ``id``.
+        """
         return False
 
     def cast_unseen(self, loss: Tensor) -> AbstractContextManager[None]:

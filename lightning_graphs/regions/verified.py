@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.backward import unrepeated, zero_gradient
 from lightning_graphs.autograd.graphed import set_again
 from lightning_graphs.autograd.nodes import gradients_copied
+from lightning_graphs.device.emulated import WriteWatch
 from lightning_graphs.errors import (
     CaptureError,
     GraphError,
@@ -26,7 +27,7 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import Generators, RandomState
-from lightning_graphs.private.torch import without_hooks
+from lightning_graphs.private.torch import hide_modes, hooks_registered, without_hooks
 from lightning_graphs.regions.behind import HeadMissed, StepHead, Undone
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.calls import CallRefused, GraphedCall, as_observed
@@ -64,6 +65,10 @@ class Verification(StepBody):
         self._comes_late: Callable[[str], bool] = lambda _: False
         self._verifier = verifier
         self._held: list[tuple[str, Any]] = []  # what modules hold, during a comparison
+        self._leaves: frozenset[int] = frozenset()  # the ``id`` of each whose gradient is put back
+        self._registers_hooks = False  # the step's own code, when it ran last
+        # Surrounds the backward pass
+        self._taking_over: Callable[[], AbstractContextManager[None]] = nullcontext
         # Optimizer steps that replays take behind their graphs, and what they find there
         self._behind: Iterator[UpdateBehind] = iter(())
         self._shown: list[Result] = []
@@ -115,8 +120,10 @@ class Verification(StepBody):
         parts: list[Part] = [m.state for m in plan.mechanisms if m.state is not None]
         parts.append(stored)
         is_whole = plan.head is None and len(plan.graphs) == 1
+        state = self._state(plan)
+        self._leaves = frozenset(map(id, state.parameters.values()))
         ways = Comparison(
-            self._state(plan),
+            state,
             partial(self._eager, plan, args, batch),
             partial(self._replayed, plan, args, batch),
             [*parts, self._random()],
@@ -130,6 +137,7 @@ class Verification(StepBody):
             plan.is_launched = self._verifier.compare(ways, "a captured step was not verified")
         finally:
             self._held.clear()
+            self._taking_over = nullcontext  # the graph's memory may be released
         if plan.head is None and not plan.is_launched:
             plan.take(batch)
 
@@ -148,7 +156,8 @@ class Verification(StepBody):
         self._behind, self._shown = iter(plan.behind), []
         memory = self._verifier.budget.memory_of(plan.graphs["forward"])
         # The graph's own buffers, and not given away: user code may keep them
-        gradients = plan.gradients.taking_over() if self._verifier.ranks.are_one else nullcontext()
+        is_one = self._verifier.ranks.are_one
+        self._taking_over = plan.gradients.taking_over if is_one else nullcontext
         results: Callable[[], list[Result]] = list
         with ExitStack() as around:
 
@@ -173,7 +182,8 @@ class Verification(StepBody):
                 at_end = partial(self._at_end, plan, begin)
                 self._run_code = partial(plan.head.run, at_end=at_end)
             around.enter_context(memory)
-            around.enter_context(gradients)
+            if self.client.optimizes_itself:
+                around.enter_context(self._taking_over())
             try:
                 output = self.run(arguments, plan.conditions.phase, recorder)
             finally:
@@ -188,7 +198,21 @@ class Verification(StepBody):
             self._shown += step.results(eager=True)
 
     def _call(self, arguments: Sequence[Any]) -> Any:
-        return self._run_code(partial(super()._call, arguments))
+        hooks = hooks_registered()
+        try:
+            return self._run_code(partial(super()._call, arguments))
+        finally:
+            self._registers_hooks = hooks_registered() != hooks
+
+    def _backward(self, loss: Tensor) -> None:
+        """Run it unwatched where it writes nothing that is not put back in any case."""
+        watch = WriteWatch.pausable() if self._verifier.ranks.are_one else None
+        sees_code = watch is None or watch.packs or self._registers_hooks
+        with ExitStack() as around:
+            if not sees_code and self.client.is_backward_unseen(loss, self._leaves):
+                around.callback(hide_modes())
+            around.enter_context(self._taking_over())
+            super()._backward(loss)
 
     def _outputs(self, returned: Any) -> StepOutputs:
         return StepOutputs(returned, self._comes_late)
