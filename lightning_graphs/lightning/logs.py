@@ -24,6 +24,7 @@ from lightning_graphs.lightning.private import (
     HOOK,
     ResultTables,
     batch_size_of,
+    begin_logs,
     bound_log_redirected,
     present_hook,
     present_results,
@@ -104,8 +105,8 @@ def log_exchanged(
 class _LogCall:
     """A call of ``self.log`` that every replay makes again with its own value.
 
-    The first call of an epoch goes through ``LightningModule.log``, which makes and resets the
-    entry of the key. Further calls update that entry, at a tenth of the cost.
+    The first call goes through ``LightningModule.log``, which makes the entry of the key. Further
+    calls update that entry, at a tenth of the cost.
     """
 
     module: LightningModule  # the module that logs
@@ -130,10 +131,13 @@ class _LogCall:
         results = self._results
         entry = results.get(self._key) if results is not None else None
         is_kind = isinstance(value, (Tensor, Metric))
-        if results is None or entry is None or entry.has_reset or not is_kind:
+        is_kind &= entry is not None and not (entry.has_reset and isinstance(value, Metric))
+        if results is None or entry is None or not is_kind:
             with within_hook(self.module, self._hook):
                 self.base(self.name, value, **self.options)
             return None
+        if entry.has_reset:
+            begin_logs(self.module.trainer, results, self._hook)
         if size is None:
             size = batch_size_of(results, entry, self.options.get("batch_size"))
         if isinstance(value, Metric):
@@ -179,6 +183,7 @@ class LogUpdate:
         self._given = {
             key: c.options.get("batch_size") for c, key in zip(logged, keys, strict=True)
         }
+        self._trainer: Any = None
         self._tables: ResultTables | None = None
 
     def begin(self) -> list[LateCall | _LogCall]:
@@ -188,10 +193,19 @@ class LogUpdate:
             return self._calls
         entries = tables.entries
         are_same = all(map(is_, map(tables.entry_of, tables.keys), entries))
-        if not are_same or any(map(tables.has_reset, entries)):
+        if not are_same:
             return self._calls
+        if any(map(tables.has_reset, entries)):
+            self._begin_epoch(entries)
         self._update(tables)
         return self.rest
+
+    def _begin_epoch(self, entries: Iterable[Any]) -> None:
+        results = present_results(self._trainer)
+        for hook in dict.fromkeys(entry.meta.fx for entry in entries):
+            begin_logs(self._trainer, results, hook)
+        for entry in entries:
+            entry.has_reset = False
 
     def _update(self, tables: ResultTables) -> None:
         """Update the entries, to the bit as Lightning does it for each of them."""
@@ -220,7 +234,8 @@ class LogUpdate:
     def learn(self) -> None:
         """Find what the next replay may update at once, after all calls were made."""
         first = next((c for c in self._calls if isinstance(c, _LogCall)), None)
-        results = None if first is None else present_results(first.module.trainer)
+        self._trainer = None if first is None else first.module.trainer
+        results = None if first is None else present_results(self._trainer)
         if results is None or not self._scalars:
             return
         self._tables = tables = ResultTables(results, self._scalars)

@@ -147,6 +147,18 @@ def batch_size_of(results: Any, entry: Any, given: int | None) -> int:
     return size
 
 
+def begin_logs(trainer: Trainer, results: Any, hook: str | None) -> None:
+    """Reset the entries of a method as its first ``LightningModule.log`` of an epoch does.
+
+    That makes and compares metadata, and moves each entry, for 0.2 ms a key. An epoch of few
+    batches spends more on it than on its steps. Fallback: ``LightningModule.log``.
+    """
+    connector = trainer._logger_connector
+    if connector.should_reset_tensors(hook or ""):
+        results.reset(metrics=False, fx=hook)
+    connector._current_fx = hook
+
+
 class ResultTables:
     """Where Lightning keeps the results of several keys, so that one update serves all of them.
 

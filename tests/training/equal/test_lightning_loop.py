@@ -280,6 +280,9 @@ PROGRAMS = {
     ),
     "head": Program(scheduled(halved, Sampled), options={"max_epochs": 3}),
     "head in windows": Program(Sampled, options={"max_epochs": 4, "accumulate_grad_batches": 2}),
+    "epochs of one batch": Program(
+        scheduled(halved, Sampled), data=lambda: batches(1), options={"max_epochs": 36}
+    ),
     "own optimizer step": Program(OwnStep, at_once=False),
     "validation, checkpoints": Program(
         callbacks=lambda root: [checkpoint(root, every_n_train_steps=5, monitor="loss")],
