@@ -262,7 +262,6 @@ class LogRecorder(Recorder):
         keeps_calls: bool = True,  # keep those back; else they are made
         manual: ManualSteps | None = None,  # optimizer steps of the step's own code
     ) -> None:
-        super().__init__()
         self._module = module
         self._metrics, self._kept = later
         self._keeps_calls = keeps_calls

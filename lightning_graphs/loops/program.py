@@ -329,7 +329,6 @@ class HostReads(Recorder):
     """
 
     def __init__(self, program: Any, kept: RepeatedReads, wrappers: Sequence[Any]) -> None:
-        super().__init__()
         self._kept, self._wrappers = kept, wrappers
         state = (*program.parameters(), *program.buffers())
         self._late = LateCalls([], state, program.device.type, kept.copied)

@@ -18,6 +18,7 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
+from lightning_graphs.private.exchange import nothing
 from lightning_graphs.regions.conditions import NO_OBSERVERS, Observers, in_turn
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics
@@ -35,10 +36,9 @@ from lightning_graphs.watch.user_code import CompiledCode
 class Recorder:
     """Records what a step logs: nothing, unless a client derives from it."""
 
-    def __init__(self) -> None:
-        # Gives what reads the present value of something that is logged; None if it is constant
-        self.live: Callable[[Any], Callable[[], Any] | None] = lambda _: None
-        self._at_end: list[Instruction] = []
+    # Gives what reads the present value of something that is logged; None if it is constant
+    live: Callable[[Any], Callable[[], Any] | None] = staticmethod(nothing)
+    _at_end: Sequence[Instruction] = ()
 
     def recording(self) -> AbstractContextManager[None]:
         """Record what the body logs."""
@@ -68,7 +68,7 @@ class Recorder:
 
     def at_end(self, instruction: Instruction) -> None:
         """Let a replay do this in the end, after what it does then already."""
-        self._at_end.append(instruction)
+        self._at_end = (*self._at_end, instruction)
 
 
 class Client(environment.Client):
