@@ -399,8 +399,10 @@ ROWS = (
     | table(
         SignedOnHost,
         StepsFirst,
-        ignored="GraphCapture: the optimizer step runs eagerly: Cautious",
+        said="the optimizer step runs eagerly: Cautious",
+        placed=False,
         graphs=1,
+        replayed=5,
         found=None,
         data=lambda: batches(12),
     )
