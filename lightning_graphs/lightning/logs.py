@@ -296,11 +296,11 @@ class LogRecorder(Recorder):
                 stack.enter_context(self._kept.exchanged(self.keep))
             yield
 
-    def keeping(self) -> contextlib.AbstractContextManager[object]:
+    def keeping(self, *, by_methods: bool) -> contextlib.AbstractContextManager[object]:
         """Keep back calls of torch in the body, the step's own code under capture."""
         if not (self._keeps_calls and self._kept.known):
             return contextlib.nullcontext()
-        return self._kept.of_torch(self.keep)
+        return self._kept.of_torch(self.keep, by_methods=by_methods)
 
     def _record_log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if current_autograd_node() is not None:

@@ -333,7 +333,8 @@ class Calls:
         self._assertions: OpenAssertions | None = None
         if self._may_begin(function):
             _alive.add(self)
-            self._begin(evaluates=optimizers is None)
+            with nullcontext() if self._is_only_gpu else torch.cuda.device(device):
+                self._begin(evaluates=optimizers is None)
 
     @property
     def is_active(self) -> bool:

@@ -341,10 +341,10 @@ class HostReads(Recorder):
     def recording(self) -> AbstractContextManager[None]:
         return self._recording() if self._kept.calls.known else nullcontext()
 
-    def keeping(self) -> AbstractContextManager[object]:
-        return (
-            self._kept.calls.of_torch(self._late.keep) if self._kept.calls.known else nullcontext()
-        )
+    def keeping(self, *, by_methods: bool) -> AbstractContextManager[object]:
+        if not self._kept.calls.known:
+            return nullcontext()
+        return self._kept.calls.of_torch(self._late.keep, by_methods=by_methods)
 
     def finish(self) -> None:
         for name in self._late.finish():

@@ -384,7 +384,7 @@ def compiled_code_noticed(notice: Callable[[], object]) -> Iterator[None]:
     original: Callable[[Any], Any] | None = getattr(dynamo, "_callback_from_stance", None)
     if original is None:
         yield
-        if has_compiled_anything():
+        if _has_compiled_anything():
             notice()
         return
     thread = threading.get_ident()
@@ -400,7 +400,7 @@ def compiled_code_noticed(notice: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def has_compiled_anything() -> bool:
+def _has_compiled_anything() -> bool:
     """Return whether this process has compiled code; True if torch does not count it."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None:

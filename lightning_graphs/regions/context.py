@@ -44,8 +44,12 @@ class Recorder:
         """Record what the body logs."""
         return nullcontext()
 
-    def keeping(self) -> AbstractContextManager[object]:
-        """Keep back what a replay calls after its graphs, in the body: the step's own code."""
+    def keeping(self, *, by_methods: bool) -> AbstractContextManager[object]:
+        """Keep back what a replay calls after its graphs, in the body: the step's own code.
+
+        Args:
+            by_methods: See :meth:`~lightning_graphs.watch.late.KeptCalls.of_torch`.
+        """
         return nullcontext()
 
     def finish(self) -> None:

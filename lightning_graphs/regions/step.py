@@ -586,7 +586,7 @@ class StepCapture(Attempts):
                 mechanism=lambda: _with_dropout(segments.dropout),
             ),
             Watcher(inside=given.inside),
-            Watcher(inside=recorder.keeping),
+            Watcher(inside=lambda: recorder.keeping(by_methods=self.context.compiled.runs)),
             Watcher(mechanism=lambda: Mechanism(takes=(inputs.copy_in,))),
         ]
 

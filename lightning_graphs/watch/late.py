@@ -32,7 +32,7 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.engine import plain
 from lightning_graphs.private.exchange import Member, bound, exchanged, standing_in
-from lightning_graphs.private.torch import has_compiled_anything, version_of
+from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.memory import RETURNED, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST
@@ -513,10 +513,15 @@ class KeptCalls:
             yield
 
     @contextlib.contextmanager
-    def of_torch(self, keep: Keep) -> Iterator[None]:
+    def of_torch(self, keep: Keep, *, by_methods: bool) -> Iterator[None]:
         """Keep back the known calls of functions in C in the body, code under capture.
 
         These are torch's, and ``float`` and ``int`` of a tensor.
+
+        Args:
+            keep: Keeps them back.
+            by_methods: Only calls of the methods that most often read. For a mode of functions
+                compiled code in the body would be compiled again, in the capture.
         """
         asking = {kept.module for kept in self.known.values() if not kept.members}
         if not asking:
@@ -538,8 +543,7 @@ class KeptCalls:
         conversions = {(name, kind) for name in modules for kind in (float, int)}
         chosen = [(sys.modules[m], f.__name__, _among_late(f)) for m in modules for f in (max, min)]
         calls = _CallsOfTorch(self, keep)
-        # Compiled code would be compiled again for the mode, in the capture
-        reads = exchanged(calls.members) if has_compiled_anything() else calls
+        reads = exchanged(calls.members) if by_methods else calls
         with calls_followed(conversions), tensors_asked(number), exchanged(chosen), reads:
             yield
 

@@ -52,7 +52,7 @@ def test_a_fit_on_another_gpu_leaves_the_memory_of_both_as_it_was(tmp_path: Path
     before = allocated()
     eager, captured = fit_twice("cuda", tmp_path, devices=[1])
     compare(eager, captured)
-    assert captured.module.device == OTHER
+    assert captured.trainer.strategy.root_device == OTHER
     del eager, captured
     torch._C._cuda_clearCublasWorkspaces()
     assert allocated() == before

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_graphs.watch import late
+from lightning_graphs.watch.user_code import CompiledCode
 from tests.loops.test_training import adamw, loss_of
 from tests.loops.twice import Lab, twice
 
@@ -21,7 +21,7 @@ def test_methods_that_read_are_kept_back_without_a_mode(
     read: Callable[[Any], Any], backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mode of functions would have compiled code compiled once more, in the capture."""
-    monkeypatch.setattr(late, "has_compiled_anything", lambda: True)
+    monkeypatch.setattr(CompiledCode, "runs", True)
 
     def loop(lab: Lab) -> Any:
         model = lab.net()
