@@ -86,9 +86,10 @@ class GraphCapture(Callback):
         only_if_faster: True: nothing is captured that is not expected to pay off, and if replayed
             steps turn out not to be faster than eager ones, the callback switches itself off with
             a message. False: whatever comes back is captured.
-        overlap: True: after some hundred replays a step on one GPU is captured once more, with
-            the gradients of weights and biases on a second stream of its graph. Both graphs compute
-            the same, to the bit, and the faster one is kept. It may take a seventh more memory.
+        overlap: After some hundred replays, once they have saved ten times what it costs, a step
+            on one GPU is captured once more, with the gradients of weights and biases on a second
+            stream of its graph. Both graphs compute the same, to the bit, and the faster one is
+            kept. It may take a seventh more memory. False: each graph stays in one stream.
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels during the fit,
             whose results differ by rounding, unless they were made with ``fused=False`` or
             ``foreach=True``. ``"own"``: every optimizer keeps the kernel that torch chooses for it.
@@ -120,7 +121,7 @@ class GraphCapture(Callback):
         verify: bool | int = True,
         memory: float | Literal["auto"] = "auto",
         only_if_faster: bool = True,
-        overlap: bool = False,
+        overlap: bool = True,
         optimizer_kernel: Literal["fused", "own"] = "fused",
         annotate: bool = False,
         log_metrics: bool = False,

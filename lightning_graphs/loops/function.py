@@ -66,7 +66,7 @@ def capture(
     verify: bool | int = True,
     memory: float | Literal["auto"] = "auto",
     only_if_faster: bool = True,
-    overlap: bool = False,
+    overlap: bool = True,
     optimizer_kernel: Literal["fused", "own"] = "fused",
     annotate: bool = False,
     diagnose: bool = False,
@@ -117,8 +117,9 @@ def capture(
         only_if_faster: True: nothing is captured that is not expected to pay off, and calls run
             eagerly again if replays turn out not to be faster. False: whatever comes back is
             captured.
-        overlap: True: after some hundred replays a call is captured once more, with the gradients
-            of weights and biases on a second stream of its graph, and the faster graph is kept.
+        overlap: After some hundred replays, once these have saved ten times what it costs, a call
+            is captured once more, with the gradients of weights and biases on a second stream of
+            its graph, and the faster graph is kept. False: each graph stays in one stream.
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels, whose results
             differ by rounding, unless they were made with ``fused=False`` or ``foreach=True``.
             ``"own"``: every optimizer keeps the kernel that torch chooses for it.

@@ -45,7 +45,7 @@ class Options:
     verify: bool | int = True
     memory: float | Literal["auto"] = "auto"
     only_if_faster: bool = True
-    overlap: bool = False
+    overlap: bool = True
     optimizer_kernel: Literal["fused", "own"] = "fused"
     annotate: bool = False
     log_metrics: bool = False

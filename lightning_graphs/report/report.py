@@ -354,9 +354,8 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
         said.append(_TIMES_OF_A_REHEARSAL)
     if report.head_ms and report.times_mean_something:
         said.append(f"{report.head_ms:.3f} ms of Python run ahead of the graph in each step.")
-    said += [
-        f"Overlap, {words}." for words in dict.fromkeys(r.overlap for r in report.graphs) if words
-    ]
+    if report.busiest is not None and report.busiest.overlap:
+        said.append(f"Overlap, {report.busiest.overlap}.")
     if report.verdict:
         said.append(report.verdict)
     if report.fused:
