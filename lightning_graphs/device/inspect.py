@@ -108,11 +108,11 @@ class GraphInfo:
             f"  {', '.join(kinds) or 'empty'}",
         ]
         frequent = list(self.kernels.items())[:_SHOWN]
-        lines.extend(f"  {count:>6} x {_short(name)}" for name, count in frequent)
+        lines.extend(f"  {count:>6} x {short_name(name)}" for name, count in frequent)
         return "\n".join(lines)
 
 
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """A kernel's name without return type, namespaces, template and call arguments."""
     bare = re.sub(r"[<(].*", "", name.replace("(anonymous namespace)::", ""))
     return bare.rpartition(" ")[2].rpartition("::")[2] or name

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 
 from lightning_graphs.device.emulated import RecordingCapture
-from lightning_graphs.device.inspect import GraphInfo, GraphNode, capture_frontier
+from lightning_graphs.device.inspect import GraphInfo, GraphNode, capture_frontier, short_name
 from lightning_graphs.device.schedule import MAIN, SIDE, UPDATE, Part, Schedule, Work, schedule
 from lightning_graphs.device.trace import (
     Operation,
@@ -354,13 +354,15 @@ class DataFlow(_Seen):
 def _parts_of(call: OperatorCall) -> list[bool]:
     """Return which results an operator is asked for if it may be parted; else nothing.
 
-    Parts are for dense tensors: of others each would make a copy.
+    Parts are for dense tensors: of others each would make a copy. Kernels of grouped convolutions
+    come in another order then.
     """
     position = _PARTED.get(call.func)
     if position is None or len(call.args) <= position:
         return []
     first, *rest = call.args[position]
-    may = first and any(rest) and all(t.is_contiguous() for t in call.inputs)
+    is_plain = call.args[position - 1] == 1 and all(t.is_contiguous() for t in call.inputs)
+    may = first and any(rest) and is_plain
     return [first, *rest] if may else []
 
 
@@ -428,7 +430,11 @@ class Overlapping(_Seen):
         if len(ours) != len(theirs):
             return f"{len(ours)} nodes become {len(theirs)}"
         pairs = zip(ours, theirs, strict=True)
-        changed = (f"{a.name} becomes {b.name}" for a, b in pairs if _what(a) != _what(b))
+        changed = (
+            f"{short_name(a.name)} becomes {short_name(b.name)}"
+            for a, b in pairs
+            if _what(a) != _what(b)
+        )
         return next(changed, "")
 
     def seen(self, call: OperatorCall) -> Any:
