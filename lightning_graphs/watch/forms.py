@@ -162,8 +162,10 @@ def _added(function: Any, input: Any, other: Any, *, alpha: Any = 1) -> Form | N
     is_small = _is_tensor(other, _SMALL) and _is_tensor(input, _LARGE)
     if is_small and input.shape == other.shape:
         other = other.to(input.dtype)  # exact, and as the kernel itself reads it
-    if not (_are_alike(input, other) and input.dtype in _LARGE):
+    if not _are_alike(input, other):
         return None
+    if input.dtype in _SMALL:
+        return _in_32_bits(function, input, other, alpha=alpha)
     is_difference = function.__name__.startswith("sub")
     add = Tensor.addcmul_ if _is_in_place(function) else Tensor.addcmul
 
@@ -178,10 +180,10 @@ def _product_added(
     function: Any, input: Any, tensor1: Any, tensor2: Any, value: Any = 1
 ) -> Form | None:
     """Form of ``addcmul``, ``addcdiv``: CUDA multiplies what is added, a CPU its first operand."""
-    if not (_is_number(value) and input.dtype in _LARGE):
+    if not (_is_number(value) and _are_alike(input, tensor1) and _are_alike(input, tensor2)):
         return None
-    if not (_are_alike(input, tensor1) and _are_alike(input, tensor2)):
-        return None
+    if input.dtype in _SMALL:
+        return _in_32_bits(function, input, tensor1, tensor2, value=value)
     divides = "addcdiv" in function.__name__
     add: Any = Tensor.addcmul_ if _is_in_place(function) else Tensor.addcmul
     join: Any = Tensor.add_ if _is_in_place(function) else Tensor.add
@@ -194,6 +196,19 @@ def _product_added(
         return join(input, scaled / tensor2) if divides else add(input, scaled, tensor2)
 
     return combine
+
+
+def _in_32_bits(function: Any, input: Any, *tensors: Any, **number: Any) -> Form | None:
+    """Form of a function over floats of 16 bits that CUDA computes in 32, and rounds once."""
+    if not input.is_cuda or torch.is_grad_enabled():
+        return None
+    name = function.__name__.removesuffix("_")
+    form = _FORMS[name](getattr(torch, name), *[x.float() for x in (input, *tensors)], **number)
+    if form is None:
+        return None
+    if not _is_in_place(function):
+        return lambda given: form(given).to(input.dtype)
+    return lambda given: input.copy_(form(given))
 
 
 def _interpolated(function: Any, input: Any, end: Any, weight: Any) -> Form | None:
@@ -444,6 +459,20 @@ def _quotient_(input: Any, other: Any) -> Any:
     return input.div_(other) if form is None else form(other.numbers)
 
 
+def _at_once(name: str, tensors: Any, numbers: Any) -> Callable[[], Any] | None:
+    """Return what multiplies or divides all tensors by one number; None if there are several.
+
+    A kernel over lists gives the same bits with a number on the device as with a list of numbers.
+    """
+    found = numbers if isinstance(numbers, (list, tuple)) else [numbers]
+    if not all(map(_is_number, found)) or len({number.name for number in found}) != 1:
+        return None
+    number, dtype = found[0], tensors[0].dtype
+    if dtype not in _LARGE or not all(_is_tensor(tensor, {dtype}) for tensor in tensors):
+        return None
+    return lambda: getattr(torch, name)(tensors, number.numbers.tensor_of(number, dtype))
+
+
 _OTHERWISE: dict[str, Callable[..., Any]] = {
     "maximum": torch.clamp_min,
     "maximum_": Tensor.clamp_min_,
@@ -469,8 +498,11 @@ def one_by_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     short = name.removeprefix(_EACH)
     if short in _OTHERWISE and leaves_of([*args[1:2]], ScalarTracer):
         single = _OTHERWISE[short]
-    if short.startswith("div") and isinstance(args[1], (list, tuple)):
+    divides = short.startswith("div") and isinstance(args[1], (list, tuple))
+    if divides:
         single = _quotient_ if short.endswith("_") else _quotient
+    if (divides or short.startswith("mul")) and (at_once := _at_once(name, *args[:2])):
+        return at_once()
     named = [*kwargs]
     if short.startswith("addc") and len(args) == 4:
         named = ["value", *named]
