@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import OLD_GRADIENTS
+from lightning_graphs.device.rules import OLD_GRADIENTS, SCHEDULED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -32,11 +32,19 @@ from lightning_graphs.regions.context import Recorder, TrainingContext
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepOutputs
-from lightning_graphs.regions.tried import UNSCALES_ITSELF, decided_on_device
+from lightning_graphs.regions.tried import UNSCALES_ITSELF, MakeNumber, decided_on_device
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.watch.environment import rates_exchanged
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.environment import (
+    NumberPlaces,
+    Schedulers,
+    number_places,
+    numbers_exchanged,
+    rates_exchanged,
+)
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.places import StepState
+from lightning_graphs.watch.tracers import LateTracer, Tracer
 
 
 class NoOptimizer(Optimizer):
@@ -244,6 +252,77 @@ class StepBody:
         if self._scaler is not None:
             scaling_states(self._scaler)[id(self.optimizer)] = dict(scaling)
         self._step()
+
+
+# ------------------ Numbers of optimizers
+
+
+class OptimizerNumbers:
+    """Numbers of optimizers and schedulers while a step is captured.
+
+    User code gets tracers for them, steps of optimizers get learning rates on the device. Numbers
+    that a scheduler has moved within the step are late: a replay has them at its end.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[Optimizer, CapturableOptimizer | None],
+        schedulers: Schedulers,
+        number: Callable[[str, Callable[[], Any]], Any],  # makes the tracer of a number
+    ) -> None:
+        self._schedulers = schedulers
+        self._rates: dict[Optimizer, NumberPlaces] = {}
+        self._traced: dict[Optimizer, NumberPlaces] = {}
+        for index, (optimizer, capturable) in enumerate(optimizers.items()):
+            own = number if not index else partial(_of_optimizer, number, index)
+            rates = None if capturable is None else capturable.live_rates(own)
+            parts = schedulers, optimizer, rates
+            self._rates[optimizer] = number_places(*parts)
+            self._traced[optimizer] = number_places(*parts, number, index)
+        self._scheduled: set[Optimizer] = set()  # whose scheduler the step has stepped
+        self._late = contextlib.ExitStack()
+
+    def rates(self) -> AbstractContextManager[None]:
+        """Let all optimizers have their rates on the device while the body runs."""
+        return _all_exchanged(self._rates)
+
+    def rates_of(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let one have them while the body, its step, runs within the step's own code."""
+        if optimizer in self._scheduled:
+            raise SCHEDULED.refused_here("an optimizer steps after its scheduler")
+        return numbers_exchanged(optimizer, self._rates[optimizer])
+
+    @contextlib.contextmanager
+    def traced(self) -> Iterator[None]:
+        """Let the body, the step's own code, find tracers."""
+        with _all_exchanged(self._traced), self._late:
+            yield
+
+    def schedule(self, scheduler: object, args: Any, kwargs: Any) -> None:
+        """Let what a scheduler moves be late from now on, or refuse its step."""
+        optimizer: Any = vars(scheduler).get("optimizer")
+        if optimizer not in self._rates or _takes_value(args, kwargs):
+            raise SCHEDULED.refused_here("a scheduler is stepped with a value of the step")
+        self._scheduled.add(optimizer)
+        places = number_places(self._schedulers, optimizer, None, LateTracer)
+        self._late.enter_context(numbers_exchanged(optimizer, places))
+
+
+def _of_optimizer(number: MakeNumber, index: int, name: str, *read: Any) -> Any:
+    return number(f"{name} (optimizer {index})", *read)
+
+
+@contextlib.contextmanager
+def _all_exchanged(places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for optimizer, found in places.items():
+            stack.enter_context(numbers_exchanged(optimizer, found))
+        yield
+
+
+def _takes_value(*given: Any) -> bool:
+    """Whether a scheduler is handed a value of the step."""
+    return any(isinstance(leaf, (Tensor, Tracer)) for leaf in leaves_of(given))
 
 
 # ------------------ What is captured

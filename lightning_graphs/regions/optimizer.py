@@ -13,7 +13,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractContextManager
 from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, getitem, itemgetter
@@ -26,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
-from lightning_graphs.device.rules import SCHEDULED
+from lightning_graphs.device.rules import are_noted
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn, defragment
 from lightning_graphs.private.engine import hides_memory, local, plain
@@ -54,15 +53,8 @@ from lightning_graphs.regions.tried import (
 )
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.environment import (
-    NumberPlaces,
-    Schedulers,
-    number_places,
-    numbers_exchanged,
-)
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.scalars import holds_number
-from lightning_graphs.watch.tracers import LateTracer, Tracer
 from lightning_graphs.watch.user_code import hidden_in
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -108,7 +100,8 @@ def capture_obstacle(
         return f"with DTensors only a fused step can be captured, and {name} here has none"
     if _is_tried(optimizer, kernel, device_type):
         return _on_host(optimizer, device_type, {*numbers_of(optimizer, holds_number)} - {"lr"})
-    return _too_precise(parameters, device_type)
+    has_rates = _has_rates(optimizer, kernel, device_type)
+    return _too_precise(parameters, device_type) if has_rates else None
 
 
 def on_several_devices(parameters: Iterable[Tensor]) -> str | None:
@@ -141,6 +134,16 @@ def _is_tried(optimizer: Optimizer, kernel: Kernel, device_type: str) -> bool:
     if _steps_as_torch(optimizer) and "capturable" in optimizer.defaults and device_type != "cpu":
         return False
     return bool(_why_not_fused(optimizer, kernel))
+
+
+def _has_rates(optimizer: Optimizer, kernel: Kernel, device_type: str) -> bool:
+    """Whether graphs read learning rates in tensors of their own; else these are constants.
+
+    Other kernels than the fused ones may round numbers otherwise that they get from the device.
+    """
+    are_tensors = any(isinstance(group.get("lr"), Tensor) for group in optimizer.param_groups)
+    is_fused = not _why_not_fused(optimizer, kernel)
+    return is_fused or (are_tensors and not _is_tried(optimizer, kernel, device_type))
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
@@ -305,8 +308,9 @@ class CapturableOptimizer:
     scheduler has changed the float. All other numbers of a group (betas, momentum, weight decay)
     are constants of a capture, and part of its key. :meth:`restore` undoes everything.
 
-    An optimizer for which torch has no such form runs as it is: its learning rates are constants of
-    a capture, too, and a capture in which its step changes a number on the host is refused.
+    An optimizer that runs no fused kernel has its learning rates as constants of a capture, too, or
+    as tracers. One for which torch has no form for graphs runs as it is: a capture in which its
+    step changes a number on the host is refused, and the next one may follow that.
     """
 
     def __init__(
@@ -321,7 +325,8 @@ class CapturableOptimizer:
         self._device = device
         self._fused = not _why_not_fused(optimizer, kernel)
         self._is_tried = _is_tried(optimizer, kernel, device.type)
-        self._may_follow = self._is_tried and may_follow
+        self._has_rates = _has_rates(optimizer, kernel, device.type)
+        self._may_follow = may_follow and not self._has_rates
         follows = _following.get(optimizer, _NONE) if self._may_follow else _NONE
         self.follows: frozenset[str] = follows
         """Names of its numbers on the host that are live in the graph."""
@@ -343,7 +348,7 @@ class CapturableOptimizer:
         # It divides gradients by the loss scale itself, and skips a step whose own overflow
         self.unscales = self._fused or getattr(optimizer, UNSCALES_ITSELF, False)
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
-        self.guard = OptimizerGuard(optimizer, self.follows if self._is_tried else ("lr",))
+        self.guard = OptimizerGuard(optimizer, ("lr",) if self._has_rates else self.follows)
         self._groups = self.guard.groups
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
         self._convert_state()
@@ -409,7 +414,10 @@ class CapturableOptimizer:
             raise self._refused(f"a tensor of its state {hidden_in(tensor)}")
         if why := _on_host(self.optimizer, self._device.type, self.follows):
             raise self._following(numbers_of(self.optimizer, holds_number), why)
-        self.counters = counters = Counters(self.optimizer, self.follows, self._number)
+        follows = self.follows
+        if self._may_follow and self._device.type == "cpu" and are_noted():  # reads are no errors
+            follows = follows.union(numbers_of(self.optimizer, holds_number))
+        self.counters = counters = Counters(self.optimizer, follows, self._number)
         try:
             with capturable_unasked(self.optimizer), counters.followed():
                 returned = step(closure)
@@ -503,7 +511,7 @@ class CapturableOptimizer:
     @property
     def refreshing(self) -> Instruction:
         """The instruction that updates the learning rates before a replay."""
-        if self._is_tried:
+        if not self._has_rates:
             return nothing
         if any(isinstance(group["lr"], Tensor) for group in self._groups):
             return self.refresh
@@ -511,7 +519,9 @@ class CapturableOptimizer:
 
     def follow(self, names: Collection[str]) -> bool:
         """Let the next captures follow these numbers; tell if they have not done so yet."""
-        if not self._may_follow or self.follows.issuperset(names):
+        if not (self._may_follow and (self._is_tried or {"lr"}.issuperset(names))):
+            return False
+        if self.follows.issuperset(names):
             return False
         _following[self.optimizer] = self.follows.union(names)
         return True
@@ -519,8 +529,8 @@ class CapturableOptimizer:
     def live_rates(self, number: MakeNumber | None = None) -> list[Any]:
         """Refresh the learning rates on the device, and return them: a scalar for each group.
 
-        Those of an optimizer that runs as it is are returned as they are; a capture that follows
-        them gives what makes the tracer of a number.
+        Those of other kernels than fused ones are returned as they are; a capture that follows them
+        gives what makes the tracer of a number.
         """
         self._number, self.counters = number, None
         if "lr" in self.follows and number is not None:
@@ -530,7 +540,7 @@ class CapturableOptimizer:
                 else group.get("lr")
                 for i, group in enumerate(self._groups)
             ]
-        if self._is_tried:  # which may have none
+        if not self._has_rates:  # there may be none
             return [group.get("lr") for group in self._groups]
         self.refresh()
         return self._rates
@@ -623,74 +633,6 @@ class CapturableOptimizer:
         """Whether the optimizer itself keeps the ``step`` counters of a group on the CPU."""
         on_device = group.get("capturable") or group.get("fused")
         return not (on_device or isinstance(self.optimizer, torch.optim.ASGD))
-
-
-class OptimizerNumbers:
-    """Numbers of optimizers and schedulers while a step is captured.
-
-    User code gets tracers for them, steps of optimizers get learning rates on the device. Numbers
-    that a scheduler has moved within the step are late: a replay has them at its end.
-    """
-
-    def __init__(
-        self,
-        optimizers: Mapping[Optimizer, CapturableOptimizer | None],
-        schedulers: Schedulers,
-        number: Callable[[str, Callable[[], Any]], Any],  # makes the tracer of a number
-    ) -> None:
-        self._schedulers = schedulers
-        self._rates: dict[Optimizer, NumberPlaces] = {}
-        self._traced: dict[Optimizer, NumberPlaces] = {}
-        for index, (optimizer, capturable) in enumerate(optimizers.items()):
-            own = number if not index else partial(_of_optimizer, number, index)
-            rates = None if capturable is None else capturable.live_rates(own)
-            parts = schedulers, optimizer, rates
-            self._rates[optimizer] = number_places(*parts)
-            self._traced[optimizer] = number_places(*parts, number, index)
-        self._scheduled: set[Optimizer] = set()  # whose scheduler the step has stepped
-        self._late = contextlib.ExitStack()
-
-    def rates(self) -> AbstractContextManager[None]:
-        """Let all optimizers have their rates on the device while the body runs."""
-        return _all_exchanged(self._rates)
-
-    def rates_of(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Let one have them while the body, its step, runs within the step's own code."""
-        if optimizer in self._scheduled:
-            raise SCHEDULED.refused_here("an optimizer steps after its scheduler")
-        return numbers_exchanged(optimizer, self._rates[optimizer])
-
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
-        """Let the body, the step's own code, find tracers."""
-        with _all_exchanged(self._traced), self._late:
-            yield
-
-    def schedule(self, scheduler: object, args: Any, kwargs: Any) -> None:
-        """Let what a scheduler moves be late from now on, or refuse its step."""
-        optimizer: Any = vars(scheduler).get("optimizer")
-        if optimizer not in self._rates or takes_value(args, kwargs):
-            raise SCHEDULED.refused_here("a scheduler is stepped with a value of the step")
-        self._scheduled.add(optimizer)
-        places = number_places(self._schedulers, optimizer, None, LateTracer)
-        self._late.enter_context(numbers_exchanged(optimizer, places))
-
-
-def _of_optimizer(number: MakeNumber, index: int, name: str, *read: Any) -> Any:
-    return number(f"{name} (optimizer {index})", *read)
-
-
-@contextlib.contextmanager
-def _all_exchanged(places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for optimizer, found in places.items():
-            stack.enter_context(numbers_exchanged(optimizer, found))
-        yield
-
-
-def takes_value(*given: Any) -> bool:
-    """Whether a scheduler is handed a value of the step."""
-    return any(isinstance(leaf, (Tensor, Tracer)) for leaf in leaves_of(given))
 
 
 _FLAGS = ("capturable", "fused", "foreach")

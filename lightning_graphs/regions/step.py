@@ -37,7 +37,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.regions.agreement import BucketReduction, reduction_of
 from lightning_graphs.regions.behind import Behind, HeadMissed, KeyOf, StepHead
-from lightning_graphs.regions.body import Given, StepBody, unseen_steps_refused
+from lightning_graphs.regions.body import Given, OptimizerNumbers, StepBody, unseen_steps_refused
 from lightning_graphs.regions.conditions import (
     Observers,
     Phase,
@@ -47,7 +47,7 @@ from lightning_graphs.regions.conditions import (
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
 from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
-from lightning_graphs.regions.optimizer import CapturableOptimizer, OptimizerNumbers, state_undone
+from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
 from lightning_graphs.regions.plan import (
     BatchGradients,

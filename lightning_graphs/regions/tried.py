@@ -260,9 +260,13 @@ def is_number(value: Any) -> bool:
 
 
 def numbers_of(optimizer: Optimizer, of: Callable[[Any], bool] = is_number) -> set[str]:
-    """Return the names of numbers on the host, in its groups and its state."""
-    tables = _tables_of(optimizer)
-    return {k for table in tables for k, v in table.items() if of(v)}
+    """Return the names of numbers on the host, in its groups and its state.
+
+    To a rehearsal a tensor is none that has more elements for other parameters.
+    """
+    entries = [entry for table in _tables_of(optimizer) for entry in table.items()]
+    others = {k for k, v in entries if isinstance(v, Tensor) and not of(v)}
+    return {k for k, v in entries if of(v)} - others
 
 
 class Place:

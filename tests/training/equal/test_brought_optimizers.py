@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from lightning_graphs import capture
 from tests.training.equal.test_optimizers import RATE, Own, in_scope, lion, muon
 from tests.training.fits import Net, compare, prepare
 
@@ -329,3 +330,38 @@ def test_odd_parameters_of_an_optimizer_of_user_code(
     captured = prepare(backend, tmp_path, True, **options).run()
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed > 10
+
+
+def loop(optimizer: Any, net: nn.Module) -> Callable[[Tensor], Tensor]:
+    def train(x: Tensor) -> Tensor:
+        loss = net(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return train
+
+
+@pytest.mark.parametrize("kind", [optim.Adagrad, optim.NAdam])
+def test_counters_in_tensors_of_a_plain_loop(backend: str, kind: Any) -> None:
+    """Its state is that of eager steps, and goes on as such; a bias has one element, too."""
+    device = torch.device("cuda" if backend == "cuda" else "cpu")
+    data = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(24)]
+    found = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 1).to(device)
+        optimizer = kind(net.parameters(), lr=RATE, foreach=False)
+        step: Any = loop(optimizer, net)
+        if is_captured:
+            step = capture(step, net, optimizer, backend=backend, only_if_faster=False)
+        losses = [step(x.to(device)) for x in data[:16]]
+        if is_captured:
+            assert step.report.replayed > 5
+            assert step.report.fallbacks == ()
+        optimizer.load_state_dict(optimizer.state_dict())
+        losses += [step(x.to(device)) for x in data[16:]]
+        found.append((torch.stack(losses), *optimizer.state_dict()["state"][1].values()))
+    is_own = backend == "emulated" or kind is optim.Adagrad  # NAdam has its capturable form else
+    assert not is_own or all(map(torch.equal, *found))

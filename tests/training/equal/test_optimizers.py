@@ -338,8 +338,13 @@ def test_a_way_that_a_number_decides(backend: str, tmp_path: Path, scope: str) -
     assert captured.statistics.replayed > 5
 
 
+def ahead(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state.setdefault("step", 7)
+    adam(p, g, state, group)
+
+
 class ByHand(Net):
-    """Two optimizers of user code, which the step calls itself, so many times."""
+    """Two optimizers of user code with other counts, which the step calls itself, so many times."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -354,7 +359,7 @@ class ByHand(Net):
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return [Own(self.net[:4].parameters(), adam), Own(self.net[4].parameters(), counted)]
+        return [Own(self.net[:4].parameters(), adam), Own(self.net[4].parameters(), ahead)]
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")

@@ -197,6 +197,11 @@ class TestNoObstacle:
         assert "nothing stands in the way (3 training steps observed)" in capsys.readouterr().out
         assert fit.statistics.captures == 0
 
+    def test_an_optimizer_that_counts_in_tensors(self, backend: str, tmp_path: Path) -> None:
+        module = partial(Net, lambda m: torch.optim.Adagrad(m.parameters()))
+        fit = examined(backend, tmp_path, module=module)
+        assert fit.capture.report.diagnosis == Diagnosis(steps=3)
+
     def test_the_report_says_why_every_step_ran_eagerly(self, tmp_path: Path) -> None:
         fit = examined("emulated", tmp_path)
         report = fit.capture.report
