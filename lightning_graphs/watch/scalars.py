@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -74,9 +73,9 @@ class HostScalar(Tensor):
     @staticmethod
     def called(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function of torch, which does not ask for one in the place of a number."""
-        has_one = any(leaves_of((args, kwargs), HostScalar))
-        call = partial(HostScalar.__torch_function__, function, ()) if has_one else None
-        return function(*args, **kwargs) if call is None else call(args, kwargs)
+        if not leaves_of((args, kwargs), HostScalar):
+            return function(*args, **kwargs)
+        return HostScalar.__torch_function__(function, (), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
