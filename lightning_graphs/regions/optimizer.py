@@ -425,8 +425,9 @@ class CapturableOptimizer:
             before.restore()
             if is_out_of_memory(error):
                 raise
-            # A rehearsal cannot tell tensors of the host from others until they are read
-            asked = numbers_of(self.optimizer, holds_number) if self._device.type == "cpu" else ()
+            # Of what it has refused a tensor of the host may be the reason; a rehearsal cannot tell
+            # these from others until they are read
+            asked = numbers_of(self.optimizer, holds_number)
             raise self._following(asked, why_failed(self.optimizer, error)) from error
         if moved := before.moved():
             before.restore()

@@ -143,7 +143,8 @@ class _Sparing(Recorder):
                 self._choose(group, copied)
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
-        if not known.born and known.address not in self._covered:
+        is_here = tensor.device == self._overflowed.device  # else the step is refused for it
+        if is_here and not known.born and known.address not in self._covered:
             self._further.append((tensor, _bits(tensor).clone()))
 
     def keep(self, operation: Operation) -> None:

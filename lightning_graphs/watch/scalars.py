@@ -29,7 +29,6 @@ from lightning_graphs.watch.tracers import (
     Question,
     ScalarTracer,
     calls_followed,
-    present,
     refuse_tracers,
     tensors_asked,
 )
@@ -252,7 +251,7 @@ def _making_scalars(own: Callable[..., Any]) -> Callable[..., Any]:
                 return own(value, **kwargs).item()
 
         with out_of_sight():
-            made = own(present(data), **kwargs)
+            made = own(data.value if isinstance(data, ScalarTracer) else data, **kwargs)
         if not holds_number(made):
             return made
         if isinstance(data, ScalarTracer):

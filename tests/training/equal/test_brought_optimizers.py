@@ -138,7 +138,8 @@ def in_lists(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     steps = [count(state, "step"), count(state, "other")]
     torch._foreach_add_(steps, torch.tensor(1.0, device="cpu"), alpha=1.0)
     corrections = [1 - 0.9 ** step.item() for step in steps]
-    torch._foreach_div_([p, p], [1 + 2**-8 * c for c in corrections])
+    (mean,) = _averages(state, g, "mean")
+    torch._foreach_div_([p, mean], [1 + 2**-8 * c for c in corrections])
     torch._foreach_add_([p], torch._foreach_mul([g], [-group["lr"] * corrections[0]]))
     torch._foreach_addcdiv_([p], [g], [g.abs() + 1], [c * 2**-9 for c in corrections[:1]])
 
