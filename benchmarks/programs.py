@@ -11,8 +11,7 @@ says
   last bit those of the eager fit, where two eager fits are the same.
 
 The exit status is 1 unless 75 % of the programs are whole steps, not more than 2 % replay nothing,
-none crashed, and every row whose eager fits are equal equals them. Programs under manual
-optimization have no graph of a whole step: those count as submodules.
+none crashed, and every row whose eager fits are equal equals them.
 
     python benchmarks/programs.py [--rows NAME,NAME] [--jobs 10] [--json PATH] [--markdown PATH]
 
