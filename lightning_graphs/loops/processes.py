@@ -140,10 +140,11 @@ class Collectives:
         self.are_called = False
 
     def observed(self, call: Callable[[], Any]) -> Any:
-        """Run an eager call."""
+        """Run an eager call; a group that does not number collectives may have called one."""
         before = collectives_called()
         returned = call()
-        self.are_called |= collectives_called() != before
+        now = collectives_called()
+        self.are_called |= now is None or now != before
         return returned
 
 
