@@ -547,7 +547,8 @@ class EvaluationLoop(BatchLoop):
             connector.update_eval_step_metrics(seen[loader])
         seen[loader] += 1
         if trainer._signal_connector.received_sigterm and not progress.is_last_batch:
-            raise own_copy(trainer, SIGTERMException)
+            ending = own_copy(trainer, SIGTERMException)
+            raise ending
 
     def _logs_steps(self, results: Any) -> bool:
         """Whether a value may be logged for its batch; if not it is asked for new keys only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +271,7 @@ def test_gradient_nodes_belong_to_the_capture_stream(backend: str, tmp_path: Pat
             current: list[Any] = [SimpleNamespace(wait_stream=lambda other: None)]
             patch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
             patch.setattr(torch.cuda, "set_stream", current.append)
+            patch.setattr(torch.cuda, "device", lambda _: nullcontext())
             own: Any = SimpleNamespace(wait_stream=lambda other: None)
             fit.capture._stream = own
         default = torch.cuda.current_stream(None)
