@@ -200,6 +200,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
         for leaf in leaves
         if type(leaf) in _PLAIN and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
         if tensor_uses(leaf) != 1 and not leaf.is_inference()  # a node that lives is a further one
+        if not _is_wrapped(leaf)
     )
     for leaf in _of_default_stream(list(found)):
         data, other = leaf.data, torch.float16 if leaf.dtype != torch.float16 else torch.float32
@@ -231,6 +232,15 @@ def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
             given = [zeros[_kind(leaf)].expand(leaf.shape) for leaf in edges]
             _backward([*edges.values()], given)
     return found
+
+
+_is_wrapped: Callable[[Tensor], bool] = getattr(
+    torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
+)
+"""Whether a tensor is one of a transform of ``torch.func``, which may be over; private to torch.
+
+Without the function such a leaf that outlives its transform raises.
+"""
 
 
 def _kind(leaf: Tensor) -> tuple[torch.dtype, torch.device]:

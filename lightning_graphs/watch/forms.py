@@ -23,6 +23,8 @@ from lightning_graphs.watch.tracers import Conversion, ScalarTracer
 class Numbers(Protocol):
     """The numbers of a step, as tracers and tensors ask for them."""
 
+    device: torch.device
+    """Where its numbers are, if they are in tensors."""
     asked: set[Conversion]
     """Where code asks for bare numbers."""
     are_places: bool
@@ -354,7 +356,8 @@ def part_of(
     torch asks for them.
     """
     parts = index if type(index) is tuple else (index,)
-    if not any(map(_moves, parts)) or not _takes_places(tensor, parts, *value):
+    is_here = any(map(_moves, parts)) and tensor.device == given.device
+    if not (is_here and _takes_places(tensor, parts, *value)):
         return own(tensor, index, *value)
     places = [_place(given, part, size) for part, size in zip(parts, tensor.shape, strict=False)]
     moving = [dim for dim, place in enumerate(places) if _is_place(place)]
