@@ -351,10 +351,14 @@ class CapturableOptimizer:
         self.guard = OptimizerGuard(optimizer, ("lr",) if self._has_rates else self.follows)
         self._groups = self.guard.groups
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
-        self._convert_state()
         # The kernels on the CPU read a double, those on the GPU a float.
         dtype = torch.float64 if device.type == "cpu" else torch.float32
-        self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
+        try:
+            self._convert_state()
+            self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
+        except BaseException:  # such as an out-of-memory error
+            self.restore()
+            raise
         self._filled: list[float] = [float("nan")] * len(self._groups)
 
     def announced(self, say: Callable[[str], None]) -> CapturableOptimizer:

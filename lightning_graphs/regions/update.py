@@ -12,7 +12,14 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.nodes import require_plain_gradients
-from lightning_graphs.errors import CaptureError, GraphError, VerificationError
+from lightning_graphs.errors import (
+    CaptureError,
+    GraphError,
+    VerificationError,
+    first_line,
+    is_out_of_memory,
+    no_room,
+)
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
@@ -75,7 +82,13 @@ class CapturedUpdate(Region[Hashable, Plan]):
             self._context.messages.note(f"the optimizer step runs eagerly: {said}")
         if obstacle is not None:
             return
-        made = CapturableOptimizer(self.optimizer, module.device, kernel)
+        try:
+            made = CapturableOptimizer(self.optimizer, module.device, kernel)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.refuse(no_room("A captured optimizer step", first_line(error)))
+            return
         self.capturable = made.announced(self._context.messages.runs_fused)
         groups = self.optimizer.param_groups
         self._parameters = [p for group in groups for p in group["params"]]

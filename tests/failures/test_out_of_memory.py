@@ -26,6 +26,8 @@ from lightning_graphs.lightning.strategy import NAMES
 from lightning_graphs.policy import worth as timing
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.exchange import bind, bound
+from lightning_graphs.regions import update
+from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.values.memory import OutputPlan
 from tests.failures.support import forwards_are_their_own
 from tests.pools import SharedPools
@@ -267,6 +269,31 @@ def test_out_of_memory_at_any_allocation(backend: str, tmp_path: Path, case: str
         assert len(statistics.fallbacks) <= 2, statistics.fallbacks
         assert_nothing_left(captured)
         forwards_are_their_own(captured.module)
+
+
+@pytest.mark.parametrize("case", ["modules", "auto, modules"])
+def test_an_optimizer_without_room_for_its_graph_steps_eagerly(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Also where submodules take over from whole steps, in the middle of a step."""
+
+    def short(*args: Any, **kwargs: Any) -> CapturableOptimizer:
+        with Allocations(0) as allocations, allocations.counting(True):
+            return CapturableOptimizer(*args, **kwargs)
+
+    monkeypatch.setattr(update, "CapturableOptimizer", short)
+    module, capture, _, _ = CASES[case]
+    eager = prepare(backend, tmp_path, False, module=module).run()
+    captured = prepare(
+        backend, tmp_path, True, module=module, capture={**capture, "on_failure": "eager"}
+    ).run()
+    compare(eager, captured, replayed=False)
+    statistics = captured.statistics
+    said = "the optimizer step runs eagerly: A captured optimizer step needs memory of its own"
+    assert statistics.fallbacks[-1].startswith(said)
+    assert statistics.replayed > 0
+    assert "step" not in vars(captured.trainer.optimizers[0])
+    assert_nothing_left(captured)
 
 
 class NoRoom(Net):
