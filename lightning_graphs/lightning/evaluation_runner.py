@@ -271,6 +271,7 @@ class EvaluationHandler(StrategyHandler):
         if beside is not None:
             recovery.lent = lambda: self._is_lent and bool(beside.held)
         self._open.callback(pool.close)
+        self._open.callback(self.assertions.release)
 
     def take_over(self, strategy: Strategy) -> None:
         """Exchange the strategy's method, also one that user code has set."""

@@ -127,6 +127,7 @@ def fit_context(
         pool.backend.synchronize,
         ranks,
     )
+    stack.callback(assertions.release)
 
     def may_save() -> bool:
         assertions.settle()

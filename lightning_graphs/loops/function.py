@@ -454,6 +454,7 @@ class Calls:
             ranks,
             updates=watch.optimizes_itself,
         )
+        self._open.callback(self._assertions.release)
         timed = pool.backend.name == "cuda"
         context = TrainingContext(
             module=self.program,

@@ -535,6 +535,10 @@ class OpenAssertions:
         room, self.room = self.room, None
         return Assertions(device, is_host, room)
 
+    def release(self) -> None:
+        """Release the room for the next graph, since there is none."""
+        self.room = None
+
     def settle(self) -> None:
         """Wait until the outcome of every replay is known.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import optim
 
 from lightning_graphs import GraphCapture
+from lightning_graphs.watch.assertions import Room
 from tests.training.fits import (
     Net,
     assert_nothing_left,
@@ -29,9 +31,21 @@ from tests.training.fits import (
 )
 
 
-def test_nothing_is_left_behind(backend: str, tmp_path: Path) -> None:
+def test_nothing_is_left_behind(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is memory for assertions of a next graph, before the trainer itself is collected."""
+    own, rooms = Room.on, []
+
+    def on(device: torch.device) -> Room:
+        room = own(device)
+        rooms.append(weakref.ref(room.holds))
+        return room
+
+    monkeypatch.setattr(Room, "on", on)
     _, captured = fit_twice(backend, tmp_path)
     assert_nothing_left(captured)
+    assert [room() for room in rooms] == [None, None]  # of training and of validation
 
 
 def test_what_a_user_has_exchanged_in_the_strategy_stays(backend: str, tmp_path: Path) -> None:
