@@ -155,7 +155,9 @@ def fits() -> dict[tuple[str, float], dict[str, Any]]:
     """By scope and cap what each fit gave; at ``("", 0.0)`` the one without the callback."""
     eager = elsewhere()
     kinds = [(scope, cap) for scope in SCOPES for cap in (0.0, *CAPS)]
-    with ThreadPoolExecutor(len(kinds)) as pool:
+    # The caps are the only limit: together they take half of what other processes leave free.
+    free, _ = torch.cuda.mem_get_info()
+    with ThreadPoolExecutor(max(1, free // (3 * eager["peak"]))) as pool:
         found = pool.map(lambda kind: elsewhere(kind[0], kind[1] * eager["peak"]), kinds)
         return {("", 0.0): eager, **dict(zip(kinds, found, strict=True))}
 
