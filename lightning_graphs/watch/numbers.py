@@ -135,6 +135,7 @@ class StepNumbers:
         self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self.refused: set[DrawingFunction] = set()  # those, where what they drew was refused
         self.are_places = False  # code asks for a bare number as an index
+        self.finds_places = False  # parts of tensors that move are indexed on the device
         self._read_only: list[tuple[str, Tensor, int]] = []
 
     # ------------------------------------------------------------------ what code gets
@@ -525,7 +526,7 @@ class Followed:
         self.caught: list[CaptureError] = []  # CUDA's refusals of operators, which code may catch
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
-        self._finds_places = False  # parts of tensors that move are indexed on the device
+        self._finds_places = False
         self._has_branched = False
         # Of the coming or the last capture
         self.numbers = StepNumbers(facts.reads, self._device)
@@ -556,6 +557,7 @@ class Followed:
             self.tracer.declines, tape = client.declines, self.tracer.tape
         self._knows = (lambda _: False) if tape is None else tape.knows
         self.numbers = StepNumbers(facts.reads, self._device, tape, self._could_follow)
+        self.numbers.finds_places = self._finds_places
         if buffers := [(f"self.{name}", buffer) for name, buffer in self._module.named_buffers()]:
             followed = facts.mirrors, held_numbers(buffers), self.numbers, self._require
             self._state = FollowedState(*followed, is_synced=client.ddp is not None)

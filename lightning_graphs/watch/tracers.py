@@ -217,6 +217,7 @@ def present(value: Any) -> Any:
 # ------------------ Numbers that are followed
 
 _LONGEST = 1000  # characters of an expression; loops make longer ones
+_FEW = 8  # values of a number, of which each may have a graph
 _PLAIN = (int, float, bool)
 
 
@@ -238,6 +239,7 @@ class ScalarTracer(Tracer):
         super().__init__(name, read, nothing)
         self.numbers, self.name, self.value = numbers, name, value
         self.lasts, self.obstacle = lasts, obstacle
+        self.comes_back = False  # it has few values, such as batch_idx % 2: a guard for each
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -306,7 +308,8 @@ class ScalarTracer(Tracer):
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
         """Apply a function to the bare value, for code that cannot be traced."""
         self.numbers.are_places |= function is operator.index
-        if not self.lasts:
+        is_place = function is operator.index and not self.numbers.finds_places
+        if not self.lasts and (is_place or not self.comes_back):
             self.refuse()
             return function(self.value, *args)
         if self.obstacle is DRAWN:
@@ -333,7 +336,13 @@ class ScalarTracer(Tracer):
         read, value = self.follow(function, *operands)
         lasts, obstacle = all(n.lasts for n in numbers), _obstacle_of(numbers)
         kind = self.numbers.kind_of(value)
-        return kind(self.numbers, name, read, value, lasts, obstacle) if kind else value
+        if not kind:
+            return value
+        found = kind(self.numbers, name, read, value, lasts, obstacle)
+        is_residue = function is operator.mod and type(operands[1]) is int
+        found.comes_back = is_residue and 0 < operands[1] <= _FEW
+        found.comes_back |= all(number.comes_back for number in numbers)
+        return found
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
         """Return a function's value to Python, as a guard."""

@@ -293,7 +293,7 @@ def as_text(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 
 def indexed(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    return self.loss(batch) * [1.0, 2.0][self.global_step % 2]
+    return self.loss(batch) * [1.0, 2.0, 1.5, 0.5, 1.0, 2.0, 1.5, 0.5, 1.0][self.global_step % 9]
 
 
 def raised(self: Any, batch: Batch, batch_idx: int) -> Tensor:
@@ -329,7 +329,7 @@ class Stored(Moving):
 
 REFUSED = {
     as_text: "batch_idx is read at .*float",
-    indexed: "trainer.global_step % 2 is read at",
+    indexed: "trainer.global_step % 9 is read at",
     raised: r"trainer.global_step.* is read at",
     smoothed: "trainer.global_step is read at .*label_smoothing",
     writes_an_entry: "an index into a tensor that the step writes, is used at .*add_",
@@ -340,6 +340,16 @@ REFUSED = {
 def overrides_log(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     self.log("index", float(batch_idx))
     return self.loss(batch)
+
+
+def in_turn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """Layers, names and numbers of loops in turn: a graph for each."""
+    layer = [self.net[0], self.net[0]][batch_idx % 2]
+    x = batch["x"]
+    for _ in range(1 + self.global_step % 2):
+        x = x * 1.25
+    self.log(f"of {batch_idx % 2}", layer(x).square().mean())
+    return nn.functional.cross_entropy(self.net(x), batch["y"]) * (0.5, 2.0)[batch_idx % 2]
 
 
 class Overriding(Moving):
@@ -377,6 +387,7 @@ ROWS = (
         Moving, annealed, tempered, also="by threes; float64; bf16; bf16-true", **FACTOR
     )
     | stepping(Moving, all_operators, also="by threes; float64; bf16", **FACTOR)
+    | stepping(Moving, in_turn, max_epochs=4, graphs=2, replayed=13)
     | stepping(Moving, decays, around=scheduling, max_epochs=4, graphs=1)
     | stepping(Moving, drawn, max_epochs=3)
     | stepping(Moving, stores)

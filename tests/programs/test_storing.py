@@ -724,7 +724,7 @@ class Indexing(Weighted):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
-        return self.loss(batch) * [1.0, 2.0][self.steps % 2]
+        return self.loss(batch) * [1.0, 2.0, 1.5, 0.5, 1.0, 2.0, 1.5, 0.5, 1.0][self.steps % 9]
 
 
 class Averaged(Outputs):
@@ -809,7 +809,7 @@ ROWS = (
     | table(Weighted, Annealed, WithNumbers, also="verified", **USUAL)
     | table(Clipped, graphs=1, below="", validation=0)
     | table(
-        each={Indexing: r"\(self.steps \+ 1\) % 2 is read at"},
+        each={Indexing: r"\(self.steps \+ 1\) % 9 is read at"},
         found="line", data=lambda: batches(12), validation=0,
     )
     | table(each={Objects: "self.found"}, data=lambda: batches(12), validation=0)
