@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
-from lightning_graphs.device.rules import are_noted
+from lightning_graphs.device.rules import AFTERMATH, are_noted
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn, defragment
 from lightning_graphs.private.engine import hides_memory, local, plain
@@ -201,6 +201,16 @@ def _are_alike(parameters: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         for parameter, *both in zip(parameters, *strides, strict=True)
         for n, mine, theirs in zip(parameter.shape, *both, strict=True)
     )
+
+
+def _is_refusal(error: RuntimeError) -> bool:
+    """Whether CUDA, or a rule ahead of it, has refused what a captured step does.
+
+    Of errors of other classes the next attempt to capture learns, and of those before the step.
+    """
+    if isinstance(error, GraphError):
+        return type(error) is CaptureError
+    return not is_out_of_memory(error) and AFTERMATH not in str(error)
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
@@ -383,7 +393,12 @@ class CapturableOptimizer:
                 with torch.enable_grad():
                     returned = closure()
             with self._flags_exchanged() as is_as_captured:
-                taken()
+                try:
+                    taken()
+                except RuntimeError as error:
+                    if is_current_stream_capturing() and _is_refusal(error):
+                        raise self._refused(why_failed(self.optimizer, error)) from error
+                    raise
             if not is_as_captured:  # what it has made may be laid out as a gradient was
                 self._convert_state()
             self.has_stepped = True
@@ -419,7 +434,8 @@ class CapturableOptimizer:
         if why := _on_host(self.optimizer, self._device.type, self.follows):
             raise self._following(numbers_of(self.optimizer, holds_number), why)
         follows = self.follows
-        if self._may_follow and self._device.type == "cpu" and are_noted():  # reads are no errors
+        if self._may_follow and are_noted() and not is_scaled(self.optimizer):
+            # Reads are no errors then, by which a capture would learn to follow these
             follows = follows.union(numbers_of(self.optimizer, holds_number))
         self.counters = counters = Counters(self.optimizer, follows, self._number)
         try:

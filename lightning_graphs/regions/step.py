@@ -47,7 +47,7 @@ from lightning_graphs.regions.conditions import (
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
 from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
-from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
+from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
 from lightning_graphs.regions.plan import (
     BatchGradients,
@@ -282,7 +282,8 @@ class Attempts(StepBody):
             return Outcome.LEARNED
         if isinstance(error, ArenaFull) or self._learns() or self.client.learns():
             return Outcome.LEARNED
-        if isinstance(error, LeftBehindError):
+        follows = isinstance(error, UpdateRefused) and error.may_succeed
+        if follows or isinstance(error, LeftBehindError):
             return Outcome.REFUSED
         if not (facts.has_host_program or compiled):
             facts.has_host_program = True

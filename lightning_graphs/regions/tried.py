@@ -427,7 +427,8 @@ class HostState:
     """What an optimizer has on the host: values in its state, groups and attributes, CPU tensors.
 
     Those of optimizers that it wraps count, too. Tensors of a CPU count only where parameters are
-    elsewhere.
+    elsewhere. Copies of these, and comparisons with them, are no part of the captured step: what
+    records that sees none.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -444,7 +445,8 @@ class HostState:
         # Those whose values nothing finds, which no comparison could put back
         self.hidden = [tensor for tensor in tensors if hides_memory(tensor)]
         here = (v for v in tensors if v.device.type == "cpu" != device.type)
-        self._known = [(tensor, tensor.clone()) for tensor in here]
+        with out_of_sight():
+            self._known = [(tensor, tensor.clone()) for tensor in here]
 
     def _tensors(self) -> Iterator[Tensor]:
         held = chain.from_iterable(table.values() for table in self._tables)
@@ -454,11 +456,13 @@ class HostState:
         """List the names of what has another value now."""
         found = list(self._values.changes())
         names = {str(c.key) if c.key is not Absence.ABSENT else c.name for c in found}
-        changed = {id(tensor) for tensor, was in self._known if not torch.equal(tensor, was)}
+        with out_of_sight():
+            changed = {id(tensor) for tensor, was in self._known if not torch.equal(tensor, was)}
         names |= {str(k) for table in self._tables for k, v in table.items() if id(v) in changed}
         return sorted(names)
 
     def restore(self) -> None:
         self._values.restore()
-        for tensor, was in self._known:
-            tensor.copy_(was)
+        with out_of_sight(), torch.no_grad():
+            for tensor, was in self._known:
+                tensor.copy_(was)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn, optim
 
 from lightning_graphs import capture
+from lightning_graphs.device.trace import OperatorsSeen
+from lightning_graphs.regions.tried import HostState
 from tests.training.equal.test_optimizers import RATE, Own, in_scope, lion, muon
 from tests.training.fits import Net, compare, prepare
 
@@ -366,3 +368,47 @@ def test_counters_in_tensors_of_a_plain_loop(backend: str, kind: Any) -> None:
         found.append((torch.stack(losses), *optimizer.state_dict()["state"][1].values()))
     is_own = backend == "emulated" or kind is optim.Adagrad  # NAdam has its capturable form else
     assert not is_own or all(map(torch.equal, *found))
+
+
+def test_what_a_step_has_on_the_host_is_put_back_out_of_sight() -> None:
+    """As on a GPU, where what records the host's half would refuse the copies, or repeat them."""
+    net = nn.Linear(8, 1)
+    optimizer = optim.Adagrad(net.parameters())
+    step = optimizer.state[net.weight]["step"]
+    seen: list[Any] = []
+    with OperatorsSeen(lambda call, result: seen.append(call.func)):
+        before = HostState(optimizer, torch.device("cuda"))
+        assert before.moved() == []
+        step.add_(1)
+        assert before.moved() == ["step"]
+        before.restore()
+    assert (step.item(), seen) == (0, [torch.ops.aten.add_.Tensor])
+
+
+@pytest.mark.filterwarnings("ignore:.*the optimizer step runs eagerly. AdamW")
+def test_a_step_of_a_plain_loop_that_reads_is_left_behind_the_graph(backend: str) -> None:
+    """Also where the optimizer itself would have run its fused kernel in the graph."""
+    device = torch.device("cuda" if backend == "cuda" else "cpu")
+    found = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 1).to(device)
+        optimizer: Any = optim.AdamW(net.parameters(), lr=RATE, fused=True)
+        norms: list[float] = []
+
+        def stepped(own: Any = optimizer.step, net: Any = net, norms: Any = norms) -> Any:
+            norms.append(net.weight.grad.norm().item())
+            return own()
+
+        optimizer.step = stepped
+        step: Any = loop(optimizer, net)
+        if is_captured:
+            step = capture(step, net, optimizer, backend=backend, only_if_faster=False)
+        data = torch.Generator().manual_seed(1)
+        losses = [step(torch.randn(4, 8, generator=data).to(device)) for _ in range(16)]
+        found.append((torch.stack(losses), torch.tensor(norms), net.weight.detach()))
+    assert step.report.replayed > 5
+    (said,) = step.report.fallbacks
+    line = r"AdamW: .*test_brought_optimizers.py:\d+ in stepped"
+    assert re.search(line if backend == "emulated" else "AdamW: ", said)
+    assert all(map(torch.equal, *found))

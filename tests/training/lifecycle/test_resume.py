@@ -69,7 +69,8 @@ def test_resume_has_the_same_trajectory(
     )  # fmt: skip
     assert counters(resumed.trainer) == counters(whole.trainer)
     if then:
-        assert resumed.statistics.replayed > 10
+        # Of two learning rates: constants of a graph where no fused kernel reads them
+        assert resumed.statistics.replayed >= (10 if name == "Adagrad" else 15)
 
 
 class Saving(Trace):
