@@ -25,6 +25,7 @@ from lightning_graphs.lightning.private import (
     ResultTables,
     batch_size_of,
     begin_logs,
+    beginning_of,
     bound_log_redirected,
     present_hook,
     present_results,
@@ -120,6 +121,7 @@ class _LogCall:
 
     def __post_init__(self) -> None:
         self._results = present_results(self.module.trainer)
+        self._begins = beginning_of(self.module.trainer)
         self._hook = present_hook(self.module)  # also while it is logged again
         self._key = result_key(self.module.trainer, self.name, self.options)
         self._size: Any = None
@@ -136,7 +138,7 @@ class _LogCall:
             with within_hook(self.module, self._hook):
                 self.base(self.name, value, **self.options)
             return None
-        if entry.has_reset:
+        if entry.has_reset or self._begins():  # each turn of a method resets its entries then
             begin_logs(self.module.trainer, results, self._hook)
         if size is None:
             size = batch_size_of(results, entry, self.options.get("batch_size"))
@@ -176,6 +178,7 @@ class LogUpdate:
         self.rest: list[LateCall | _LogCall] = []  # what is made by itself nevertheless
         self._calls = [*calls]
         self._sizes: list[int] = []
+        self._hooks = {call._hook for call in calls if isinstance(call, _LogCall)}
         logged = [call for call in calls if isinstance(call, _LogCall) and call.scalar]
         known = [call.scalar for call in logged if call.scalar is not None]
         keys = [key for key, _ in known]
@@ -196,14 +199,15 @@ class LogUpdate:
         if not are_same:
             return self._calls
         if any(map(tables.has_reset, entries)):
+            if len(self._hooks) > 1:  # methods that alternate
+                return self._calls
             self._begin_epoch(entries)
         self._update(tables)
         return self.rest
 
     def _begin_epoch(self, entries: Iterable[Any]) -> None:
-        results = present_results(self._trainer)
-        for hook in dict.fromkeys(entry.meta.fx for entry in entries):
-            begin_logs(self._trainer, results, hook)
+        (hook,) = self._hooks
+        begin_logs(self._trainer, present_results(self._trainer), hook)
         for entry in entries:
             entry.has_reset = False
 

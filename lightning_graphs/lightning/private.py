@@ -159,6 +159,14 @@ def begin_logs(trainer: Trainer, results: Any, hook: str | None) -> None:
     connector._current_fx = hook
 
 
+def beginning_of(trainer: Trainer) -> Callable[[], bool | None]:
+    """Return a test for the first batch of an epoch, where a method that logs resets its entries.
+
+    No public attribute says so. Fallback: the state of the entries.
+    """
+    return partial(getattr, trainer._logger_connector, "_first_loop_iter", False)
+
+
 class ResultTables:
     """Where Lightning keeps the results of several keys, so that one update serves all of them.
 

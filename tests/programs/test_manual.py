@@ -245,6 +245,14 @@ class Hooked(Gan):
                 parameter.grad.mul_(0.5)
 
 
+class InTurn(Hooked):
+    """Logs between its optimizer steps, too: each turn of a method begins an epoch anew."""
+
+    def take(self, optimizer: Any, loss: Tensor) -> None:
+        super().take(optimizer, loss)
+        self.log("taken", loss, on_step=True, on_epoch=True)
+
+
 class Mixing(Manual):
     """Computes on the host, too: a weight that NumPy draws, and a table."""
 
@@ -371,7 +379,7 @@ class Keeping(Manual):
 ROWS = (
     table(
         row(Gan, also="bf16; auto", graphs=1, check=lambda fit: fit.statistics.eager <= 5),
-        *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked),
+        *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked, InTurn),
         *(
             Torch,
             Counting,
