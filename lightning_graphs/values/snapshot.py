@@ -487,17 +487,18 @@ _NUMBERS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """View the storage of a tensor, with a version counter of its own: as a rule the tensor."""
+    """View the storage of a tensor by one reference, with a version counter of its own."""
     fills = tensor.nbytes == tensor.untyped_storage().nbytes() and tensor.is_contiguous()
     if fills and tensor.dtype in _NUMBERS and not tensor.is_inference():
-        return tensor.data.view(-1)
+        return tensor.data  # no view of that, a second reference: those of gradients are counted
     return bytes_of(tensor.untyped_storage())
 
 
 def _copied(views: list[Tensor], device: torch.device) -> list[Tensor]:
     """Copy storages to one piece of memory: many pieces take longer to get than to fill."""
     sizes = [*map(Tensor.numel, views)]
-    copies = list(torch.empty(sum(sizes), dtype=views[0].dtype, device=device).split(sizes))
+    parts = torch.empty(sum(sizes), dtype=views[0].dtype, device=device).split(sizes)
+    copies = [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
     if device == views[0].device:
         copy_all(copies, views)
     else:
