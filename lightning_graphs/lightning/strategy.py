@@ -197,16 +197,18 @@ class BatchTransfer:
         return build(moved)
 
     def on_host(self, tensor: Tensor) -> Tensor | None:
-        """Return the source of a tensor of the last batches; None if it was changed since.
+        """Return the source of a tensor of the last batches; None if it may have changed since.
 
-        A tensor that has stayed on the host is its own.
+        A tensor that has stayed on the host is its own. One that was made in inference mode, as
+        those of evaluations are, does not count its writes.
         """
         if tensor.device.type == "cpu":
             return tensor
         for copied in self._copied:
             for moved, source in copied:
-                if moved() is tensor and version_of(tensor) == 0:
-                    return source
+                if moved() is tensor:
+                    counts_writes = not tensor.is_inference()
+                    return source if counts_writes and version_of(tensor) == 0 else None
         return None
 
     def _long_way(self, steps: torch.cuda.Stream, batch: Any, *args: Any, **kwargs: Any) -> Any:
