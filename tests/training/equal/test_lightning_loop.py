@@ -65,6 +65,8 @@ class LoopTrace(Trace):
             trainer.optimizers[0].param_groups[0]["lr"],
         )
         if epoch_loop.batch_idx % 3 == 0:
+            if module.device.type == "cuda":  # the progress bar is a step behind till it is done
+                torch.cuda.synchronize(module.device)
             kinds = (trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics)
             more += tuple(map(dict, kinds))
         super().note(name, trainer, module, *values, *more)
