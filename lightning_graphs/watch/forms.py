@@ -413,6 +413,8 @@ def _takes_places(tensor: Tensor, parts: Sequence[Any], *value: Any) -> bool:
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if has_gradient or not _is_tensor(tensor) or len(parts) > tensor.dim():
         return False
+    if tensor.is_inference():  # nothing tells of writes to it
+        return False
     if any(t.device != tensor.device for t in tensors):
         return False
     if any(_is_number(new) and not _fits(tensor, new) for new in value):

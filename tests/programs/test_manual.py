@@ -379,7 +379,7 @@ class Keeping(Manual):
 ROWS = (
     table(
         row(Gan, also="bf16; auto", graphs=1, check=lambda fit: fit.statistics.eager <= 5),
-        *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked, InTurn),
+        *(Untoggled, ToggledLate, Penalized, Closures, Frozen, Hooked, row(InTurn)),
         *(
             Torch,
             Counting,
