@@ -324,23 +324,12 @@ def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
 
 
 def _indexed(function: Any, input: Any, index: Any) -> Form | None:
-    """Form of indexing a table: a copy of an entry, unless the table is written."""
+    """Form of indexing a table by a number alone, for which torch asks no function mode."""
     if not (_is_tensor(input) and input.dim() and _is_number(index)):
         return None
-    size, is_whole = len(input), type(index.value) is int
-    has_gradient = torch.is_grad_enabled() and input.requires_grad
-    if has_gradient or not (is_whole and -size <= index.value < size):
+    if not (_takes_places(input, (index,)) and -len(input) <= index.value < len(input)):
         return None
-
-    def entry(given: Numbers) -> Any:
-        if not (index >= -size and index < size):
-            index.refuse()
-        place = given.tensor_of(index % size, torch.int64)
-        found = input.index_select(0, place.reshape(1)).squeeze(0)
-        given.read_only(f"{index.name}, an index into a tensor that the step writes,", input, found)
-        return found
-
-    return entry
+    return lambda given: part_of(given, function, input, index)
 
 
 PARTS = frozenset({Tensor.__getitem__, Tensor.__setitem__})
@@ -370,11 +359,13 @@ def part_of(
         found = found.index_select(dim, places[dim].reshape(-1))
         places[dim] = slice(None) if isinstance(parts[dim], slice) else 0
     found = found[tuple(places)]
+    numbers = [(part.start, part.stop) if isinstance(part, slice) else part for part in parts]
     view = tensor[tuple(map(_now, parts))]
     if not view.is_contiguous():  # kernels add up in the order of strides
         like: dict[str, Any] = {"dtype": view.dtype, "device": view.device}
         found = torch.empty_strided(view.shape, view.stride(), **like).copy_(found)
-    given.read_only("a part that moves", tensor, found)
+    (name, *_) = (number.name for number in leaves_of(numbers, ScalarTracer))
+    given.read_only(f"{name}, an index into a tensor that the step writes,", tensor, found)
     return found
 
 
