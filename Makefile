@@ -51,7 +51,7 @@ bench: $(INSTALLED)
 	$(PY) benchmarks/core.py
 	$(PY) benchmarks/step.py
 	$(PY) benchmarks/whole_fits.py
-	$(PY) benchmarks/peers.py --json peers.json --markdown peers.md --plot peers.svg
+	$(PY) benchmarks/peers.py --json peers.json --plot peers.svg
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

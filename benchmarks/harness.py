@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 from lightning_graphs import core
 
+ALONGSIDE = ("transformers", "timm", "tensordict", "nemo_toolkit", "torchtitan")
+"""Packages whose version stands beside figures, where they are installed."""
 PEAK_LIMIT, LAST_THIRD_LIMIT = 1.35, 1.10  # of memory, over that of eager training
 
 
@@ -281,7 +283,6 @@ def about_environment() -> dict[str, str]:
     """Card, driver, versions and commit, to stand beside every figure."""
     has_gpu = torch.cuda.is_available()
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    commit = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     return {
         "card": torch.cuda.get_device_name() if has_gpu else "no GPU (rehearsal)",
         "driver": _first_line(asked) if has_gpu else "none",
@@ -289,8 +290,23 @@ def about_environment() -> dict[str, str]:
         "CUDA": str(torch.version.cuda),
         "lightning": version("lightning"),
         "Python": platform.python_version(),
-        "commit": _first_line(commit),
+        "commit": _commit(),
+        **{name: version(name) for name in ALONGSIDE if _is_installed(name)},
     }
+
+
+def _commit() -> str:
+    here = Path(__file__).parent
+    found = _first_line(["git", "-C", str(here), "rev-parse", "--short", "HEAD"])
+    exported = (here / "commit.txt").read_text().strip()  # ``git archive`` fills it in
+    return exported if found == "unknown" and not exported.startswith("$") else found
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
 
 
 def _first_line(command: Sequence[str]) -> str:

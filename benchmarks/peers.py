@@ -1,58 +1,65 @@
 """Each way to make a training step faster, next to ``GraphCapture``: milliseconds a step.
 
 All train one model from one seed on the same batches, bf16-mixed with fused AdamW. Under Lightning:
-eager, ``torch.compile`` in its modes, and ``GraphCapture`` in its scopes, also on a compiled model.
-In a loop without a Trainer: torch's ``make_graphed_callables``, a graph of the whole step written
-by hand, and ``CudaGraphModule`` of tensordict, if that is installed. The floor is the graph of
-``GraphCapture``, replayed back to back.
+eager, ``torch.compile`` in its modes, NeMo's ``CUDAGraphCallback``, and ``GraphCapture`` in its
+scopes, also in two streams, also on a compiled model. In a loop without a Trainer (``others.py``):
+torch's ``make_graphed_callables``, a graph of the whole step written by hand, tensordict's
+``CudaGraphModule``, and torchtitan's wrapper. Libraries that are not installed take no part. The
+floor is the graph of ``GraphCapture``, replayed back to back.
 
-Each row is measured in one process, one fit after the other: ten steps and more to warm up, then
-blocks of 20 steps (``step.py`` says how they are timed). The fastest block counts. The losses of
-the first steps stand beside each figure: ``equal`` to those of eager training under Lightning to
-the last bit, ``close`` (within 5e-3), or ``other``, as where warm-up draws other random numbers.
-Those of compiled models, which draw in another way, are compared with ``torch.compile``.
+Each row is measured in one process, one fit after the other: 30 steps to warm up, then blocks of
+20 steps (``step.py`` says how they are timed). The fastest block counts. The losses of the first 50
+steps stand beside each figure: ``equal`` to those of eager training under Lightning to the last
+bit, or by how much they differ. Those of compiled models, whose kernels round and draw in other
+ways, are compared with those of ``torch.compile``.
 
-A name with a batch size, ``gpt2@8``, is a row of the sweep, which shows where graphs stop paying.
+``gpt2 sweep`` trains batches of 1 to 128, eagerly and captured: where do graphs stop paying?
 
-    python benchmarks/peers.py [--rows mlp,gpt2,llama,bert,vit,resnet50] [--sweep gpt2,mlp]
-        [--peers lightning,step] [--json PATH] [--markdown PATH] [--plot PATH]
+    python benchmarks/peers.py [--rows mlp,gpt2,llama,bert,vit,resnet50,convnext,unet]
+        [--sweep gpt2,vit] [--peers "lightning;step"] [--seconds 100] [--json PATH]
+        [--pages README.md benchmarks/README.md] [--plot PATH]
 
-``--from PATH`` reads the figures of an earlier run in place of measuring.
+What is known is written at once, after each fit; no fit begins after ``--seconds``. ``--from``
+reads figures of earlier runs in place of measuring; ``--pages`` puts tables between the marks of
+pages, and ``--plot`` draws them. All that the documentation quotes is made by
+
+    python benchmarks/peers.py --from benchmarks/peers.json --quote
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
+import others
 import step
 import torch
-from harness import Lab, Row, gpu_time, measured_rows, verdict_of
-from lightning.pytorch import seed_everything
-from step import LOSSES_DIFFER, TIMED, WARMUP, be_quiet, whole_steps
-from torch import Tensor
+from harness import Lab, Row, about_environment, measured_rows, verdict_of
+from others import Figures
+from step import LOSSES_DIFFER, be_quiet, soon, whole_steps
 
 from lightning_graphs import GraphCapture
 
-BLOCKS = 4
+BLOCKS, BLOCKS_OF_SWEEP = 3, 2
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
-SWEPT = ("lightning", "step", "floor")
+SWEPT = ("lightning", "step")
 LIMITS = {
     "step": ("cudagraphs", 1.0),
     "step, compiled": ("reduce-overhead", 1.0),
 }
 """Of ours: the peer that it is compared with, and how much of its time it may take."""
+AHEAD = {"gpt2": 2.5, "llama": 2.5}
+"""How far ours on a compiled model is ahead of ``reduce-overhead``, at least."""
 
-Figures = dict[str, Any]
 
-
-# ------------------ Under Lightning
+# ------------------ Peers
 
 
 def in_trainer(
@@ -60,11 +67,13 @@ def in_trainer(
     size: int | None,
     lab: Lab,
     *,
+    blocks: int,
     graphs: Callable[[Lab], GraphCapture] | None = None,
     compiled: Mapping[str, Any] | None = None,
 ) -> Figures:
     made = None if graphs is None else graphs(lab)
-    return step.fit(row, made, compiled=compiled, bar=False, lab=lab, size=size, blocks=BLOCKS)
+    how: Mapping[str, Any] = {"bar": False, "lab": lab, "size": size, "blocks": blocks}
+    return step.fit(row, made, compiled=compiled, **how)
 
 
 def modules(lab: Lab) -> GraphCapture:
@@ -72,266 +81,348 @@ def modules(lab: Lab) -> GraphCapture:
     return GraphCapture(scope="modules", only_if_faster=False, backend=backend)
 
 
-# ------------------ In a loop without a Trainer
+def two_streams(row: str, size: int | None, lab: Lab, *, blocks: int) -> Figures:
+    with soon():
+        return in_trainer(row, size, lab, blocks=blocks, graphs=partial(whole_steps, overlap=True))
 
 
-class Loop:
-    """What such a loop has: a model, its optimizer, and batches in pinned memory."""
-
-    def __init__(self, row: str, size: int | None, lab: Lab) -> None:
-        self.lab = lab
-        seed_everything(1, verbose=False)
-        net, batch = step.workload(row, size, lab)
-        self.items = [batch() for _ in range(4)]
-        if not lab.dry:
-            self.items = [tuple(t.pin_memory() for t in item) for item in self.items]
-        self.net = net.to(lab.device).train()
-        self.optimizer = torch.optim.AdamW(
-            self.net.parameters(), lr=2.0**-13, fused=True, capturable=not lab.dry
-        )
-        self.loss = self.net
-
-    def here(self, batch: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(t.to(self.lab.device, non_blocking=True) for t in batch)
-
-    def body(self, *batch: Tensor) -> Tensor:
-        """Train on a batch that is on the device."""
-        with torch.autocast(self.lab.device.type, torch.bfloat16, cache_enabled=False):
-            loss: Tensor = self.loss(*batch)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        return loss.detach()
-
-    def graphed_callables(self) -> Callable[..., Tensor]:
-        sample = self.here(self.items[0])
-        with torch.autocast(self.lab.device.type, torch.bfloat16, cache_enabled=False):
-            self.loss = self.lab.theirs.callables(self.net, sample, None)
-        return lambda *batch: self.body(*self.here(batch))
-
-    def whole_graph(self) -> Callable[..., Tensor]:
-        inputs = [t.clone() for t in self.here(self.items[0])]
-        graph, calls = self.lab.theirs.new_graph(), count()
-        loss = torch.empty(0)
-
-        def train(*batch: Tensor) -> Tensor:
-            nonlocal loss
-            for static, tensor in zip(inputs, batch, strict=True):
-                static.copy_(tensor, non_blocking=True)
-            number = next(calls)
-            if number < 3:
-                with self.lab.side_stream():
-                    return self.body(*inputs)
-            if number == 3:
-                self.optimizer.zero_grad()
-                with self.lab.theirs.capture(graph):
-                    loss = self.body(*inputs)
-            graph.replay()
-            return loss.clone()
-
-        return train
-
-    def graph_module(self) -> Callable[..., Tensor]:
-        from tensordict.nn import CudaGraphModule
-
-        train = CudaGraphModule(self.body, warmup=3)
-        return lambda *batch: train(*self.here(batch))
-
-
-def in_loop(row: str, size: int | None, lab: Lab, *, how: str) -> Figures:
-    loop = Loop(row, size, lab)
-    with gpu_time(alone=True):
-        lab.clean()
-        train = getattr(loop, how)()
-        losses, blocks = [], []
-        for batch in islice(cycle(loop.items), WARMUP):
-            losses.append(train(*batch).clone())
-        for _ in range(BLOCKS):
-            batches = list(islice(cycle(loop.items), WARMUP % 4, WARMUP % 4 + TIMED))
-            losses.append(train(*batches[0]).clone())
-            first = lab.moment()
-            losses += [train(*batch) for batch in batches[1:]]
-            blocks.append(lab.milliseconds(first, lab.moment()) / (TIMED - 1))
-    return {"ms": min(blocks), "losses": torch.stack(losses).tolist()}
-
-
-# ------------------ Peers
-
-Peer = Callable[[str, int | None, Lab], Figures]
-
-_OTHER_KERNELS = ("compile", "step, compiled", "reduce-overhead", "max-autotune")
+Peer = Callable[..., Figures]
 PEERS: dict[str, Peer] = {  # compiled ones last: compiling leaves much behind in a process
     "lightning": in_trainer,
     "step": partial(in_trainer, graphs=whole_steps),
+    "two streams": two_streams,
     "modules": partial(in_trainer, graphs=modules),
-    "make_graphed_callables": partial(in_loop, how="graphed_callables"),
-    "whole-step graph": partial(in_loop, how="whole_graph"),
-    "CudaGraphModule": partial(in_loop, how="graph_module"),
+    "nemo": others.nemo,
+    "make_graphed_callables": partial(others.in_loop, how="graphed_callables"),
+    "whole-step graph": partial(others.in_loop, how="whole_graph"),
+    "CudaGraphModule": partial(others.in_loop, how="graph_module"),
+    "torchtitan": partial(others.in_loop, how="titan"),
+    "cudagraphs": partial(in_trainer, compiled={"backend": "cudagraphs"}),
     "compile": partial(in_trainer, compiled={}),
     "step, compiled": partial(in_trainer, graphs=whole_steps, compiled={}),
     "reduce-overhead": partial(in_trainer, compiled={"mode": "reduce-overhead"}),
-    "cudagraphs": partial(in_trainer, compiled={"backend": "cudagraphs"}),
     "max-autotune": partial(in_trainer, compiled={"mode": "max-autotune"}),
 }
-HEADINGS = {
-    "lightning": "Lightning",
-    "compile": "`torch.compile`",
-    "cudagraphs": '`backend="cudagraphs"`',
-    "reduce-overhead": "`reduce-overhead`",
-    "max-autotune": "`max-autotune`",
-    "make_graphed_callables": "`make_graphed_callables`, loop",
-    "whole-step graph": "whole-step graph, loop",
-    "CudaGraphModule": "`CudaGraphModule`, loop",
-    "modules": '`scope="modules"`',
-    "step": "`GraphCapture`",
-    "floor": "its floor",
-    "step, compiled": "on `torch.compile`",
-    "floor, compiled": "its floor",
-}
+COMPILED = ("compile", "step, compiled", "reduce-overhead", "max-autotune")
+FLOORS = {"step": "floor", "step, compiled": "floor, compiled"}
 
 
-def measure(name: str, lab: Lab, peers: Sequence[str]) -> Figures:
-    """Measure all peers of one row."""
-    row, _, given = name.partition("@")
-    size = int(given) if given else None
+def measure(name: str, lab: Lab, options: argparse.Namespace) -> Figures:
+    """Measure all peers of one row, and write what is known after each."""
+    row, _, swept = name.partition(" ")
     found: dict[str, Figures] = {}
-    known: dict[bool, Sequence[float]] = {}  # losses of the first one, eager and compiled
-    for peer in peers:
-        if (given and peer not in SWEPT) or peer.startswith("floor"):
-            continue
-        try:
-            found[peer] = PEERS[peer](row, size, lab)
-        except ImportError as error:
-            found[peer] = {"error": str(error)}
-        except Exception as error:
-            found[peer] = {"error": f"{type(error).__name__}: {error}"[:400]}
+    result: Figures = {"row": name, "about": about_environment(), "peers": found, "verdict": ""}
+    until = options.began + options.seconds
+    if swept:
+        result["sizes"] = {}
+    for size in options.sizes if swept else [None]:
+        known: dict[bool, Sequence[float]] = {}  # losses of the first one, eager and compiled
+        if swept:
+            found = result["sizes"][str(size)] = {}
+        for peer in SWEPT if swept else options.peers:
+            if time.monotonic() > until:
+                continue
+            found[peer] = _measured(peer, row, size, lab)
+            losses = found[peer].pop("losses", ())
+            found[peer] |= compared(known.setdefault(peer in COMPILED, losses), losses)
+            shown = f"{name}{f' {size}' * bool(swept)}: {peer} {_shown(found[peer])}"
+            print(f"[{time.monotonic() - options.began:5.1f}] {shown}", file=sys.stderr, flush=True)
+            result["verdict"] = verdict_of(rows_of(row, found, lab))
+            if options.json:
+                options.json.write_text(json.dumps({"rows": [result]}, indent=1))
+    return result
+
+
+def _measured(peer: str, row: str, size: int | None, lab: Lab) -> Figures:
+    """Measure one peer: what came of it, or why nothing did."""
+    blocks = BLOCKS if size is None else BLOCKS_OF_SWEEP
+    began = time.monotonic()
+    try:
+        one = PEERS[peer](row, size, lab, blocks=blocks)
+    except ImportError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
         torch._dynamo.reset()
-        losses = found[peer].pop("losses", ())
-        others = known.setdefault(peer in _OTHER_KERNELS, losses)
-        found[peer]["losses_are"] = compared(others, losses)
-        print(f"{name}: {peer} {_shown(found[peer])}", file=sys.stderr, flush=True)
-    for peer in ("step", "step, compiled"):
-        if "ms" in found.get(peer, ()):
-            found[peer.replace("step", "floor")] = {"ms": found[peer]["floor"]}
-    rows = [_row(ours, other, limit, found, lab) for ours, (other, limit) in LIMITS.items()]
-    return {"row": name, "peers": found, "verdict": verdict_of([r for r in rows if r is not None])}
+    kept = {name: one[name] for name in ("ms", "losses", "peak") if name in one}
+    if one.get("floor"):
+        kept["floor"] = one["floor"]
+    return {**kept, "seconds": time.monotonic() - began}
 
 
-def _row(ours: str, other: str, limit: float, found: Mapping[str, Figures], lab: Lab) -> Row | None:
-    if ours not in found:
-        return None
-    is_known = "ms" in found[ours] and "ms" in found.get(other, ()) and not lab.dry
-    figure = found[ours]["ms"] / found[other]["ms"] if is_known else float("nan")
-    correct = "ms" in found[ours] and found[ours]["losses_are"] != "other"
-    return Row(f"{ours} to {other}", figure, "x", limit, correct)
-
-
-def compared(known: Sequence[float], losses: Sequence[float]) -> str:
-    """Say how losses compare with known ones; empty if either are missing."""
+def compared(known: Sequence[float], losses: Sequence[float]) -> Figures:
+    """Say how losses compare with known ones; nothing if either are missing."""
     pairs = list(zip(known, losses, strict=False))
     if not pairs:
-        return ""
+        return {}
     if all(a == b for a, b in pairs):
-        return "equal"
-    return "close" if max(abs(a - b) for a, b in pairs) <= LOSSES_DIFFER else "other"
+        return {"losses": "equal"}
+    apart = max(math.inf if a != a or b != b else abs(a - b) for a, b in pairs)
+    return {"losses": "close" if apart <= LOSSES_DIFFER else "other", "apart": apart}
+
+
+def rows_of(row: str, found: Mapping[str, Figures], lab: Lab) -> list[Row]:
+    """What is compared of the peers of a row, as far as it is known."""
+    made = []
+    for ours, (other, limit) in LIMITS.items():
+        if ours not in found:
+            continue
+        if ours == "step, compiled":
+            limit = 1 / AHEAD.get(row, 1 / limit)
+        is_known = "ms" in found[ours] and "ms" in found.get(other, ()) and not lab.dry
+        figure = found[ours]["ms"] / found[other]["ms"] if is_known else float("nan")
+        correct = "ms" in found[ours] and found[ours].get("losses") != "other"
+        made.append(Row(f"{ours} to {other}", figure, "x", limit, correct))
+    return made
 
 
 def line(found: Figures) -> str:
     """Tell in words what is printed of a row."""
     if "error" in found:
         return f"{found['row']:>12}: {found['verdict']}\n{found['error']}"
-    shown = [f"{name} {_shown(figures)}" for name, figures in found["peers"].items()]
+    of = {"": found["peers"]} | {f"{n}: ": peers for n, peers in found.get("sizes", {}).items()}
+    shown = [f"{n}{p} {_shown(one)}" for n, peers in of.items() for p, one in peers.items()]
     return f"{found['row']:>12}: {found['verdict']}: {', '.join(shown)}"
 
 
 def _shown(figures: Figures) -> str:
     if "ms" not in figures:
         return f"- ({figures['error']})"
-    return " ".join([f"{figures['ms']:.3f}", figures.get("losses_are", "")]).strip()
+    words = [f"{figures['ms']:.3f}"]
+    words += [f"floor {figures['floor']:.3f}"] if "floor" in figures else []
+    words += [figures.get("losses", ""), f"{figures['apart']:.1e}" if "apart" in figures else ""]
+    return " ".join([word for word in words if word] + [f"({figures['seconds']:.0f} s)"])
 
 
 # ------------------ Results
 
+HEADINGS = {
+    "lightning": "Lightning, eager",
+    "compile": "`torch.compile`",
+    "cudagraphs": '`torch.compile(backend="cudagraphs")`',
+    "reduce-overhead": '`torch.compile(mode="reduce-overhead")`',
+    "max-autotune": '`torch.compile(mode="max-autotune")`',
+    "nemo": "NeMo's `CUDAGraphCallback`",
+    "make_graphed_callables": "`torch.cuda.make_graphed_callables`, loop",
+    "torchtitan": "torchtitan's `CUDAGraphWrapper`, loop",
+    "CudaGraphModule": "tensordict's `CudaGraphModule`, loop",
+    "whole-step graph": "whole-step graph by hand, loop",
+    "modules": '`GraphCapture(scope="modules")`',
+    "step": "`GraphCapture()`, one stream",
+    "floor": "its floor",
+    "two streams": "`GraphCapture()`, two streams",
+    "step, compiled": "`GraphCapture()` on `torch.compile`",
+    "floor, compiled": "its floor",
+}
+MODELS = {
+    "mlp": "MLP 12x512, batch 256",
+    "gpt2": "GPT-2 12x384, 4x256 tokens",
+    "llama": "Llama 10x256, 4x256 tokens",
+    "bert": "BERT-base, 16x128 tokens",
+    "vit": "ViT-tiny, 32x3x224x224",
+    "resnet50": "ResNet-50, 32x3x64x64",
+    "convnext": "ConvNeXt-tiny, 32x3x64x64",
+    "unet": "diffusion U-Net, 16x3x32x32",
+}
+ROOT = Path(__file__).parents[1]
+QUOTING = ("README.md", "benchmarks/README.md", "docs/migration.md", "docs/profiling.md")
+PICTURE = "docs/assets/peers.svg"
+Rows = Mapping[str, Mapping[str, Any]]
 
-def markdown(result: Mapping[str, Any]) -> str:
-    """Make a table of the rows, and one of the sweep."""
-    rows = {found["row"]: found["peers"] for found in result["rows"] if "peers" in found}
-    about = ", ".join(f"{name} {value}" for name, value in result["about"].items())
-    tables = [f"Milliseconds a step. {about}."]
-    for is_swept in (False, True):
-        mine = {name: peers for name, peers in rows.items() if ("@" in name) is is_swept}
-        used = [p for p in HEADINGS if any("ms" in peers.get(p, ()) for peers in mine.values())]
-        if not mine:
-            continue
-        lines = [["row", *(HEADINGS[peer] for peer in used)], ["---"] * (len(used) + 1)]
-        for name, peers in mine.items():
-            lines.append([name, *(_cell(peers.get(peer, {})) for peer in used)])
-        tables.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
-    return "\n\n".join(tables) + "\n"
+
+def by_name(rows: Sequence[Mapping[str, Any]]) -> Rows:
+    """Rows that have figures, in the order of the models; of some of one name, the last."""
+    known = {row["row"]: row for row in rows if "peers" in row}
+    return {name: known[name] for name in sorted(known, key=_place)}
+
+
+def _place(name: str) -> tuple[bool, int]:
+    row, _, swept = name.partition(" ")
+    return bool(swept), [*MODELS, row].index(row)
+
+
+def about(rows: Rows) -> str:
+    """On what rows were measured, in words."""
+    together: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        said = ", ".join(f"{k} {v}" if k != "card" else v for k, v in row["about"].items())
+        together.setdefault(said, []).append(name)
+    if len(together) == 1:
+        return f"{next(iter(together))}."
+    return " ".join(f"{', '.join(names)}: {said}." for said, names in together.items())
+
+
+def table(rows: Rows) -> str:
+    """Make a table of milliseconds: ways down, models across."""
+    mine = {name: _with_floors(row["peers"]) for name, row in rows.items() if row["peers"]}
+    used = [p for p in HEADINGS if any("ms" in peers.get(p, ()) for peers in mine.values())]
+    lines = [["ms a step", *mine], ["---"] * (len(mine) + 1)]
+    lines += [[HEADINGS[p], *(_cell(peers.get(p, {})) for peers in mine.values())] for p in used]
+    return f"{_piped(lines)}\n\n{about({name: rows[name] for name in mine})}"
+
+
+def _with_floors(peers: Mapping[str, Figures]) -> Mapping[str, Figures]:
+    floors = {
+        f: {"ms": peers[p]["floor"]} for p, f in FLOORS.items() if "floor" in peers.get(p, ())
+    }
+    return {**peers, **floors}
 
 
 def _cell(figures: Figures) -> str:
     if "ms" not in figures:
         return ""
-    is_other = figures.get("losses_are") == "other"
-    return f"{figures['ms']:.3g}" + " (other losses)" * is_other
+    sign = {"close": " ≈", "other": " ≠"}.get(figures.get("losses", ""), "")
+    return f"{figures['ms']:.3g}{sign}"
 
 
-def plot(result: Mapping[str, Any], path: Path) -> None:
-    """Draw by how much steps are faster than eager ones, over the size of a batch."""
+def _piped(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def ratios(rows: Rows) -> str:
+    """Make a table of how many times slower than ours peers are."""
+    pairs = (("lightning", "step"), ("cudagraphs", "step"), ("reduce-overhead", "step, compiled"))
+    heads = (f"{HEADINGS[theirs]} over {HEADINGS[ours]}" for theirs, ours in pairs)
+    lines = [["", *heads], ["---"] * (len(pairs) + 1)]
+    for name, row in rows.items():
+        cells = [_ratio(row["peers"], *pair) for pair in pairs]
+        lines += [[MODELS.get(name, name), *cells]] if any(cells) else []
+    return _piped(lines)
+
+
+def _ratio(peers: Mapping[str, Figures], theirs: str, ours: str) -> str:
+    known = all("ms" in peers.get(peer, ()) for peer in (theirs, ours))
+    return f"{peers[theirs]['ms'] / peers[ours]['ms']:.2f}" if known else ""
+
+
+def gains(rows: Rows) -> dict[str, dict[int, float]]:
+    """Swept row -> size of a batch -> time of an eager step over that of a captured one."""
+    found: dict[str, dict[int, float]] = {}
+    for name, row in rows.items():
+        for size, peers in row.get("sizes", {}).items():
+            ratio = _ratio(peers, "lightning", "step")
+            if ratio:
+                found.setdefault(name.partition(" ")[0], {})[int(size)] = float(ratio)
+    return found
+
+
+def sweep(rows: Rows) -> str:
+    """Make a table of the gain over sizes of batches."""
+    found = gains(rows)
+    sizes = sorted({size for of in found.values() for size in of})
+    lines = [["eager over captured", *map(str, sizes)], ["---"] * (len(sizes) + 1)]
+    lines += [[n, *(f"{of[s]:.2f}" if s in of else "" for s in sizes)] for n, of in found.items()]
+    return f"{_piped(lines)}\n\n{about({n: row for n, row in rows.items() if 'sizes' in row})}"
+
+
+def bars(rows: Rows, width: int = 37) -> str:
+    """Draw eager and captured steps as text."""
+    mine = {n: row["peers"] for n, row in rows.items() if _ratio(row["peers"], *SWEPT)}
+    longest = max((peers["lightning"]["ms"] for peers in mine.values()), default=1.0)
+    lines = []
+    for name, peers in mine.items():
+        for peer, word in zip(SWEPT, ("eager", "graph"), strict=True):
+            ms = peers[peer]["ms"]
+            head = MODELS[name] if word == "eager" else ""
+            lines.append(f"{head:<27} {word} {'█' * max(1, round(ms / longest * width))} {ms:.3g}")
+    return "\n".join(["```text", "Trainer(callbacks=[GraphCapture()])", "", *lines, "```"])
+
+
+PARTS: dict[str, Callable[[Rows], str]] = {
+    "table": table,
+    "ratios": ratios,
+    "sweep": sweep,
+    "bars": bars,
+    "about": about,
+}
+
+
+def put_into(page: Path, rows: Rows) -> None:
+    """Write tables between the marks of a page, ``<!-- peers: table -->`` and its end."""
+    text = page.read_text(encoding="utf-8")
+    for part, make in PARTS.items():
+        begin, end = f"<!-- peers: {part} -->", f"<!-- end of peers: {part} -->"
+        if begin in text and end not in text:
+            raise SystemExit(f"{page} has {begin} without {end}")
+        if begin in text:
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}\n{make(rows)}\n{end}{rest.partition(end)[2]}"
+    page.write_text(text, encoding="utf-8")
+
+
+def plot(rows: Rows, path: Path) -> None:
+    """Draw how many times faster than eager Lightning each way is, and the sweep."""
+    import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    swept: dict[str, list[tuple[int, float]]] = {}
-    for found in result["rows"]:
-        name, _, size = found["row"].partition("@")
-        if size and all("ms" in found["peers"].get(peer, ()) for peer in ("lightning", "step")):
-            ms = [found["peers"][peer]["ms"] for peer in ("lightning", "step")]
-            swept.setdefault(name, []).append((int(size), ms[0] / ms[1]))
-    for name, points in swept.items():
-        sizes, gains = zip(*sorted(points), strict=True)
-        axes.plot(sizes, gains, marker="o", label=name)
-    axes.axhline(1.0, color="gray", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("batch size")
-    axes.set_ylabel("eager step / captured step")
-    axes.set_title(", ".join(map(str, list(result["about"].values())[:3])))
-    axes.legend()
-    figure.savefig(path)
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    mine = {n: row["peers"] for n, row in rows.items() if "ms" in row["peers"].get("lightning", ())}
+    shown = ("compile", "reduce-overhead", "whole-step graph", "step", "step, compiled")
+    for i, peer in enumerate(shown):
+        at = [(x, p) for x, p in enumerate(mine.values()) if "ms" in p.get(peer, ())]
+        heights = [peers["lightning"]["ms"] / peers[peer]["ms"] for _, peers in at]
+        label = HEADINGS[peer].replace("`", "")
+        left.bar([x + (i - 2) * 0.16 for x, _ in at], heights, 0.16, label=label)
+    left.axhline(1.0, color="gray", linewidth=1)
+    left.set_xticks(range(len(mine)), list(mine))
+    left.set_ylabel("eager step under Lightning / step")
+    left.legend(fontsize="small")
+    for name, of in gains(rows).items():
+        right.plot([*of], [*of.values()], marker="o", label=name)
+    right.axhline(1.0, color="gray", linewidth=1)
+    right.set_xscale("log", base=2)
+    right.set_ylim(bottom=0)
+    right.set_xlabel("size of a batch")
+    right.set_ylabel("eager step / captured step")
+    right.legend(fontsize="small")
+    cards = {row["about"]["card"] for row in rows.values()}
+    figure.suptitle(", ".join(sorted(cards)))
+    with matplotlib.rc_context({"svg.hashsalt": "peers"}):  # the same picture of the same figures
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", default="mlp,gpt2,llama,bert,vit,resnet50")
-    parser.add_argument("--sweep", default="gpt2,mlp", help="rows with many sizes of batches")
-    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    several: dict[str, Any] = {"type": lambda text: [name for name in text.split(",") if name]}
+    parser.add_argument("--rows", default=",".join(MODELS), **several)
+    parser.add_argument("--sweep", default="gpt2,vit", help="rows to try with sizes", **several)
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)), **several)
     parser.add_argument("--peers", default=";".join(PEERS), help="names, with semicolons between")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no fit of a row after it")
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write everything to this file")
-    parser.add_argument("--markdown", type=Path, help="write tables to this file")
-    parser.add_argument("--plot", type=Path, help="draw the sweep into this file (.svg, .png)")
-    parser.add_argument("--from", dest="given", type=Path, help="read an earlier run's --json")
+    parser.add_argument("--pages", type=Path, nargs="+", default=[], help="put tables into these")
+    parser.add_argument("--plot", type=Path, help="draw into this file (.svg, .png)")
+    parser.add_argument("--from", dest="given", type=Path, nargs="+", help="read earlier runs")
+    parser.add_argument("--quote", action="store_true", help="make all that is quoted")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     options = parser.parse_args(arguments)
-    result = json.loads(options.given.read_text()) if options.given else _measured(options)
+    options.began = time.monotonic()
+    flags = ["--peers", options.peers, "--sizes", ",".join(options.sizes)]
+    flags += ["--sweep", "", "--seconds", str(options.seconds), *["--tiny"] * options.tiny]
+    options.sizes, options.peers = [*map(int, options.sizes)], options.peers.split(";")
+    if options.given:
+        found = [row for path in options.given for row in json.loads(path.read_text())["rows"]]
+        result: Any = {"rows": [*by_name(found).values()]}
+    else:
+        result = _all_measured(options, flags)
     if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
-    if options.markdown:
-        options.markdown.write_text(markdown(result))
-    if options.plot:
-        plot(result, options.plot)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    rows = by_name(result["rows"])
+    for page in [*options.pages, *(ROOT / page for page in QUOTING if options.quote)]:
+        put_into(page, rows)
+    for path in [*[options.plot] * bool(options.plot), *[ROOT / PICTURE] * options.quote]:
+        plot(rows, path)
     return 0 if all(row["verdict"] == "PASS" for row in result["rows"]) else 1
 
 
-def _measured(options: argparse.Namespace) -> dict[str, Any]:
-    names = [name for name in options.rows.split(",") if name]
-    names += [f"{n}@{s}" for n in options.sweep.split(",") if n for s in options.sizes.split(",")]
+def _all_measured(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+    names = [*options.rows, *(f"{name} sweep" for name in options.sweep)]
     be_quiet()
     heading = "bf16-mixed, fused AdamW, one logged key, no progress bar"
-    flags = ["--peers", options.peers, "--sweep", "", *["--tiny"] * options.tiny]
-    here = partial(measure, lab=Lab(options.tiny), peers=options.peers.split(";"))
+    here = partial(measure, lab=Lab(options.tiny), options=options)
     return measured_rows(__file__, names, flags, here, line, heading, jobs=options.jobs)
 
 

@@ -60,7 +60,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from workloads import Classifier, Gpt2, Llama, Mlp, Transformer
+from workloads import Classifier, Denoiser, Gpt2, Llama, Mlp, Transformer
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.regions import overlapped
@@ -128,6 +128,17 @@ def vit(size: int = 32) -> Workload:
     return net, lambda: (torch.randn(size, 3, 224, 224), torch.randint(0, 100, (size,)))
 
 
+def convnext(size: int = 32) -> Workload:
+    import timm
+
+    net = Classifier(timm.create_model("convnext_tiny", num_classes=100))
+    return net, lambda: (torch.randn(size, 3, 64, 64), torch.randint(0, 100, (size,)))
+
+
+def unet(size: int = 16) -> Workload:
+    return Denoiser(64), lambda: (torch.randn(size, 3, 32, 32), torch.randn(size, 3, 32, 32))
+
+
 class Tiny(nn.Module):
     def __init__(self, parameters: int) -> None:
         super().__init__()
@@ -167,7 +178,8 @@ def masked(looks: bool = True) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[..., Workload]]
-WORKLOADS = {f.__name__: f for f in (mlp, gpt2, llama, bert, resnet50, vit, tiny)}
+WORKLOADS = {f.__name__: f for f in (mlp, gpt2, llama, bert, resnet50, vit)}
+WORKLOADS |= {f.__name__: f for f in (convnext, unet, tiny)}
 WORKLOADS |= {"masked": masked, "not masked": partial(masked, looks=False)}
 WORKLOADS |= {f"tiny{count}": partial(tiny, count) for count in ADDED}
 
@@ -310,6 +322,7 @@ def fit(
     lab: Lab | None = None,
     size: int | None = None,
     blocks: int | None = None,
+    kind: type[Module] | None = None,
 ) -> dict[str, Any]:
     """Train once: milliseconds per step (fastest and usual), floor, losses, peaks of memory in MiB.
 
@@ -323,6 +336,7 @@ def fit(
         lab: Where; by default on a GPU.
         size: Of a batch; by default that of the workload.
         blocks: How many are timed.
+        kind: Of the module; by default as ``bar`` says.
     """
     lab = lab or Lab(dry=False)
     seed_everything(1, verbose=False)
@@ -348,7 +362,8 @@ def fit(
             callbacks=[probe, *([graphs] if graphs is not None else []), *callbacks],
         )
         loader = DataLoader(Batches(items, blocks), batch_size=None)
-        trainer.fit((TalkativeModule if bar else Module)(net, compiled), loader)
+        kind = kind or (TalkativeModule if bar else Module)
+        trainer.fit(kind(net, compiled), loader)
         lab.synchronize()
     torch._dynamo.reset()
     last_third = peak_memory()

@@ -88,14 +88,14 @@ class Llama(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         split = self.project(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(*split, is_causal=True)
+        mixed = nn.functional.scaled_dot_product_attention(*split, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -137,6 +137,56 @@ class MixtureOfExperts(nn.Module):
             x = x + part(x)
         scores = self.head(x)[:, :-1].flatten(0, 1)
         return nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
+
+
+class Residual(nn.Module):
+    """A block of a U-Net: two convolutions, between which the time of the noise is added."""
+
+    def __init__(self, before: int, width: int, time: int) -> None:
+        super().__init__()
+        norm = nn.GroupNorm(8, before), nn.GroupNorm(8, width)
+        self.first = nn.Sequential(norm[0], nn.SiLU(), nn.Conv2d(before, width, 3, padding=1))
+        self.second = nn.Sequential(norm[1], nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.time, self.skip = nn.Linear(time, width), nn.Conv2d(before, width, 1)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        h = self.first(x) + self.time(time)[..., None, None]
+        return self.skip(x) + self.second(h)
+
+
+class Denoiser(nn.Module):
+    """A U-Net of three resolutions, with attention at the lowest, that predicts noise (DDPM)."""
+
+    def __init__(self, width: int, steps: int = 1000) -> None:
+        super().__init__()
+        widths, time = (width, 2 * width, 4 * width), 4 * width
+        self.embed = nn.Sequential(
+            nn.Embedding(steps, width), nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time)
+        )
+        self.begin, self.end = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
+        down = zip((width, *widths), widths, strict=False)
+        self.down = nn.ModuleList(Residual(before, after, time) for before, after in down)
+        self.middle, self.attention = Residual(time, time, time), Attention(time, 4, causal=False)
+        up = zip(reversed(widths), (2 * width, width, width), strict=True)
+        self.up = nn.ModuleList(Residual(2 * before, after, time) for before, after in up)
+        self.register_buffer("kept", torch.linspace(0.9999, 0.0001, steps))
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        step = torch.randint(len(self.kept), (len(x),), device=x.device)
+        kept = self.kept[step, None, None, None]
+        time = self.embed(step)
+        h, shorter = self.begin(kept.sqrt() * x + (1 - kept).sqrt() * noise), []
+        for block in self.down:
+            h = block(h, time)
+            shorter.append(h)
+            h = nn.functional.avg_pool2d(h, 2)
+        h = self.middle(h, time)
+        mixed = self.attention(h.flatten(2).transpose(1, 2)).transpose(1, 2)
+        h = h + mixed.unflatten(2, h.shape[2:])
+        for block in self.up:
+            h = nn.functional.interpolate(h, scale_factor=2.0)
+            h = block(torch.cat([h, shorter.pop()], 1), time)
+        return nn.functional.mse_loss(self.end(h), noise)
 
 
 @dataclass(frozen=True)

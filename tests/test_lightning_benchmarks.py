@@ -293,11 +293,36 @@ def test_peers_are_compared_with_eager_training(
 ) -> None:
     peers = script("peers")
     monkeypatch.setattr(peers, "BLOCKS", 1)
-    row = peers.measure("mlp", lab, ("lightning", "step", "whole-step graph", "floor"))
-    assert row["verdict"] == "PASS"
-    known = [peer.get("losses_are", "equal") for peer in row["peers"].values()]
-    assert known == ["equal"] * 4
-    result = {"rows": [row, {**row, "row": "mlp@8"}], "about": {"card": "none"}}
-    assert peers.markdown(result).count("| mlp") == 2
-    peers.plot(result, tmp_path / "sweep.svg")
-    assert (tmp_path / "sweep.svg").exists()
+    monkeypatch.setattr(peers, "BLOCKS_OF_SWEEP", 1)
+    ways = "lightning", "step", "make_graphed_callables", "whole-step graph", "nemo", "torchtitan"
+    written = [tmp_path / "row.json", tmp_path / "sweep.json"]
+    tiny = ["--tiny", "--peers", ";".join(ways), "--sizes", "1,2"]
+    assert peers.main([*tiny, "--rows", "mlp", "--sweep", "", "--json", str(written[0])]) == 0
+    assert peers.main([*tiny, "--rows", "", "--sweep", "mlp", "--json", str(written[1])]) == 0
+    (row,) = json.loads(written[0].read_text())["rows"]
+    assert [*row["peers"]] == [*ways]
+    assert {one["losses"] for one in row["peers"].values() if "ms" in one} == {"equal"}
+    missing = {one.get("error", "is not installed")[-16:] for one in row["peers"].values()}
+    assert missing == {"is not installed"}
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- peers: {p} --><!-- end of peers: {p} -->" for p in peers.PARTS))
+    drawn = tmp_path / "peers.svg"
+    made = ["--pages", str(page), "--plot", str(drawn)]
+    assert peers.main(["--from", *map(str, written), *made]) == 0
+    assert page.read_text().count("no GPU (rehearsal)") == 3
+    assert "| `GraphCapture()`, one stream | " in page.read_text()
+    assert drawn.exists()
+
+
+def test_peers_that_are_slower_or_wrong_fail(script: Any, lab: Any) -> None:
+    peers = script("peers")
+    ours, theirs = {"ms": 4.0, "losses": "equal"}, {"ms": 9.9, "losses": "equal"}
+    on_gpu = SimpleNamespace(dry=False)
+
+    def verdict(row: str, ours: Any) -> str:
+        found = {"step, compiled": ours, "reduce-overhead": theirs}
+        return peers.verdict_of(peers.rows_of(row, found, on_gpu))
+
+    assert [verdict(row, ours) for row in ("bert", "gpt2")] == ["PASS", "FAIL"]
+    assert verdict("bert", {**ours, "losses": "other"}) == "WRONG RESULT"
+    assert peers.compared([1.0, 2.0], [1.0, float("nan")])["losses"] == "other"
