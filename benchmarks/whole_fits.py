@@ -2,13 +2,14 @@
 
 Each row trains one model from the same weights: eager, with ``GraphCapture()``, and with settings
 that a user who knows the program might choose; one after the other, ``--rounds`` times in both
-orders, and five times as often where fits are short: the same fit takes 5 % more or less from one
-time to the next. Medians are compared with those of the eager fit and of the best of the settings.
-Before that the process trains the model eagerly for a while, and a tiny one with the callback, so
-that kernels are loaded and modules imported. The losses of all steps are compared in the fits that
-are timed: they equal those of the eager fits to the last bit where these equal each other;
-otherwise they differ by at most 1e-3 of the loss and ten times what lies between eager fits up to
-that step.
+orders, and up to five times as often where fits are short: the same fit takes 5 % more or less from
+one time to the next. From the second round on only what is near the best of the settings runs, and
+from the third on the eager fit only where the defaults are near it. Medians are compared with those
+of the eager fit and of the best of the settings. Before that the process trains the model eagerly
+for a while, and a tiny one with the callback, so that kernels are loaded and modules imported. The
+losses of all steps are compared in the fits that are timed: they equal those of the eager fits to
+the last bit where these equal each other; otherwise they differ by at most 1e-3 of the loss and ten
+times what lies between eager fits up to that step.
 
 Memory is what the allocator reserves at most, in the whole fit and in its last third, over the same
 of the eager fit. It has limits where the eager fit takes 4 GiB or more; of less, much is the
@@ -17,7 +18,8 @@ workspaces of libraries.
 Every row runs in a process of its own, ``--jobs`` at a time on one GPU; ratios are taken within a
 process, and the row that is bound by the GPU waits until it has that for itself.
 
-    python benchmarks/whole_fits.py [--rows "13 lengths,15 steps"] [--jobs 6] [--json PATH]
+    python benchmarks/whole_fits.py [--rows "13 lengths,15 steps"] [--jobs 6] [--seconds 100]
+        [--json PATH]
 
 ``--tiny`` runs all of it small, on the CPU and the emulated backend; no time means anything then.
 """
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import statistics
 import sys
 import time
@@ -57,6 +60,10 @@ from lightning_graphs import GraphCapture
 from lightning_graphs.report.messages import Statistics
 
 TO_EAGER, TO_BEST = 1.02, 1.10
+SHORT, SHORT_TO_EAGER = 2.0, 1.05
+"""Fits of fewer seconds scatter by more than the limit of others."""
+NEAR = 0.85
+"""The faster of two fits takes at least this part of the slower one's time: both run once more."""
 WORTH_A_LIMIT = 4096  # MiB
 CLOSE, SPREAD = 1e-3, 10
 VALIDATE_EVERY = 20  # steps
@@ -157,8 +164,9 @@ def equal_eager(losses: list[float], eager: Sequence[list[float]]) -> bool:
     return True
 
 
-def measure(name: str, rounds: int, tiny: bool) -> dict[str, Any]:
-    """All fits of one row."""
+def measure(name: str, rounds: int, tiny: bool, seconds: float = math.inf) -> dict[str, Any]:
+    """All fits of one row; after so many seconds no further round begins, but for the second."""
+    began = time.perf_counter()
     lab = Lab(tiny)
     torch.manual_seed(0)
     case = ROWS[name](tiny)
@@ -171,10 +179,23 @@ def measure(name: str, rounds: int, tiny: bool) -> dict[str, Any]:
         fit(case, None, lab, steps=max(15, len(case.batches) // 4))
         net, batch = step.tiny()
         fit(Case(net, [batch() for _ in range(12)], ()), {}, lab)
-        for i in range(rounds * case.repeats):  # every second round in reverse order
-            for key in list(settings)[:: -1 if i % 2 else 1]:
-                found[key].append(fit(case, settings[key], lab))
+        for i in range(rounds * case.repeats):
+            if i < 2 or time.perf_counter() - began < seconds:
+                for key in in_round(i, found):
+                    found[key].append(fit(case, settings[key], lab))
     return summary(name, found, tiny)
+
+
+def in_round(number: int, found: dict[str, list[Outcome]]) -> list[str]:
+    """What runs in a round: all, later what decides. Every second round is in reverse order."""
+    keys = list(found)
+    if number:
+        seconds = {key: statistics.median(one.seconds for one in found[key]) for key in keys}
+        best = min(seconds[key] for key in keys[2:])
+        decides = number == 1 or seconds["defaults"] >= NEAR * seconds["eager"]
+        eager = ["eager"] if decides else []
+        keys = [*eager, "defaults", *(k for k in keys[2:] if NEAR * seconds[k] <= best)]
+    return keys[:: -1 if number % 2 else 1]
 
 
 def summary(name: str, found: dict[str, list[Outcome]], tiny: bool) -> dict[str, Any]:
@@ -186,8 +207,9 @@ def summary(name: str, found: dict[str, list[Outcome]], tiny: bool) -> dict[str,
     wrong = [k for k, f in found.items() if not all(equal_eager(o.losses, expected) for o in f)]
     peak, end = default.peak / eager.peak, default.last_third / eager.last_third
     limits = (PEAK_LIMIT, LAST_THIRD_LIMIT) if eager.peak >= WORTH_A_LIMIT else (None, None)
+    to_eager = TO_EAGER if seconds["eager"] >= SHORT else SHORT_TO_EAGER
     rows = [
-        Row("to eager", seconds["defaults"] / seconds["eager"], "x", TO_EAGER, not wrong),
+        Row("to eager", seconds["defaults"] / seconds["eager"], "x", to_eager, not wrong),
         Row("to best", seconds["defaults"] / seconds[best], "x", TO_BEST, not wrong),
         Row("memory", peak, "x", limits[0], not wrong),
         Row("memory of the last third", end, "x", limits[1], not wrong),
@@ -197,6 +219,7 @@ def summary(name: str, found: dict[str, list[Outcome]], tiny: bool) -> dict[str,
     return {
         "row": name,
         "seconds": seconds,
+        "fits": {key: len(fits) for key, fits in found.items()},
         "best": best,
         "captures": default.captures,
         "replayed": default.replayed,
@@ -227,7 +250,8 @@ def line(found: dict[str, Any]) -> str:
     figures = [f"{figure:.3f}" for figure in found["figures"].values()]
     figures += ["-"] * (4 - len(figures))  # no memory without a GPU
     counts = (found["captures"], found["replayed"], len(found["fallbacks"]))
-    remark = f"{seconds[best]:.2f} s: {best}"
+    count = found["fits"]["defaults"]
+    remark = f"{seconds[best]:.2f} s: {best}, of {count} fits"
     row = TABLE.format(found["row"], *times, *figures, *counts, found["verdict"], remark)
     return "\n    other losses with ".join([row, *found["wrong"]])
 
@@ -237,6 +261,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help="names, with commas between")
     parser.add_argument("--rounds", type=int, default=2, help="2 at least (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=6, help="rows at a time (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="of a row: then no further round begins"
+    )
     parser.add_argument("--json", "--out", type=Path, help="write everything to this file")
     parser.add_argument("--tiny", action="store_true", help="small and on the CPU, without limits")
     options = parser.parse_args(arguments)
@@ -250,8 +277,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     step.be_quiet()
     heading = TABLE.format(*TITLES)
-    flags = ["--rounds", str(options.rounds), *(["--tiny"] if options.tiny else [])]
-    here = partial(measure, rounds=options.rounds, tiny=options.tiny)
+    flags = ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
+    flags += ["--tiny"] if options.tiny else []
+    here = partial(measure, rounds=options.rounds, seconds=options.seconds, tiny=options.tiny)
     jobs, path = options.jobs, options.json
     return measure_rows(__file__, names, flags, here, line, heading, jobs=jobs, path=path)
 
