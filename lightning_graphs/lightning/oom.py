@@ -19,12 +19,9 @@ from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.generators import RandomState
 from lightning_graphs.regions.agreement import Ranks
 from lightning_graphs.regions.optimizer import scaler_of
-from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore
+from lightning_graphs.regions.recovery import Again, MemoryRecovery
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.snapshot import RegionState
-
-Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a step once more, given why, and what ``training_step`` was given."""
 
 
 class OomRecovery(MemoryRecovery):
@@ -34,6 +31,8 @@ class OomRecovery(MemoryRecovery):
     step is repeated by itself, and so is a backward pass, after its forward pass: no hook is called
     twice. A step that finds no memory then would not find it without graphs either.
     """
+
+    exchanged = ("log",)
 
     def __init__(
         self,
@@ -45,30 +44,17 @@ class OomRecovery(MemoryRecovery):
         *,
         raises: bool,  # the error is raised in any case
     ) -> None:
-        super().__init__(statistics, budget, ranks, raises=raises)
+        super().__init__(trainer.lightning_module, statistics, budget, ranks, raises=raises)
         self._trainer, self._own = trainer, own
-        self._module = trainer.lightning_module
         self._manual = not self._module.automatic_optimization
+        self._adds = self._manual  # nothing else changes parameters within a step
+        self._outside = (partial(logs_snapshot, trainer),)
         # The strategy's methods for steps that are not captured
         self.calls = StrategyCalls(self._step_eagerly, self._backward_eagerly, self._update_eagerly)
         self.counted = 0, 0  # eager and replayed steps, as the present one began
-        self._again: Again | None = None
         # Repeats the present step, which was begun outside of the strategy's methods
         self.repetition: Callable[..., Any] | None = None
         self._update_fits = -1  # the optimizer step fits next to the graphs of so many captures
-
-    def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StateBefore:
-        """Take one with metrics and logs; only manual optimization changes parameters."""
-        own, logs = (self._module, args, self._budget), [logs_snapshot(self._trainer)]
-        before = StateBefore(*own, gradients=gradients or self._manual, outside=logs)
-        before.exchanged |= {"log"}
-        return before
-
-    def begin_step(self) -> bool:
-        is_over = super().begin_step()
-        if not is_over:
-            self._again = None
-        return is_over
 
     def repetition_after(self, error: Exception) -> Callable[..., Any] | None:
         """Return what runs a step again after an error; None if graphs have not caused it."""
@@ -78,11 +64,12 @@ class OomRecovery(MemoryRecovery):
         return partial(self._repeat, refused, first_line(error))
 
     def _repeat(self, refused: ReplayError | None, reason: str, *args: Any, **kwargs: Any) -> Any:
-        if self._begin is not None:
-            self._begin.restore()
-        if refused is not None and self._again is not None:
+        begin = self._begin
+        if begin is not None:
+            begin.restore()
+        if refused is not None and begin is not None and begin.again is not None:
             (self._statistics.eager, self._statistics.replayed) = self.counted
-            return self._again(refused, args, kwargs)
+            return begin.again(refused, args, kwargs)
         self._count_as_eager()
         self._give_up(reason)
         return self._own.training_step(*args, **kwargs)
@@ -98,11 +85,13 @@ class OomRecovery(MemoryRecovery):
 
     def insure(self, args: tuple[Any, ...], again: Again) -> None:
         """Take a snapshot, so that ``again`` can run the step if a graph refuses its replay."""
-        self._begin, self._again, self.is_open = self._snapshot(args), again, True
+        self._begin, self.is_open = self._snapshot(args), True
+        self._begin.again = again
 
     def _unserved(self, error: Exception) -> ReplayError | None:
         """Return the error with the user's line, if a graph of an insured step has raised it."""
-        if self._again is None or not isinstance(error, ReplayError):
+        is_insured = self._begin is not None and self._begin.again is not None
+        if not (is_insured and isinstance(error, ReplayError)):
             return None
         add_line(error, "asked for at", CallSiteFinder().of_exception(error))
         return error
@@ -153,9 +142,9 @@ class OomRecovery(MemoryRecovery):
         now = now or self._snapshot(begin.args, gradients=True)
         begin.restore()
         with replaced(self._module, "log", nothing):
-            if refused is not None and self._again is not None:
+            if refused is not None and begin.again is not None:
                 (self._statistics.eager, self._statistics.replayed) = self.counted
-                returned = self._again(refused, begin.args, {})
+                returned = begin.again(refused, begin.args, {})
             else:
                 returned = self._own.training_step(*begin.args)
         loss = returned["loss"] if isinstance(returned, Mapping) else returned

@@ -305,7 +305,7 @@ class CallRecovery(MemoryRecovery):
         *,
         raises: bool,
     ) -> None:
-        super().__init__(statistics, budget, ranks, raises=raises)
+        super().__init__(program, statistics, budget, ranks, raises=raises)
         self._program, self._watch = program, watch
         self.who = f"capture({program.name})"
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_graphs.errors import GraphError, first_line, is_out_of_memory
+from lightning_graphs.errors import GraphError, ReplayError, first_line, is_out_of_memory
 from lightning_graphs.policy.worth import SETTLED, MemoryBudget
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.private.exchange import nothing
@@ -45,6 +44,10 @@ def _once_more(size: int, largest: int, times: int) -> tuple[int, int]:
     return size, times + 1 if size == largest else 1
 
 
+Again = Callable[[ReplayError, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a step once more, given why, and what it was given."""
+
+
 class StateBefore(Snapshot):
     """Snapshot of the state before a step, from which the step can run again.
 
@@ -73,6 +76,7 @@ class StateBefore(Snapshot):
         self.args, self._outside = args, outside
         # Attributes of modules that stand for methods while graphs or their code run
         self.exchanged = {"forward"}
+        self.again: Again | None = None  # runs the step from here once more; None: eagerly
         held = [*iter_objects(module), *objects_in("batch", args, {})]
         self.gradients = Gradients(module.parameters())
         self._tables: list[dict[str, Any]] = [vars(one) for one in module.modules()]
@@ -110,7 +114,7 @@ class Holder(Protocol):
         """What is held, another text for other captures; empty if nothing is."""
 
 
-class MemoryRecovery(ABC):
+class MemoryRecovery:
     """Releases all graphs where they have caused an out-of-memory error, for a step to run again.
 
     They can cause one in the capture, verification or replay of a step, and in an eager step that
@@ -118,6 +122,7 @@ class MemoryRecovery(ABC):
     taken ahead of those.
 
     Args:
+        module: What is trained.
         statistics: Where decisions are counted.
         budget: How much memory captures and snapshots may take.
         ranks: With several of them the error is raised, since other ranks wait.
@@ -128,10 +133,21 @@ class MemoryRecovery(ABC):
     beside: Holder | None = None  # what runs other steps, with graphs of its own
     lent: Callable[[], bool | None] = nothing  # whether graphs of those lend their memory
     step, who = "step", "GraphCapture"  # in messages
+    exchanged: Collection[str] = ()  # see :class:`StateBefore`
 
     def __init__(
-        self, statistics: Statistics, budget: MemoryBudget, ranks: Ranks, *, raises: bool
+        self,
+        module: Any,
+        statistics: Statistics,
+        budget: MemoryBudget,
+        ranks: Ranks,
+        *,
+        raises: bool,
     ) -> None:
+        self._module = module
+        # Take snapshots of what else a step changes; whether that includes gradients
+        self._outside: Sequence[Callable[[], Part]] = ()
+        self._adds = False
         self._statistics, self._budget, self._ranks = statistics, budget, ranks
         self._is_alone = ranks.are_one  # read here: ranks that have switched graphs off act as one
         self._retries = self._is_alone and not raises
@@ -143,9 +159,12 @@ class MemoryRecovery(ABC):
         self._fitting: dict[tuple[str, int], tuple[int, int]] = {}  # -> largest size, how often
         self._reason = ""
 
-    @abstractmethod
     def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StateBefore:
         """Take a snapshot ahead of a step."""
+        own, adds = (self._module, args, self._budget), gradients or self._adds
+        before = StateBefore(*own, gradients=adds, outside=[take() for take in self._outside])
+        before.exchanged |= {*self.exchanged}
+        return before
 
     # ------------------------------------------------------------------ a captured step
 

@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 
 from lightning_graphs.device.emulated import EmulatedGraph
 from lightning_graphs.device.graph import is_current_stream_capturing
-from lightning_graphs.lightning import oom as retry
 from lightning_graphs.lightning import runner
 from lightning_graphs.lightning.strategy import NAMES
 from lightning_graphs.policy import worth as timing
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.exchange import bind, bound
+from lightning_graphs.regions import recovery as retry
 from lightning_graphs.regions import update
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.values.memory import OutputPlan
