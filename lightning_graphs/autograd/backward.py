@@ -1,23 +1,37 @@
-"""Hands out the gradients of a graphed backward: to autograd, or to ``.grad`` directly."""
+"""Backward passes of captured calls, and whom replays hand gradients: autograd, or ``.grad``."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn import Parameter
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.engine import is_composed, local
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
+from lightning_graphs.private.engine import (
+    backward_passes_observed,
+    is_composed,
+    leaves_behind,
+    local,
+    removed,
+    uses_of,
+)
 from lightning_graphs.private.torch import (
     accumulation_hooks,
     gradient_hooks,
     has_gradient_hooks,
     hooks_registered,
+    version_of,
+    without_hooks,
 )
 from lightning_graphs.values.memory import (
     AliasedBuffer,
@@ -467,3 +481,155 @@ class DirectGradients:
                 additions.append(gradient)
         if targets:
             torch._foreach_add_(targets, additions)
+
+
+# ------------------ Backward passes of a capture
+
+gradients_of = torch.autograd.grad
+"""Torch's own function: while a user's step runs, another one may watch in its place."""
+
+
+@calls_observed
+def gradients_behind(
+    outputs: Sequence[Tensor],
+    # Whose gradients are asked for; None for those that no output depends on.
+    targets: Sequence[Tensor | GradientEdge],
+    given: Sequence[Tensor],
+    *,
+    # Tensors whose own hooks do not run: autograd runs them on what is replayed.
+    hooked: Sequence[Tensor],
+    # Leaves whose gradients are copied in time; see :func:`gradients_copied`.
+    apart: Sequence[Tensor] = (),
+    keep: bool = False,  # what autograd has saved, for another pass
+    came: list[Tensor] | None = None,  # gets the leaves of `hooked`, as their gradients come
+) -> tuple[Tensor | None, ...]:
+    """Run ``torch.autograd.grad`` in a capture, or in the warm-up before it."""
+    wanted: Any = targets  # the annotation of torch forgets that the two kinds may be mixed
+    with (
+        # Backward passes run outside of torch.autocast, whatever the forward pass ran in.
+        torch.autocast(outputs[0].device.type, enabled=False),
+        without_hooks(hooked),
+        gradients_copied(apart),
+        removed(t.register_hook(partial(_note, came, t)) for t in hooked if t.requires_grad)
+        if came is not None
+        else contextlib.nullcontext(),
+    ):
+        found: tuple[Tensor | None, ...]
+        found = gradients_of(outputs, wanted, given, retain_graph=keep, allow_unused=True)
+        return found
+
+
+def gradients_copied(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Make ``torch.autograd.grad`` in the body return copies of these tensors' gradients.
+
+    Autograd gives one tensor to all nodes that need it, and some hooks write it after the copy to
+    ``.grad``.
+    """
+    return removed(t.register_hook(_copy) for t in tensors if t.requires_grad)
+
+
+def _note(came: list[Tensor], leaf: Tensor, _: Tensor | None) -> None:
+    came.append(leaf)
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.clone()
+
+
+def saved_for_graphs() -> AbstractContextManager[None]:
+    """Allow saved tensors of the body's autograd graph to be written by replays.
+
+    Autograd refuses to read saved tensors that were written; replays write them, and parameters
+    change between steps.
+    """
+    return saved_tensors_hooks(Tensor.detach, lambda saved: saved)
+
+
+class PerUseGradients:
+    """Splits a leaf's gradient into one term for each use, in the order of autograd.
+
+    Sums depend on their order, and autograd adds the uses of a tensor as they come: those inside of
+    a graph, in one sum, would come before others that eager code adds first.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        # One that is returned as well gets a gradient as an output, which no node gives.
+        uses = uses_of(set(leaves) - set(outputs), outputs)
+        self.number = {leaf: len(users) for leaf, users in uses.items() if len(users) > 1}
+        self._found: dict[Tensor, list[Tensor | None]] = {leaf: [] for leaf in self.number}
+        self._users: dict[Node, list[tuple[int, Tensor]]] = {}
+        for leaf in self.number:
+            for node, i in uses[leaf]:
+                self._users.setdefault(node, []).append((i, leaf))
+
+    def taken(self) -> AbstractContextManager[None]:
+        """Capture the terms while the body runs a backward pass; the leaves get none."""
+        for found in self._found.values():
+            found.clear()
+        users = self._users.items()
+        return removed(node.register_hook(partial(self._take, used)) for node, used in users)
+
+    def _take(
+        self, uses: Sequence[tuple[int, Tensor]], gradients: Sequence[Tensor | None], _: Any
+    ) -> tuple[Tensor | None, ...]:
+        rest = list(gradients)
+        for i, leaf in uses:
+            self._found[leaf].append(gradients[i])
+            rest[i] = None
+        return tuple(rest)
+
+    def of(self, leaf: Tensor, gradient: Tensor | None) -> list[Tensor | None]:
+        """Return the terms of all uses, None for absent ones; or the gradient of autograd."""
+        if leaf not in self.number:
+            return [gradient]
+        found = self._found[leaf]
+        return [*found, *[None] * (self.number[leaf] - len(found))]
+
+
+# ------------------ Code that sets ``.grad``
+
+
+@contextlib.contextmanager
+def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
+    """Refuse code in the body, a call or its backward pass, that sets ``.grad`` of parameters.
+
+    Activation checkpointing by hand does: its backward pass repeats the forward pass and calls
+    ``torch.autograd.backward``, which adds to ``.grad`` at once. A replay hands out the gradients
+    that it was asked for, and knows nothing of others. Leaves that the code has made itself may
+    have theirs. What was in ``.grad`` is there afterwards.
+    """
+    before = [(leaf, leaf.grad) for leaf in named]
+    versions = [None if grad is None else version_of(grad) for _, grad in before]
+
+    def refuse_pass(roots: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        for leaf in inputs or leaves_behind(roots):
+            if leaf in named or isinstance(leaf, Parameter):
+                name = f"`{named[leaf]}`" if leaf in named else "a parameter"
+                raise _refusal(f"a backward pass inside of it adds to `.grad` of {name}")
+
+    def refuse_reentry() -> None:
+        raise _refusal("a backward pass inside of it computes a part of it again (use_reentrant)")
+
+    with backward_passes_observed(refuse_pass, refuse_reentry):
+        try:
+            yield
+        finally:
+            written = None
+            for (leaf, grad), version in zip(before, versions, strict=True):
+                if leaf.grad is not grad:
+                    leaf.grad, written = grad, named[leaf]
+                elif grad is not None and version_of(grad) != version:
+                    written = named[leaf]
+    if written is not None:
+        raise _refusal(f"its code sets `.grad` of `{written}`", at=CallSite())
+
+
+def _refusal(observed: str, *, at: CallSite | None = None) -> CaptureError:
+    at = CallSiteFinder().here() if at is None else at
+    return CaptureError(
+        "A graphed callable must leave gradients to autograd, because a replay hands out those "
+        "that it is asked for, and no others.",
+        observed if at == CallSite() else f"{observed}, at {at.describe()}",
+        "checkpoint with torch.utils.checkpoint(..., use_reentrant=False); or compute gradients "
+        "with torch.autograd.grad, and return them from the Function's backward",
+    )

@@ -19,7 +19,11 @@ from lightning_graphs.autograd.backward import (
     GradientMemory,
     HookedInOrder,
     OutputGradients,
+    PerUseGradients,
+    accumulation_refused,
+    gradients_behind,
     refuse_parameter_hooks,
+    saved_for_graphs,
     zero_gradient,
 )
 from lightning_graphs.autograd.graphed import (
@@ -32,22 +36,19 @@ from lightning_graphs.autograd.graphed import (
     Source,
     Stores,
 )
-from lightning_graphs.autograd.nodes import (
-    PerUseGradients,
-    accumulation_refused,
-    ahead_of_casts,
-    gradients_behind,
-    has_python_nodes,
-    leaves_behind,
-    nodes_behind,
-    require_plain_gradients,
-    saved_for_graphs,
-)
 from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
 from lightning_graphs.device.rules import REBOUND, SET_GENERATOR
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
-from lightning_graphs.private.engine import renew_gradient_nodes, stale_gradient_nodes_tolerated
+from lightning_graphs.private.engine import (
+    ahead_of_casts,
+    has_python_nodes,
+    leaves_behind,
+    nodes_behind,
+    renew_gradient_nodes,
+    require_plain_gradients,
+    stale_gradient_nodes_tolerated,
+)
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import random_place, random_states
 from lightning_graphs.private.torch import (

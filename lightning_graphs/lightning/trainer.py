@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.nodes import cast_together, runs_code
 from lightning_graphs.device.rules import COUNTER, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.logs import (
@@ -46,12 +45,13 @@ from lightning_graphs.lightning.strategy import (
 )
 from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
-from lightning_graphs.private.engine import is_within_backward
+from lightning_graphs.private.engine import is_within_backward, runs_code
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, subclassed
 from lightning_graphs.regions.agreement import syncs as buffers_synced
 from lightning_graphs.regions.agreement import unseen_by
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
 from lightning_graphs.regions.context import Client, TrainingContext
+from lightning_graphs.regions.gradients import cast_together
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.verify import Tolerance, Verifier
 from lightning_graphs.values.guards import is_object, is_plain
@@ -309,7 +309,7 @@ class TrainerWatch(Client):
     def around_step(self) -> Iterator[None]:
         """Let DDP and autocast cache nothing of a step that is captured or compared."""
         ddp = wrapper_of(self._trainer)
-        unseen = exchanged(unseen_by([] if ddp is None else [ddp]))
+        unseen = contextlib.nullcontext() if ddp is None else exchanged(unseen_by([ddp]))
         with unseen, _without_autocast_cache(self._trainer.precision_plugin):
             yield
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from sys import getrefcount
@@ -14,12 +14,23 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
 
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.exchange import exchanged, nothing, replaced
-from lightning_graphs.private.torch import has_gradient_hooks, hide_modes, tensor_uses
+from lightning_graphs.private.torch import (
+    has_gradient_hooks,
+    hide_modes,
+    is_compiled_node,
+    is_node_of_torch,
+    outputs_of,
+    tensor_uses,
+)
 
 # ------------------ Autograd: its nodes, and the passes through them
 
@@ -142,6 +153,106 @@ def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
         seen.add(node)
         yield node
         pending += [parent for parent, _ in node.next_functions]
+
+
+def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
+    """Yield every node behind these outputs, once."""
+    return nodes_from([output.grad_fn for output in outputs])
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Return the leaf whose gradient this node accumulates; None for other nodes."""
+    if type(node).__name__ != "AccumulateGrad":  # `name()` is a Function's own to overwrite
+        return None
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
+
+
+def leaves_behind(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """List the leaves of autograd on which these outputs depend, leaves among them included."""
+    found = dict.fromkeys(output for output in outputs if output.grad_fn is None)
+    found |= {leaf: None for node in nodes_behind(outputs) if (leaf := leaf_of(node)) is not None}
+    return list(found)
+
+
+def uses_of(
+    leaves: Iterable[Tensor], outputs: Sequence[Tensor]
+) -> dict[Tensor, list[tuple[Node, int]]]:
+    """Map each leaf to the nodes behind these outputs that use it, and their input index."""
+    found: dict[Tensor, list[tuple[Node, int]]] = {leaf: [] for leaf in leaves}
+    for node in nodes_behind(outputs) if found else ():
+        for i, (parent, _) in enumerate(node.next_functions):
+            leaf = None if parent is None else leaf_of(parent)
+            if leaf in found:
+                found[leaf].append((node, i))
+    return found
+
+
+def runs_code(outputs: Sequence[Tensor], adds_to: Container[int] | None = None) -> bool:
+    """Return whether a backward pass of these outputs runs code that may look at ``.grad``.
+
+    It has a ``torch.autograd.Function`` that compiled code has not made, or hooks at its leaves.
+    With ``adds_to``, also whether it may write anything but gradients of the leaves with an ``id``
+    there: it adds to others, or has a node that is not torch's own.
+    """
+    if any(output.grad_fn is None for output in outputs):
+        return True
+    nodes: Iterator[Any] = nodes_behind(outputs)
+    for node in nodes:
+        leaf = leaf_of(node)
+        if leaf is None and isinstance(node, BackwardCFunction) and not is_compiled_node(node):
+            return True
+        if leaf is not None and has_gradient_hooks(leaf, node):
+            return True
+        if adds_to is not None and not (
+            is_node_of_torch(node) if leaf is None else id(leaf) in adds_to
+        ):
+            return True
+    return False
+
+
+def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
+    """Return whether a backward pass of these outputs runs a ``torch.autograd.Function``."""
+    return any(isinstance(node, BackwardCFunction) for node in nodes_behind(outputs))
+
+
+@contextlib.contextmanager
+def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Make these hooks at the beginning of the body, and remove them at its end."""
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.enter_context(hook)
+        yield
+
+
+def ahead_of_casts(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor | GradientEdge]:
+    """Find where to ask autograd for parameter gradients that are copied anyway."""
+    # The gradient is taken ahead of a cast where that is the parameter's only use. No other code
+    # may read that gradient or write into it, so no Python code takes part in the backward pass.
+    users, returned = uses_of(parameters, outputs), set(outputs)
+    return [
+        GradientEdge(users[parameter][0][0], 0)
+        if parameter not in returned and _is_cast(parameter, users[parameter])
+        else parameter
+        for parameter in parameters
+    ]
+
+
+def _is_cast(parameter: Tensor, users: Sequence[tuple[Node, int]]) -> bool:
+    if len(users) != 1 or type(parameter) not in (Tensor, Parameter):
+        return False
+    user = users[0][0]
+    made = outputs_of(user)
+    return (
+        type(user).__name__ == "ToCopyBackward0"
+        and len(made) == 1
+        and made[0].dtype.is_floating_point
+        and made[0].device == parameter.device
+        and parameter.is_floating_point()
+        and getattr(parameter, "grad_dtype", None) in (None, parameter.dtype)
+    )
 
 
 def nodes_out_of_sight(
@@ -289,6 +400,24 @@ def is_composed(tensor: Tensor) -> bool:
     """Return whether other tensors hold the values of one, as those of a quantized weight do."""
     found: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
     return found
+
+
+def require_plain_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that are not one piece of memory, or a shard of one."""
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise CaptureError(
+            "A graph cannot write sparse gradients, which have no fixed address.",
+            "the backward pass computes one",
+            "write nn.Embedding(..., sparse=False)",
+        )
+    for gradient in gradients:
+        if gradient is not None and local(gradient) is gradient and is_composed(gradient):
+            kind = type(gradient).__name__
+            raise CaptureError(
+                "A graph can write plain gradients only, also of parameters of a tensor subclass.",
+                f"the backward pass computes a {kind}",
+                f"return plain tensors from the backward pass of operators on {kind}",
+            )
 
 
 def hides_memory(tensor: Tensor) -> bool:

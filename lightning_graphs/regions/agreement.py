@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.autograd.backward import empty_gradient, is_dense, write_all
-from lightning_graphs.autograd.nodes import fused_grad_casts, removed, require_plain_gradients
 from lightning_graphs.errors import (
     FIX,
     CaptureError,
@@ -35,9 +34,12 @@ from lightning_graphs.private.engine import (
     forget_backward,
     is_within_backward,
     reducer_is_warm,
+    removed,
+    require_plain_gradients,
     take_no_more_times,
 )
 from lightning_graphs.private.exchange import Member, replaced
+from lightning_graphs.regions.gradients import fused_grad_casts
 from lightning_graphs.regions.peers import PartedError, Peers, parted
 
 # ------------------ What reduces gradients

@@ -9,21 +9,28 @@ from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter, gt, is_
 from sys import getrefcount
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.backward import GradientMemory, empty_gradient
-from lightning_graphs.autograd.nodes import removed, require_plain_gradients
-from lightning_graphs.private.engine import local
+from lightning_graphs.autograd.backward import GradientMemory, empty_gradient, write_all
+from lightning_graphs.private.engine import (
+    after_backward,
+    ahead_of_casts,
+    local,
+    removed,
+    require_plain_gradients,
+)
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
     address_of,
     storage_uses,
     tensor_uses,
+    will_execute,
     without_ownership,
 )
 from lightning_graphs.regions.conditions import Observers, Phase
@@ -519,3 +526,77 @@ class GradientTargets:
             copied=copied,
             in_pool=self._in_pool and inside,
         )
+
+
+# ------------------ Casts of gradients
+
+# Autocast casts a weight for each use, and autograd casts its gradient back. A capture takes these
+# casts out of the end of the backward pass and does many at once: fewer nodes and equal values,
+# since ``copy_`` casts as autograd does.
+
+_MOST_WAITING = 32
+"""One launch of torch's fused copy takes 64 pieces, and large gradients are several.
+
+Those that wait take memory. ResNet-50 reserves 1.040 times what eager training does, and 0.081 more
+for a second shape; with 48 that wait 1.015 and 0.109, with 24 1.093 and 0.009 (H200; equal times).
+"""
+
+
+def fused_grad_casts(
+    outputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    # Called with a parameter, the node that accumulates its gradient, and what the cast is given
+    take: Callable[[Any, Node | None, tuple[Tensor | None, ...]], tuple[None] | None],
+) -> AbstractContextManager[None]:
+    """Ask ahead of each cast in the body's backward passes whether to skip it."""
+    edges = zip(parameters, ahead_of_casts(outputs, parameters), strict=True)
+    return removed(
+        edge.node.register_prehook(partial(take, parameter, edge.node.next_functions[0][0]))
+        for parameter, edge in edges
+        if isinstance(edge, GradientEdge)
+    )
+
+
+def cast_together(
+    outputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> AbstractContextManager[None]:
+    """Cast many gradients at once in the body's backward pass through these outputs.
+
+    Autograd keeps the gradients of parameters that have one already or are used more than once, and
+    those of a pass that asks for some parameters only or will be differentiated. Others are in
+    ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
+    """
+    return fused_grad_casts(outputs, parameters, _GatheredGradients().take)
+
+
+class _GatheredGradients:
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+
+    def take(
+        self, parameter: Tensor, accumulation: Node | None, gradients: tuple[Tensor | None, ...]
+    ) -> tuple[None] | None:
+        gradient = gradients[0]
+        if (
+            type(gradient) is not Tensor
+            or gradient.layout is not torch.strided
+            or not parameter.requires_grad
+            or parameter.grad is not None
+            or torch.is_grad_enabled()
+            or accumulation is None
+            or not will_execute(accumulation)
+        ):
+            return None
+        if not self._waiting:  # what still waits at the end is written then
+            after_backward(self._write)
+        self._waiting.append((parameter, gradient))
+        if len(self._waiting) == _MOST_WAITING:
+            self._write()
+        return (None,)
+
+    def _write(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        targets = [empty_gradient(parameter) for parameter, _ in waiting]
+        write_all(targets, [gradient for _, gradient in waiting])
+        for (parameter, _), target in zip(waiting, targets, strict=True):
+            parameter.grad = target

@@ -17,12 +17,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.autograd.callables import KnownOfCall
-from lightning_graphs.autograd.nodes import leaf_of, nodes_behind
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.engine import leaf_of, nodes_behind
 from lightning_graphs.private.generators import random_place
 from lightning_graphs.private.torch import (
     caches_weights,

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.nodes import require_plain_gradients
 from lightning_graphs.errors import (
     CaptureError,
     GraphError,
@@ -22,6 +21,7 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.callsite import calls_observed
+from lightning_graphs.private.engine import require_plain_gradients
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.context import TrainingContext

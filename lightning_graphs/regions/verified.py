@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.backward import unrepeated, zero_gradient
+from lightning_graphs.autograd.backward import gradients_copied, unrepeated, zero_gradient
 from lightning_graphs.autograd.graphed import set_again
-from lightning_graphs.autograd.nodes import gradients_copied
 from lightning_graphs.device.emulated import WriteWatch
 from lightning_graphs.errors import (
     CaptureError,

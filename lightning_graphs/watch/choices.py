@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from lightning_graphs.autograd.nodes import leaf_of
 from lightning_graphs.private.callsite import CallSite
+from lightning_graphs.private.engine import leaf_of
 from lightning_graphs.watch.branches import (
     LateWarning,
     Way,

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import ReplayOrder
-from lightning_graphs.autograd.nodes import (
+from lightning_graphs.core import make_graphed_callables
+from lightning_graphs.device.graph import BackendName, GraphPool
+from lightning_graphs.private.engine import (
     ahead_of_casts,
-    cast_together,
     has_python_nodes,
     leaves_behind,
     runs_code,
 )
-from lightning_graphs.core import make_graphed_callables
-from lightning_graphs.device.graph import BackendName, GraphPool
+from lightning_graphs.regions.gradients import cast_together
 from tests.core.callables_support import assert_same, both_ways, gradients_of
 
 Product = Callable[[Tensor, Tensor], Tensor]
