@@ -247,15 +247,17 @@ class StepObserver:
             return None
         transformed = in_transform()
         given = leaves_of((args, kwargs), Tensor)
+        is_special = any(map(own_class, given))  # methods of its own may not bear a copy
         call_args, call_kwargs = args, kwargs
-        args, kwargs = ((), {}) if transformed else _detached((args, dict(kwargs)))
+        is_kept = not (transformed or is_special)
+        args, kwargs = _detached((args, dict(kwargs))) if is_kept else ((), {})
         parent = self._open[-1].call if self._open else None
         this = name, module, original, args, kwargs, self._device_type, parent
         call = ObservedCall(*this, ordinal=self._times[module])
         call.follows_values = bool(self.observation.shaped_by)
         # Precision plugins set the default dtype for the step's own code alone.
         here = self._kernels._replace(default_dtype=call.kernels.default_dtype)
-        if any(map(own_class, given)):
+        if is_special:
             call.obstacle = _special_class(call_args, call_kwargs)
         elif transformed:
             call.obstacle = "is made inside of a transform (torch.func, forward-mode autograd)"

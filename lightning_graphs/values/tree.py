@@ -22,6 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import lru_cache
 from itertools import islice, repeat
 from operator import is_
 from types import MappingProxyType
@@ -194,10 +195,27 @@ def own_class(tensor: Tensor) -> str:
     name = f"a {kind.__module__}.{kind.__qualname__}"
     functions = kind.__torch_function__
     plain = getattr(functions, "__func__", functions) in _PLAIN_FUNCTIONS
-    if not plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if not plain or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ or _overrides(kind):
         return name
     attributes = ", ".join(map(repr, members_of(tensor)))
     return f"{name} with the attributes {attributes}" if attributes else ""
+
+
+@lru_cache
+def _overrides(kind: type[Tensor]) -> bool:
+    """Return whether a class has methods of its own in the place of those of tensors."""
+    above = kind.__mro__[: kind.__mro__.index(Tensor)]
+    return any(
+        name not in _OF_ANY_CLASS and hasattr(Tensor, name) for k in above for name in vars(k)
+    )
+
+
+_OF_ANY_CLASS = frozenset(
+    {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__new__", "__init__"}
+    | {"__repr__", "__str__", "__format__", "__init_subclass__", "__subclasshook__", "__hash__"}
+    | {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
+    | {"__torch_function__", "__torch_dispatch__"}  # which are looked at by themselves
+)
 
 
 _PLAIN_FUNCTIONS = (

@@ -180,6 +180,15 @@ class Tracked(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
+class Named(Tensor):
+    """As LabelTensor of PINA: methods that want an attribute, which results of torch's lack."""
+
+    def requires_grad_(self, mode: bool = True) -> Named:
+        made = super().requires_grad_(mode)
+        made.names = self.names  # type: ignore[attr-defined,has-type]
+        return made
+
+
 class Kept(Net):
     """Keeps what it was given and what it made of it, and looks at both in later steps."""
 
@@ -290,6 +299,12 @@ class OfTracked(OfSignals):
         return batch["x"], batch["y"]
 
 
+class OfNamed(OfTracked):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch["x"].names = "x"
+        return batch
+
+
 def of(pack: Callable[..., Any]) -> Callable[[], Any]:
     """Batches that are made again in each epoch."""
 
@@ -329,6 +344,11 @@ ROWS = {
         OfTracked, data=of(signal(Tracked)), validation=0, found="rule remedy line",
         placed=False, said=r"got a .*Tracked as batch\[\"x\"\]",
         below=r"`net` is not graphed: it is given a .*Tracked as args\[0\] at .*as_subclass",
+    ),
+    "tensors with methods": row(
+        OfNamed, data=of(signal(Named)), validation=0, found="rule remedy line",
+        placed=False, said=r"got a .*Named as batch\[\"x\"\]",
+        below=r"`net` is not graphed: it is given a .*Named as args\[0\] at .*as_subclass",
     ),
 }  # fmt: skip
 
