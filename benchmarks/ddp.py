@@ -153,13 +153,16 @@ class ShardedModule(TalkativeModule):
     """With FSDP2: each block of a list of modules is a unit, and the whole is one."""
 
     def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]
-        lists = [m for m in self.net.modules() if isinstance(m, nn.ModuleList)]
-        stages = [m for name, m in self.net.named_modules() if "layer" in name.split(".")[-1]]
-        for blocks in lists or [m for m in stages if isinstance(m, nn.Sequential)]:
-            for block in blocks:
-                fully_shard(block, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+        shard(self.net, self.device_mesh["data_parallel"])
+
+
+def shard(net: nn.Module, mesh: Any) -> None:
+    lists = [m for m in net.modules() if isinstance(m, nn.ModuleList)]
+    stages = [m for name, m in net.named_modules() if "layer" in name.split(".")[-1]]
+    for blocks in lists or [m for m in stages if isinstance(m, nn.Sequential)]:
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
 
 
 class Probe(Callback):

@@ -18,12 +18,15 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import ddp
 import step
 import torch
-from harness import Lab, gpu_time
+from ddp import Fit, Steps
+from harness import Lab, gpu_time, peak_memory
 from lightning.pytorch import seed_everything
 from step import TIMED, WARMUP, Module
-from torch import Tensor
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 Figures = dict[str, Any]
 CAPTURED_AT = 12
@@ -127,13 +130,10 @@ def nemo(row: str, size: int | None, lab: Lab, *, blocks: int) -> Figures:
 class Loop:
     """What such a loop has: a model, its optimizer, and batches in pinned memory."""
 
-    def __init__(self, row: str, size: int | None, lab: Lab) -> None:
-        self.lab = lab
-        seed_everything(1, verbose=False)
-        net, batch = step.workload(row, size, lab)
-        self.items = [batch() for _ in range(4)]
+    def __init__(self, net: nn.Module, items: Sequence[Sequence[Tensor]], lab: Lab) -> None:
+        self.lab, self.items = lab, items
         if not lab.dry:
-            self.items = [tuple(t.pin_memory() for t in item) for item in self.items]
+            self.items = [tuple(t.pin_memory() for t in item) for item in items]
         self.net = net.to(lab.device).train()
         self.optimizer = torch.optim.AdamW(
             self.net.parameters(), lr=2.0**-13, fused=True, capturable=not lab.dry
@@ -218,20 +218,54 @@ class Loop:
 
         return train
 
+    def timed(self, how: str, steps: Steps) -> tuple[list[float], list[float]]:
+        """Train: milliseconds of a step in each block, and the losses of all steps."""
+        losses: list[Tensor] = []
+        times = []
+        with cuda_of(self.lab):
+            self.lab.clean()
+            train = getattr(self, how)()
+            for batch in islice(cycle(self.items), steps.warmup):
+                losses.append(train(*batch).clone())
+            begin = steps.warmup % len(self.items)
+            for _ in range(steps.blocks):
+                batches = list(islice(cycle(self.items), begin, begin + steps.timed))
+                losses.append(train(*batches[0]).clone())
+                first = self.lab.moment()
+                losses += [train(*batch) for batch in batches[1:]]
+                times.append(self.lab.milliseconds(first, self.lab.moment()) / (steps.timed - 1))
+        return times, torch.stack(losses).tolist()
+
 
 def in_loop(row: str, size: int | None, lab: Lab, *, how: str, blocks: int) -> Figures:
     """Train in a loop: milliseconds of a step in the fastest block, and the first losses."""
-    loop = Loop(row, size, lab)
-    with gpu_time(alone=True), cuda_of(lab):
-        lab.clean()
-        train = getattr(loop, how)()
-        losses, times = [], []
-        for batch in islice(cycle(loop.items), WARMUP):
-            losses.append(train(*batch).clone())
-        for _ in range(blocks):
-            batches = list(islice(cycle(loop.items), WARMUP % 4, WARMUP % 4 + TIMED))
-            losses.append(train(*batches[0]).clone())
-            first = lab.moment()
-            losses += [train(*batch) for batch in batches[1:]]
-            times.append(lab.milliseconds(first, lab.moment()) / (TIMED - 1))
-    return {"ms": min(times), "losses": torch.stack(losses).tolist()}
+    seed_everything(1, verbose=False)
+    net, batch = step.workload(row, size, lab)
+    loop = Loop(net, [batch() for _ in range(4)], lab)
+    with gpu_time(alone=True):
+        times, losses = loop.timed(how, Steps(WARMUP, TIMED, blocks))
+    return {"ms": min(times), "losses": losses}
+
+
+# ------------------ On several GPUs
+
+
+def on_rank(rank: int, fit: Fit, steps: Steps, tiny: bool) -> Figures:
+    """Train on this rank as ``ddp.py`` does, or with torchtitan's wrapper in a loop under FSDP2."""
+    if fit.how != "torchtitan":
+        return ddp.train(rank, fit, steps, tiny)
+    lab = Lab(tiny)
+    if not tiny:
+        torch.cuda.set_device(rank)
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo" if tiny else "nccl")
+    seed_everything(1, verbose=False)
+    net, batch = ddp.MODELS["tiny" if tiny else fit.model]()
+    torch.manual_seed(rank)
+    items = [batch() for _ in range(4)]
+    ddp.shard(net, init_device_mesh(lab.device.type, (fit.ranks,)))
+    peak_memory()
+    times, losses = Loop(net, items, lab).timed("titan", steps)
+    said = {"floors": [], "equal": True, "decisions": [], "trace": {}}
+    losses = losses[: steps.warmup + steps.timed]
+    return {"blocks": times, "losses": losses, "peak": peak_memory(), **said}

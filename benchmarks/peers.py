@@ -14,9 +14,10 @@ bit, or by how much they differ. Those of compiled models, whose kernels round a
 ways, are compared with those of ``torch.compile``.
 
 ``gpt2 sweep`` trains batches of 1 to 128, eagerly and captured: where do graphs stop paying?
+``gpt2 on 2`` trains on two GPUs under DDP and FSDP2 (``ddp.py``), torchtitan's wrapper among them.
 
     python benchmarks/peers.py [--rows mlp,gpt2,llama,bert,vit,resnet50,convnext,unet]
-        [--sweep gpt2,vit] [--peers "lightning;step"] [--seconds 100] [--json PATH]
+        [--sweep gpt2,vit] [--ranks gpt2] [--peers "lightning;step"] [--seconds 100] [--json PATH]
         [--pages README.md benchmarks/README.md] [--plot PATH]
 
 What is known is written at once, after each fit; no fit begins after ``--seconds``. ``--from``
@@ -41,9 +42,11 @@ from typing import Any
 import others
 import step
 import torch
+from ddp import Fit, Steps, summary
 from harness import Lab, Row, about_environment, measured_rows, verdict_of
 from others import Figures
 from step import LOSSES_DIFFER, be_quiet, soon, whole_steps
+from teams import Team, TeamError
 
 from lightning_graphs import GraphCapture
 
@@ -52,6 +55,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SWEPT = ("lightning", "step")
 LIMITS = {
     "step": ("cudagraphs", 1.0),
+    "step, FSDP2": ("torchtitan, FSDP2", 1.0),
     "step, compiled": ("reduce-overhead", 1.0),
 }
 """Of ours: the peer that it is compared with, and how much of its time it may take."""
@@ -103,34 +107,95 @@ PEERS: dict[str, Peer] = {  # compiled ones last: compiling leaves much behind i
     "reduce-overhead": partial(in_trainer, compiled={"mode": "reduce-overhead"}),
     "max-autotune": partial(in_trainer, compiled={"mode": "max-autotune"}),
 }
+ON_RANKS = {
+    "lightning": ("plain", "eager"),
+    "step": ("plain", "captured"),
+    "lightning, FSDP2": ("fsdp2", "eager"),
+    "torchtitan, FSDP2": ("fsdp2", "torchtitan"),
+    "step, FSDP2": ("fsdp2", "captured"),
+    "compile": ("plain", "compiled"),
+    "step, compiled": ("plain", "captured-compiled"),
+    "reduce-overhead": ("plain", "reduce-overhead"),
+}
+"""Peer -> variant and way of ``ddp.py``."""
+SECONDS_OF_A_FIT = 90
 COMPILED = ("compile", "step, compiled", "reduce-overhead", "max-autotune")
-FLOORS = {"step": "floor", "step, compiled": "floor, compiled"}
+FLOORS = {"step": "floor", "step, FSDP2": "floor, FSDP2", "step, compiled": "floor, compiled"}
 
 
 def measure(name: str, lab: Lab, options: argparse.Namespace) -> Figures:
     """Measure all peers of one row, and write what is known after each."""
-    row, _, swept = name.partition(" ")
-    found: dict[str, Figures] = {}
-    result: Figures = {"row": name, "about": about_environment(), "peers": found, "verdict": ""}
-    until = options.began + options.seconds
-    if swept:
-        result["sizes"] = {}
+    row, _, how = name.partition(" ")
+    result: Figures = {"row": name, "about": about_environment(), "peers": {}, "verdict": ""}
+    keep = partial(_keep, result, options, lab)
+    if how.startswith("on "):
+        on_ranks(row, int(how[3:]), result["peers"], options, keep)
+        return result
+    swept = how == "sweep"
     for size in options.sizes if swept else [None]:
+        found = (
+            result.setdefault("sizes", {}).setdefault(str(size), {}) if swept else result["peers"]
+        )
         known: dict[bool, Sequence[float]] = {}  # losses of the first one, eager and compiled
-        if swept:
-            found = result["sizes"][str(size)] = {}
         for peer in SWEPT if swept else options.peers:
-            if time.monotonic() > until:
-                continue
-            found[peer] = _measured(peer, row, size, lab)
-            losses = found[peer].pop("losses", ())
-            found[peer] |= compared(known.setdefault(peer in COMPILED, losses), losses)
-            shown = f"{name}{f' {size}' * bool(swept)}: {peer} {_shown(found[peer])}"
-            print(f"[{time.monotonic() - options.began:5.1f}] {shown}", file=sys.stderr, flush=True)
-            result["verdict"] = verdict_of(rows_of(row, found, lab))
-            if options.json:
-                options.json.write_text(json.dumps({"rows": [result]}, indent=1))
+            if time.monotonic() < options.began + options.seconds and not _skipped(peer, lab):
+                one = found[peer] = _measured(peer, row, size, lab)
+                losses = one.pop("losses", ())
+                one |= compared(known.setdefault(peer in COMPILED, losses), losses)
+                keep(found, peer, "" if size is None else f" {size}")
     return result
+
+
+def _skipped(peer: str, lab: Lab) -> bool:
+    """Rehearsals compile nothing: that takes long, and they cannot look into it."""
+    return lab.dry and (peer in COMPILED or peer == "cudagraphs")
+
+
+def _keep(
+    result: Figures,
+    options: argparse.Namespace,
+    lab: Lab,
+    found: Mapping[str, Figures],
+    peer: str,
+    size: str = "",
+) -> None:
+    """Judge, say and write what is known."""
+    since = time.monotonic() - options.began
+    result["verdict"] = verdict_of(rows_of(result["row"].partition(" ")[0], found, lab))
+    shown = f"{result['row']}{size}: {peer} {_shown(found[peer])}"
+    print(f"[{since:5.1f}] {shown}", file=sys.stderr, flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"rows": [result]}, indent=1))
+
+
+def on_ranks(
+    row: str,
+    ranks: int,
+    found: dict[str, Figures],
+    options: argparse.Namespace,
+    keep: Callable[[Mapping[str, Figures], str], None],
+) -> None:
+    """Measure a row on several GPUs: the slowest rank, and the losses of all."""
+    team = Team(others.on_rank, range(ranks))
+    steps = Steps(24, 4, 1) if options.tiny else Steps()
+    known: dict[Any, Figures] = {}  # what the first fit of a kind has made
+    for peer, (variant, how) in ON_RANKS.items():
+        began = time.monotonic()
+        if began > options.began + options.seconds or _skipped(peer, Lab(options.tiny)):
+            continue
+        try:
+            fit = Fit(row, variant, how, ranks)
+            one = summary(fit, team.ask(fit, steps, options.tiny, seconds=SECONDS_OF_A_FIT))
+        except TeamError as error:
+            found[peer] = {"error": f"{error}"[-400:]}
+        else:
+            first = known.setdefault((variant, peer in COMPILED), one)
+            pair = [[loss for losses in made["losses"] for loss in losses] for made in (first, one)]
+            found[peer] = {"ms": one["ms"], "peak": one["peak_mib"], **compared(*pair)}
+            found[peer] |= {"floor": one["floor_ms"]} if one["floor_ms"] > 0 else {}
+            found[peer]["seconds"] = time.monotonic() - began
+        keep(found, peer)
+    team.end()
 
 
 def _measured(peer: str, row: str, size: int | None, lab: Lab) -> Figures:
@@ -212,6 +277,10 @@ HEADINGS = {
     "step": "`GraphCapture()`, one stream",
     "floor": "its floor",
     "two streams": "`GraphCapture()`, two streams",
+    "lightning, FSDP2": "Lightning, eager, FSDP2",
+    "torchtitan, FSDP2": "torchtitan's `CUDAGraphWrapper`, loop, FSDP2",
+    "step, FSDP2": "`GraphCapture()`, FSDP2",
+    "floor, FSDP2": "its floor",
     "step, compiled": "`GraphCapture()` on `torch.compile`",
     "floor, compiled": "its floor",
 }
@@ -237,9 +306,9 @@ def by_name(rows: Sequence[Mapping[str, Any]]) -> Rows:
     return {name: known[name] for name in sorted(known, key=_place)}
 
 
-def _place(name: str) -> tuple[bool, int]:
-    row, _, swept = name.partition(" ")
-    return bool(swept), [*MODELS, row].index(row)
+def _place(name: str) -> tuple[str, int]:
+    row, _, how = name.partition(" ")
+    return how, [*MODELS, row].index(row)
 
 
 def about(rows: Rows) -> str:
@@ -253,9 +322,18 @@ def about(rows: Rows) -> str:
     return " ".join(f"{', '.join(names)}: {said}." for said, names in together.items())
 
 
-def table(rows: Rows) -> str:
-    """Make a table of milliseconds: ways down, models across."""
-    mine = {name: _with_floors(row["peers"]) for name, row in rows.items() if row["peers"]}
+def table(rows: Rows, how: str = "") -> str:
+    """Make a table of milliseconds: ways down, models across.
+
+    Args:
+        rows: All of them.
+        how: What stands behind the model in the names of those that the table has.
+    """
+    mine = {
+        name: _with_floors(row["peers"])
+        for name, row in rows.items()
+        if name.partition(" ")[2].startswith(how) and bool(how) is (" " in name)
+    }
     used = [p for p in HEADINGS if any("ms" in peers.get(p, ()) for peers in mine.values())]
     lines = [["ms a step", *mine], ["---"] * (len(mine) + 1)]
     lines += [[HEADINGS[p], *(_cell(peers.get(p, {})) for peers in mine.values())] for p in used]
@@ -287,7 +365,8 @@ def ratios(rows: Rows) -> str:
     lines = [["", *heads], ["---"] * (len(pairs) + 1)]
     for name, row in rows.items():
         cells = [_ratio(row["peers"], *pair) for pair in pairs]
-        lines += [[MODELS.get(name, name), *cells]] if any(cells) else []
+        model, _, how = name.partition(" ")
+        lines += [[f"{MODELS[model]} {how}".strip(), *cells]] if any(cells) else []
     return _piped(lines)
 
 
@@ -318,7 +397,7 @@ def sweep(rows: Rows) -> str:
 
 def bars(rows: Rows, width: int = 37) -> str:
     """Draw eager and captured steps as text."""
-    mine = {n: row["peers"] for n, row in rows.items() if _ratio(row["peers"], *SWEPT)}
+    mine = {n: rows[n]["peers"] for n in MODELS if n in rows and _ratio(rows[n]["peers"], *SWEPT)}
     longest = max((peers["lightning"]["ms"] for peers in mine.values()), default=1.0)
     lines = []
     for name, peers in mine.items():
@@ -331,6 +410,7 @@ def bars(rows: Rows, width: int = 37) -> str:
 
 PARTS: dict[str, Callable[[Rows], str]] = {
     "table": table,
+    "ranks": partial(table, how="on "),
     "ratios": ratios,
     "sweep": sweep,
     "bars": bars,
@@ -358,7 +438,7 @@ def plot(rows: Rows, path: Path) -> None:
 
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    mine = {n: row["peers"] for n, row in rows.items() if "ms" in row["peers"].get("lightning", ())}
+    mine = {n: rows[n]["peers"] for n in MODELS if "lightning" in rows.get(n, {}).get("peers", ())}
     shown = ("compile", "reduce-overhead", "whole-step graph", "step", "step, compiled")
     for i, peer in enumerate(shown):
         at = [(x, p) for x, p in enumerate(mine.values()) if "ms" in p.get(peer, ())]
@@ -388,6 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     several: dict[str, Any] = {"type": lambda text: [name for name in text.split(",") if name]}
     parser.add_argument("--rows", default=",".join(MODELS), **several)
     parser.add_argument("--sweep", default="gpt2,vit", help="rows to try with sizes", **several)
+    parser.add_argument("--ranks", default="gpt2", help="rows to try on all GPUs", **several)
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), **several)
     parser.add_argument("--peers", default=";".join(PEERS), help="names, with semicolons between")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fit of a row after it")
@@ -401,7 +482,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.began = time.monotonic()
     flags = ["--peers", options.peers, "--sizes", ",".join(options.sizes)]
-    flags += ["--sweep", "", "--seconds", str(options.seconds), *["--tiny"] * options.tiny]
+    flags += [
+        "--sweep",
+        "",
+        "--ranks",
+        "",
+        "--seconds",
+        str(options.seconds),
+        *["--tiny"] * options.tiny,
+    ]
     options.sizes, options.peers = [*map(int, options.sizes)], options.peers.split(";")
     if options.given:
         found = [row for path in options.given for row in json.loads(path.read_text())["rows"]]
@@ -420,6 +509,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _all_measured(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
     names = [*options.rows, *(f"{name} sweep" for name in options.sweep)]
+    gpus = 2 if options.tiny else torch.cuda.device_count()
+    names += [f"{name} on {gpus}" for name in options.ranks if gpus > 1]
     be_quiet()
     heading = "bf16-mixed, fused AdamW, one logged key, no progress bar"
     here = partial(measure, lab=Lab(options.tiny), options=options)
