@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import secrets
 import selectors
 import socket
@@ -57,7 +58,11 @@ class Peers:
         self._is_connected, self._is_told = threading.Event(), threading.Event()
         self._is_closed, self._is_ended = threading.Event(), False
         self._ends = threading.Lock()
+        self._asked: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        if self._device is not None:
+            wait = partial(_wait_for_device, self._device, self._asked)
+            threading.Thread(target=wait, daemon=True).start()
         self._wakes, self._woken = socket.socketpair()
         self._open = [self._wakes, self._woken]
         self._others: dict[socket.socket, int] = {}
@@ -88,6 +93,7 @@ class Peers:
         if error is not None and not isinstance(error, PartedError) and self._is_gone(error):
             self._say()
         self._is_closed.set()
+        self._asked.put(None)
         _alive.discard(self)
         with contextlib.suppress(OSError):
             self._wakes.send(b".")
@@ -191,11 +197,13 @@ class Peers:
         if self._device is None:
             return
         ended = threading.Event()
-        threading.Thread(target=_synchronize, args=(self._device, ended), daemon=True).start()
+        self._asked.put(ended)
         if not ended.wait(PATIENCE):
             self._ends.acquire()  # one thread says it
-            self._say()
-            os._exit(1)
+            try:
+                self._say()
+            finally:
+                os._exit(1)
 
 
 def parted(rank: int | None) -> PartedError:
@@ -209,10 +217,17 @@ def parted(rank: int | None) -> PartedError:
     )
 
 
-def _synchronize(device: int, ended: threading.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # an error of the device ends its work, too
-        torch.cuda.synchronize(device)
-    ended.set()
+def _wait_for_device(device: int, asked: queue.SimpleQueue[threading.Event | None]) -> None:
+    """Set each event when the device has ended the work that it had by then.
+
+    This thread makes the device its own before anything can be stuck: while another thread waits
+    in the driver, that may wait as well, and would hold Python's lock.
+    """
+    torch.cuda.set_device(device)
+    while (ended := asked.get()) is not None:
+        with contextlib.suppress(RuntimeError):  # an error of the device ends its work, too
+            torch.cuda.synchronize()
+        ended.set()
 
 
 def _addresses() -> tuple[str, str]:
