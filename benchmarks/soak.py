@@ -302,6 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--ranks", type=int, help="train on so many ranks in place of all this")
+    several = {"type": lambda text: text.split(","), "default": [*soak_ranks.WAITS]}
+    parser.add_argument("--waits", help="how others wait for the rank that is killed", **several)
     parser.add_argument("--seconds", type=float, default=900, help="of a fit on several ranks")
     parser.add_argument("--seed", type=int, help="of the steps at which processes are killed")
     parser.add_argument("--json", type=Path, help="write environment and rows to this file")
@@ -323,9 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         iter([kills(options.kills, random.Random(seed))]),
     ]
     if options.ranks:
-        steps = {"read": options.replays, "step": min(options.replays, 500)}
         given = (options.ranks, seed, options.seconds)
-        sections = [soak_ranks.run(mode, count, *given) for mode, count in steps.items()]
+        sections = [soak_ranks.run(options.replays, options.waits[0], *given)]
+        sections += [soak_ranks.run(0, way, *given) for way in options.waits[1:]]
     for section in sections:
         for row in section:
             rows.append(row)

@@ -6,14 +6,17 @@ nothing ends the others when one is gone.
 * Replays under DDP. In every hundredth step the host reads a value while the graph, and the
   reduction of gradients in it, runs, beside a copy of 64 MiB to the host on a second stream (the
   pattern of pytorch#196133). Ranks are delayed at random, on the host and on the device. The first
-  losses are those of an eager fit, and all ranks end with the same parameters.
-* A rank is killed while the others wait for it: on the host, in a read, and on the device only.
-  They end, and say which rank is gone.
+  losses are those of an eager fit; the last ones are those of an eager fit that goes on from the
+  state before them; and all ranks end with the same parameters.
+* A rank is killed while the others wait for it, in each of the ways of ``WAITS``: they end, and say
+  which rank is gone.
 """
 
 from __future__ import annotations
 
+import copy
 import faulthandler
+import itertools
 import json
 import os
 import random
@@ -28,6 +31,7 @@ from typing import Any
 import torch
 from harness import Row
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.loggers import Logger
 from step import be_quiet
 from teams import launched
 from torch import Tensor, nn
@@ -41,19 +45,30 @@ COPIED = 64 * MIB
 DELAYED, LONGEST = 200, 0.02
 """One of so many steps is delayed on some rank, by so many seconds at most."""
 EAGER = 200
-"""Steps whose losses are compared with an eager fit's."""
-ENDS_WITHIN = 60
-"""Seconds after which no rank may still run when another is gone."""
+"""Steps at the beginning, and at the end, whose losses are compared with an eager fit's."""
+SHORT = 60
+"""Steps ahead of a kill without a long fit, at least."""
+ENDS_WITHIN, LOOKS_FOR = 30, 45
+"""Seconds in which all ranks end when one is gone, and after which the rest is ended."""
 BUSY = 2.0
 """Seconds for which the device of the killed rank is busy ahead of its last replay."""
 LIMITS = {"resident memory": 32.0, "GPU pages": 32.0}
-MODES = {"read": "waiting in a read", "step": "in their next steps"}
+WAITS = {
+    "read": "wait in a read",
+    "log": "wait for a value that is logged",
+    "step": "go on to their next steps",
+    "collective": "wait in an eager collective",
+    "barrier": "wait in a barrier",
+}
+"""Where the other ranks are when one is killed."""
 SAID = "rank {} has ended"
 
 
 class Batches(IterableDataset[tuple[Tensor, Tensor]]):
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    """Batches of one rank, from that of a step on."""
+
+    def __init__(self, rank: int, start: int = 0) -> None:
+        self._rank, self._start = rank, start
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self._rank)
@@ -64,8 +79,8 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
             )
             for _ in range(64)
         ]
-        while True:
-            yield from kept
+        for i in itertools.count(self._start):
+            yield kept[i % len(kept)]
 
 
 class Classifier(LightningModule):
@@ -76,7 +91,9 @@ class Classifier(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        return nn.functional.cross_entropy(self.net(x), y)
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
@@ -118,23 +135,47 @@ class Delays(Callback):
 
 
 class Losses(Callback):
-    def __init__(self) -> None:
+    """Keeps the losses of some steps, and the state ahead of them."""
+
+    def __init__(self, steps: range) -> None:
+        self._steps = steps
         self.losses: list[Tensor] = []
+        self.state: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self._steps.start > 0:
+            state = module.state_dict(), trainer.optimizers[0].state_dict()
+            self.state = copy.deepcopy(state)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        if len(self.losses) < EAGER:
+        if trainer.global_step - 1 in self._steps:
             self.losses.append(outputs["loss"].detach().clone())
+
+    def numbers(self) -> list[float]:
+        return torch.stack(self.losses).tolist()
+
+
+class Began(Callback):
+    """Begins a fit from a state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.load_state_dict(self._state[0])
+        trainer.optimizers[0].load_state_dict(self._state[1])
 
 
 class Looks(Callback):
-    """Notes memory, and calls a function with what was found after so many steps.
+    """Notes how memory grows.
 
     Args:
         path: File for the number of steps, each tenth of them.
     """
 
-    def __init__(self, steps: int, done: Any, path: Path) -> None:
-        self._steps, self._done, self._path = steps, done, path
+    def __init__(self, steps: int, path: Path) -> None:
+        self._steps, self._path = steps, path
+        self.found: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step % max(self._steps // 10, 1) == 0 and trainer.global_rank == 0:
@@ -145,7 +186,7 @@ class Looks(Callback):
             grown = {name: size - self._memory[name] for name, size in _memory().items()}
             weights = nn.utils.parameters_to_vector([p.detach() for p in module.parameters()])
             seconds = time.monotonic() - self._began
-            self._done({"grown": grown, "weights": weights.tolist(), "seconds": seconds})
+            self.found = {"grown": grown, "weights": weights.tolist(), "seconds": seconds}
 
 
 class Killed(Callback):
@@ -162,6 +203,36 @@ class Killed(Callback):
             threading.Timer(BUSY / 4, os.kill, kill).start()
 
 
+class Waits(Callback):
+    """Waits for the other ranks behind the step that one of them does not do."""
+
+    def __init__(self, way: str, step: int) -> None:
+        self._way, self._step = way, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if trainer.global_step == self._step + 1:
+            if self._way == "read":
+                float(outputs["loss"])
+            if self._way == "collective":
+                value = torch.ones(1, device=module.device)
+                torch.distributed.all_reduce(value)
+                float(value)
+            if self._way == "barrier":
+                trainer.strategy.barrier()
+
+
+class Nowhere(Logger):
+    """Takes what is logged, as numbers."""
+
+    name, version = "nowhere", 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        pass
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
 def _memory() -> dict[str, float]:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"resident memory": pages * os.sysconf("SC_PAGE_SIZE") / MIB}
@@ -170,7 +241,9 @@ def _memory() -> dict[str, float]:
     return found
 
 
-def fit(steps: int, callbacks: Sequence[Callback], graphs: GraphCapture | None) -> None:
+def fit(
+    steps: int, callbacks: Sequence[Callback], graphs: GraphCapture | None, start: int = 0
+) -> None:
     gpu = torch.cuda.is_available()
     seed_everything(1, verbose=False)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -181,55 +254,78 @@ def fit(steps: int, callbacks: Sequence[Callback], graphs: GraphCapture | None) 
         max_steps=steps,
         max_epochs=-1,
         use_distributed_sampler=False,
-        logger=False,
+        logger=Nowhere(),
+        log_every_n_steps=READ_EVERY,
         enable_checkpointing=False,
         enable_model_summary=False,
         enable_progress_bar=False,
         callbacks=[*callbacks, *[graphs] * (graphs is not None)],
     )
-    trainer.fit(Classifier(), DataLoader(Batches(rank), batch_size=None, pin_memory=gpu))
+    trainer.fit(Classifier(), DataLoader(Batches(rank, start), batch_size=None, pin_memory=gpu))
 
 
-def program(folder: Path, rank: int, steps: int, mode: str, victim: int, seed: int) -> None:
-    """What each rank runs: an eager fit, the long one, and steps in which one of them is killed."""
+def program(folder: Path, rank: int, steps: int, way: str, victim: int, seed: int) -> None:
+    """What each rank runs: eager and long fits, and steps in which one of them is killed."""
     for stream in (1, 2):
         os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     be_quiet()
     faulthandler.register(signal.SIGUSR1)
-    eager, captured = Losses(), Losses()
-    fit(min(EAGER, steps), [eager], None)
-    graphs = GraphCapture(
-        on_failure="raise",
-        backend="cuda" if torch.cuda.is_available() else "emulated",
-        only_if_faster=False,
-    )
-
-    def done(found: dict[str, Any]) -> None:
-        said = graphs._statistics
-        found["losses"] = [
-            one.losses and torch.stack(one.losses).tolist() for one in (eager, captured)
-        ]
-        found["decisions"] = [said.captures, said.replayed, said.fallbacks]
+    options: dict[str, Any] = {
+        "on_failure": "raise",
+        "backend": "cuda" if torch.cuda.is_available() else "emulated",
+        "only_if_faster": False,
+    }
+    if steps:
+        found = _long(steps, seed, GraphCapture(**options), folder / "step")
         (folder / f"{rank}.json").write_text(json.dumps(found))
+    if way:
+        last = READ_EVERY - 1  # Lightning reads what is logged behind it
+        if way == "step":
+            last = SHORT
+        callbacks: list[Callback] = [Waits(way, last)] * (rank != victim)
+        callbacks += [Killed(last)] * (rank == victim)
+        fit(last + 10 * READ_EVERY, callbacks, GraphCapture(**options))
 
-    last = (steps // READ_EVERY + 1) * READ_EVERY - 1  # the host reads behind it
-    if mode == "step":
-        last -= READ_EVERY // 2
-    mine: list[Callback] = [captured, Reads(), Delays(seed), Looks(steps, done, folder / "step")]
-    if rank == victim:
-        mine.append(Killed(last))
-    fit(last + 10 * READ_EVERY, mine, graphs)
+
+def _long(steps: int, seed: int, graphs: GraphCapture, path: Path) -> dict[str, Any]:
+    """Train long with graphs, and eagerly what comes first and last; what came of it."""
+    count = min(EAGER, steps // 2)
+    first, last = range(count), range(steps - count, steps)
+    eager = [Losses(first), Losses(range(count))]
+    captured = [Losses(first), Losses(last)]
+    fit(count, eager[:1], None)
+    looks = Looks(steps, path)
+    fit(steps, [*captured, Reads(), Delays(seed), looks], graphs)
+    fit(count, [Began(captured[1].state), eager[1]], None, last.start)
+    said = graphs._statistics
+    return {
+        **looks.found,
+        "losses": [[one.numbers() for one in ways] for ways in (eager, captured)],
+        "decisions": [said.captures, said.replayed, said.fallbacks],
+    }
 
 
 # ---------------------------------------------------------------------- the parent
 
 
-def run(mode: str, steps: int, ranks: int, seed: int, seconds: float) -> Iterator[Row]:
-    """Start the ranks, see them end, and judge what they have written and said."""
-    victim = random.Random(seed).randrange(ranks)
+def run(
+    steps: int, way: str, ranks: int, seed: int, seconds: float, victim: int | None = None
+) -> Iterator[Row]:
+    """Start the ranks, see them end, and judge what they have written and said.
+
+    Args:
+        steps: Of the long fit; without any there is none.
+        way: How the others wait when a rank is killed; empty if none is.
+        ranks: Their number.
+        seed: Of the steps in which ranks are delayed, and of which one is killed.
+        seconds: How long all may take.
+        victim: The rank that is killed, if it is not drawn.
+    """
+    if victim is None:
+        victim = random.Random(seed).randrange(ranks)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        given = [(folder, rank, steps, mode, victim, seed) for rank in range(ranks)]
+        given = [(folder, rank, steps, way, victim, seed) for rank in range(ranks)]
         started = launched(program, given, {})
         begun = time.monotonic()
         left: float = seconds
@@ -244,7 +340,7 @@ def run(mode: str, steps: int, ranks: int, seed: int, seconds: float) -> Iterato
             for rank, process in enumerate(started):
                 if rank not in ended and not process.is_alive():
                     ended[rank] = time.monotonic() - begun
-                    left = min(left, ended[rank] + ENDS_WITHIN)
+                    left = min(left, ended[rank] + LOOKS_FOR)
         for rank, process in enumerate(started):
             if rank not in ended:
                 stuck = True
@@ -256,8 +352,12 @@ def run(mode: str, steps: int, ranks: int, seed: int, seconds: float) -> Iterato
         logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
         files = [folder / f"{rank}.json" for rank in range(ranks)]
         found = [json.loads(f.read_text()) for f in files if f.exists()]
-    yield from _judged(found, ranks, steps)
-    yield from _lost(started, ended, logs, mode, victim)
+    if steps:
+        yield from _judged(found, ranks, steps)
+    if way:
+        yield from _lost(started, ended, logs, way, victim)
+    elif len(found) < ranks:
+        print("\n".join(log[-3500:] for log in logs), flush=True)
 
 
 def _judged(found: Sequence[dict[str, Any]], ranks: int, steps: int) -> Iterator[Row]:
@@ -266,25 +366,29 @@ def _judged(found: Sequence[dict[str, Any]], ranks: int, steps: int) -> Iterator
         yield Row(f"{name}: ranks that did not get there", ranks - len(found), "", 0.0, False)
         return
     differ = [one for one in found if one["weights"] != found[0]["weights"]]
-    wrong = sum(a != b for one in found for a, b in zip(*one["losses"], strict=True))
+    pairs = [zip(*ways, strict=True) for one in found for ways in zip(*one["losses"], strict=True)]
+    wrong, compared = 0, 0
+    for eager, captured in itertools.chain.from_iterable(pairs):
+        wrong, compared = wrong + (eager != captured), compared + 1
     captures, replayed, fallbacks = found[0]["decisions"]
     same = all(one["decisions"] == found[0]["decisions"] for one in found) and not fallbacks
     detail = f"{replayed} replays, {captures} captures, {max(o['seconds'] for o in found):.0f} s"
     healthy = same and replayed > steps * 0.8 - 40
     yield Row(f"{name}: ranks that differ from rank 0", len(differ), "", 0.0, healthy, detail)
-    yield Row(f"{name}: losses unlike eager's", wrong, "", 0.0, healthy)
+    detail = f"of {compared}: the first and the last {EAGER} steps"
+    yield Row(f"{name}: losses unlike eager's", wrong, "", 0.0, healthy, detail)
     for what in found[0]["grown"]:
         grown = max(one["grown"][what] for one in found)
         yield Row(f"{name}: {what} grew by", grown, "MiB", LIMITS[what], healthy)
 
 
 def _lost(
-    started: Sequence[Any], ended: dict[int, float], logs: Sequence[str], mode: str, victim: int
+    started: Sequence[Any], ended: dict[int, float], logs: Sequence[str], way: str, victim: int
 ) -> Iterator[Row]:
     others = [rank for rank in range(len(started)) if rank != victim]
     late = max((ended.get(rank, float("inf")) for rank in others), default=0.0)
     seconds = late - ended.get(victim, 0.0)
-    name = f"rank {victim} killed, others {MODES[mode]}"
+    name = f"rank {victim} killed, others {WAITS[way]}"
     codes = [process.exitcode for process in started]
     was_killed = codes[victim] == -signal.SIGKILL and victim in ended
     yield Row(

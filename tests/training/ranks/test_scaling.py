@@ -99,7 +99,7 @@ def test_collectives_take_from_their_last_rank_on_by_one_clock(several: Any) -> 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_rank_that_is_gone_ends_all_with_one_sentence(several: Any, ranks: int) -> None:
-    rows = [*several("soak_ranks").run("step", 60, ranks, 0, 120.0)]
+    rows = [*several("soak_ranks").run(60, "step", ranks, 0, 120.0)]
     assert {row.verdict for row in rows} == {"PASS"}, rows
     assert [row.name for row in rows if "killed" in row.name]
 
