@@ -46,6 +46,8 @@ DELAYED, LONGEST = 200, 0.02
 """One of so many steps is delayed on some rank, by so many seconds at most."""
 EAGER = 200
 """Steps at the beginning, and at the end, whose losses are compared with an eager fit's."""
+BUCKETS = 3
+"""Steps in which DDP makes its buckets, and makes them again."""
 SHORT = 60
 """Steps ahead of a kill without a long fit, at least."""
 ENDS_WITHIN, LOOKS_FOR = 30, 45
@@ -156,14 +158,15 @@ class Losses(Callback):
 
 
 class Began(Callback):
-    """Begins a fit from a state."""
+    """Begins with a state once DDP has made its buckets, on which the order of sums depends."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        module.load_state_dict(self._state[0])
-        trainer.optimizers[0].load_state_dict(self._state[1])
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == BUCKETS:
+            module.load_state_dict(self._state[0])
+            trainer.optimizers[0].load_state_dict(self._state[1])
 
 
 class Looks(Callback):
@@ -291,12 +294,13 @@ def _long(steps: int, seed: int, graphs: GraphCapture, path: Path) -> dict[str, 
     """Train long with graphs, and eagerly what comes first and last; what came of it."""
     count = min(EAGER, steps // 2)
     first, last = range(count), range(steps - count, steps)
-    eager = [Losses(first), Losses(range(count))]
+    eager = [Losses(first), Losses(range(BUCKETS, BUCKETS + count))]
     captured = [Losses(first), Losses(last)]
     fit(count, eager[:1], None)
     looks = Looks(steps, path)
     fit(steps, [*captured, Reads(), Delays(seed), looks], graphs)
-    fit(count, [Began(captured[1].state), eager[1]], None, last.start)
+    began = Began(captured[1].state)
+    fit(BUCKETS + count, [began, eager[1]], None, last.start - BUCKETS)
     said = graphs._statistics
     return {
         **looks.found,
