@@ -18,7 +18,7 @@ endif
 # The package is importable from the checkout, also where it is not installed.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test test-gpu lint wheel bench clean
+.PHONY: demo test test-gpu ranks lint wheel bench clean
 
 # OpenMP threads that wait without spinning: on a busy machine a spinning one holds up the others.
 demo: export OMP_WAIT_POLICY := passive
@@ -37,6 +37,12 @@ test: $(INSTALLED)
 # Every row of every file, each file in a process of its own, on all GPUs of the machine.
 test-gpu: $(INSTALLED)
 	$(PY) tests/on_gpus.py
+
+# Eight processes over gloo, on the emulated backend: losses are eager's, all decide and end together.
+ranks: export OMP_NUM_THREADS := 1
+ranks: $(INSTALLED)
+	$(PY) benchmarks/ddp.py --tiny --gpus 8 --sizes 8 --rows gpt2 --variants plain,views,accumulated,fsdp2
+	$(PY) benchmarks/soak.py --ranks 8 --replays 60 --waits step
 
 lint: $(call PART,lint)
 	$(PY) -m ruff check .

@@ -379,7 +379,7 @@ def _judged(found: Sequence[dict[str, Any]], ranks: int, steps: int) -> Iterator
     detail = f"{replayed} replays, {captures} captures, {max(o['seconds'] for o in found):.0f} s"
     healthy = same and replayed > steps * 0.8 - 40
     yield Row(f"{name}: ranks that differ from rank 0", len(differ), "", 0.0, healthy, detail)
-    detail = f"of {compared}: the first and the last {EAGER} steps"
+    detail = f"of {compared}, of the first and of the last steps"
     yield Row(f"{name}: losses unlike eager's", wrong, "", 0.0, healthy, detail)
     for what in found[0]["grown"]:
         grown = max(one["grown"][what] for one in found)
