@@ -48,8 +48,8 @@ EAGER = 200
 """Steps at the beginning, and at the end, whose losses are compared with an eager fit's."""
 BUCKETS = 3
 """Steps in which DDP makes its buckets, and makes them again."""
-SHORT = 60
-"""Steps ahead of a kill without a long fit, at least."""
+SHORT, LAST = 60, 2 * READ_EVERY - 1
+"""Steps ahead of a kill, and of one behind which the host reads, and reads what is logged."""
 ENDS_WITHIN, LOOKS_FOR = 30, 45
 """Seconds in which all ranks end when one is gone, and after which the rest is ended."""
 BUSY = 2.0
@@ -214,8 +214,6 @@ class Waits(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         if trainer.global_step == self._step + 1:
-            if self._way == "read":
-                float(outputs["loss"])
             if self._way == "collective":
                 value = torch.ones(1, device=module.device)
                 torch.distributed.all_reduce(value)
@@ -282,10 +280,9 @@ def program(folder: Path, rank: int, steps: int, way: str, victim: int, seed: in
         found = _long(steps, seed, GraphCapture(**options), folder / "step")
         (folder / f"{rank}.json").write_text(json.dumps(found))
     if way:
-        last = READ_EVERY - 1  # Lightning reads what is logged behind it
-        if way == "step":
-            last = SHORT
+        last = SHORT if way == "step" else LAST
         callbacks: list[Callback] = [Waits(way, last)] * (rank != victim)
+        callbacks += [Reads()] * (way == "read")
         callbacks += [Killed(last)] * (rank == victim)
         fit(last + 10 * READ_EVERY, callbacks, GraphCapture(**options))
 
