@@ -17,7 +17,7 @@ from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import CallSiteFinder, add_line, calls_observed
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.generators import RandomState
-from lightning_graphs.regions.agreement import Ranks
+from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.recovery import Again, MemoryRecovery
 from lightning_graphs.report.messages import Statistics

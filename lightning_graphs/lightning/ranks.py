@@ -17,7 +17,8 @@ from lightning_graphs.lightning.trainer import wrapper_of
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.engine import FsdpModules
 from lightning_graphs.private.torch import collectives_called
-from lightning_graphs.regions import agreement
+from lightning_graphs.regions import lifecycle
+from lightning_graphs.regions.reduction import why_not_reduced
 from lightning_graphs.watch.user_code import is_lightnings
 
 # ------------------ Strategies
@@ -50,7 +51,7 @@ def why_not_captured(trainer: Trainer, options: Options) -> str:
         return f"{type(strategy).__name__} is not DDP; write Trainer(strategy='ddp')"
     given, hook = ddp_options(strategy)
     finds_unused = bool(given.get("find_unused_parameters"))
-    return agreement.why_not_reduced(hook, finds_unused=finds_unused, remedy="write strategy='ddp'")
+    return why_not_reduced(hook, finds_unused=finds_unused, remedy="write strategy='ddp'")
 
 
 def is_model_parallel(trainer: Trainer) -> bool:
@@ -118,7 +119,7 @@ class Collectives:
 # ------------------ Decisions of all ranks
 
 
-class Ranks(agreement.Ranks):
+class Ranks(lifecycle.Ranks):
     """Decisions of the ranks of one fit, which also hear of signals.
 
     Args:

@@ -35,11 +35,12 @@ from lightning_graphs.lightning.words import OPTIMIZER, why_no_whole_step
 from lightning_graphs.policy.worth import StepTiming
 from lightning_graphs.private.callsite import reached_by_name, with_keyword
 from lightning_graphs.private.exchange import nothing, replaced
-from lightning_graphs.regions.agreement import EAGER, NOT_REDUCED
 from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.gradients import KEPT_LATE, PersistentGradients, zeroed_quickly
+from lightning_graphs.regions.lifecycle import EAGER
 from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.reduction import NOT_REDUCED
 from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
 from lightning_graphs.regions.update import CapturedUpdate
 from lightning_graphs.regions.whole_step import BY_HAND, StepRegion

@@ -47,13 +47,14 @@ from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.engine import is_within_backward, runs_code
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, subclassed
-from lightning_graphs.regions.agreement import syncs as buffers_synced
-from lightning_graphs.regions.agreement import unseen_by
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
 from lightning_graphs.regions.context import Client, TrainingContext
 from lightning_graphs.regions.gradients import cast_together
 from lightning_graphs.regions.optimizer import scaler_of
-from lightning_graphs.regions.verify import Tolerance, Verifier
+from lightning_graphs.regions.reduction import syncs as buffers_synced
+from lightning_graphs.regions.reduction import unseen_by
+from lightning_graphs.regions.tolerance import Tolerance
+from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.watch.environment import AsRead, Effect, Environment, rates_exchanged
 from lightning_graphs.watch.late import CallAt, KeptCalls

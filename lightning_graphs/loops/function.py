@@ -40,7 +40,8 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.context import TrainingContext
-from lightning_graphs.regions.verify import Tolerance, Verifier
+from lightning_graphs.regions.tolerance import Tolerance
+from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report import Report, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.watch.assertions import OpenAssertions

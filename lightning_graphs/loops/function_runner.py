@@ -21,9 +21,9 @@ from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions.agreement import EAGER, Ranks
 from lightning_graphs.regions.conditions import CaptureKey, ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
+from lightning_graphs.regions.lifecycle import EAGER, Ranks
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore

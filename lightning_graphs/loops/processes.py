@@ -12,10 +12,10 @@ from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.private.engine import FsdpModules, is_within_backward, local, renew_reducer
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import collectives_called
-from lightning_graphs.regions.agreement import (
+from lightning_graphs.regions.lifecycle import Ranks
+from lightning_graphs.regions.reduction import (
     NOT_REDUCED,
     OF_A_FORWARD,
-    Ranks,
     syncs,
     unseen_by,
     why_not_reduced,

@@ -20,7 +20,13 @@ from lightning_graphs.autograd.callables import CallableCapture, CaptureSettings
 from lightning_graphs.autograd.graphed import GraphedCallable, ReplayOrder, Source, Stores
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.device.rules import COLLECTIVE, READ_BEFORE
-from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
+from lightning_graphs.errors import (
+    CaptureError,
+    GraphError,
+    NoRoomError,
+    ReplayError,
+    VerificationError,
+)
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.torch import (
     accumulation_hooks,
@@ -57,6 +63,10 @@ class CallRefused(CaptureError):
         super().__init__(rule, observed, remedy)
         add_line(self, "in the code of", definition_of(call.original))
         self.call = call
+
+
+class CallDiffers(CallRefused, VerificationError):
+    """The graphs of one call compute something else than the call itself."""
 
 
 class CallGuards:

@@ -24,6 +24,7 @@ from lightning_graphs.private.torch import (
     module_hooks,
 )
 from lightning_graphs.regions.calls import (
+    CallDiffers,
     CaptureConfig,
     GraphedCall,
     StepKind,
@@ -34,7 +35,6 @@ from lightning_graphs.regions.calls import (
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.observe import Observation, ObservedCall, StepObserver
-from lightning_graphs.regions.verified import CallDiffers
 from lightning_graphs.watch.user_code import bound_by_hooks, obstacle_in
 
 # ------------------ Selection of modules

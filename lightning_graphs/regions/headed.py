@@ -12,15 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError
-from lightning_graphs.regions.agreement import EAGER, Ranks
 from lightning_graphs.regions.behind import HeadMissed, StepHead
 from lightning_graphs.regions.conditions import CaptureKey, Observers, Phase, ReplayGuards
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
-from lightning_graphs.regions.lifecycle import Lifecycle, PlanCache, Region
+from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, PlanCache, Ranks, Region
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.step import StepCapture
-from lightning_graphs.regions.verified import Verification
-from lightning_graphs.regions.verify import Verifier
+from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import BatchValues

@@ -16,7 +16,7 @@ from lightning_graphs.policy.worth import SETTLED, MemoryBudget
 from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import Generators, RandomState
-from lightning_graphs.regions.agreement import Ranks
+from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.snapshot import Gradients, Part, PythonSnapshot, Snapshot

@@ -35,7 +35,6 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     version_of,
 )
-from lightning_graphs.regions.agreement import BucketReduction, reduction_of
 from lightning_graphs.regions.behind import Behind, HeadMissed, KeyOf, StepHead
 from lightning_graphs.regions.body import Given, OptimizerNumbers, StepBody, unseen_steps_refused
 from lightning_graphs.regions.conditions import (
@@ -57,6 +56,7 @@ from lightning_graphs.regions.plan import (
     UpdateBehind,
     batch_written,
 )
+from lightning_graphs.regions.reduction import BucketReduction, reduction_of
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors

@@ -9,22 +9,41 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_graphs.autograd.backward import EarlierGradients
+from lightning_graphs.autograd.backward import (
+    EarlierGradients,
+    gradients_copied,
+    unrepeated,
+    zero_gradient,
+)
 from lightning_graphs.device.rules import may_follow_values
-from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, ReplayError
+from lightning_graphs.errors import (
+    CaptureError,
+    GraphError,
+    NoRoomError,
+    ReplayError,
+    in_one_line,
+    is_out_of_memory,
+)
 from lightning_graphs.policy.worth import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
 from lightning_graphs.private.exchange import TURN, replaced
-from lightning_graphs.private.torch import current_autograd_node
+from lightning_graphs.private.generators import Generators, RandomState
+from lightning_graphs.private.torch import (
+    current_autograd_node,
+    without_hooks,
+)
 from lightning_graphs.regions.calls import (
+    CallDiffers,
     CallRefused,
     CaptureConfig,
     CapturedStep,
     FlagsReader,
+    GraphedCall,
     StepCall,
     StepKind,
+    as_observed,
     batch_signature,
     capture_step,
     release,
@@ -37,14 +56,18 @@ from lightning_graphs.regions.dispatch import (
     ForwardDispatcher,
     ModuleSelection,
 )
-from lightning_graphs.regions.gradients import PersistentGradients
+from lightning_graphs.regions.gradients import PersistentGradients, drop_gradients
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.observe import StepObserver
-from lightning_graphs.regions.verified import CallChecks, CallDiffers
-from lightning_graphs.regions.verify import Verifier
+from lightning_graphs.regions.tolerance import Tolerance
+from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.report.messages import FEW, PATIENCE
-from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.values.memory import StaticInputs
+from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import PythonSnapshot, RegionState, Result, results_in
+from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.user_code import iter_objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,3 +489,148 @@ def _passes_watched(
     grad, backward = watched(engine.grad, 1), watched(engine.backward, 5)
     with replaced(engine, "grad", grad), replaced(engine, "backward", backward):
         yield
+
+
+# ------------------ Their verification
+
+
+class CallChecks:
+    """Runs captured calls both ways from one state.
+
+    For each call the module's own forward and backward run on arguments of the observed call, and
+    then its graphs, both with one set of random gradients of the outputs. Outputs, buffers and all
+    gradients are compared. Hooks on parameters do not run.
+    """
+
+    def __init__(self, verifier: Verifier, root: nn.Module, device: torch.device) -> None:
+        self._verifier, self._root, self._device = verifier, root, device
+
+    def check(self, graphed_calls: Sequence[GraphedCall], *, again: bool = False) -> None:
+        """Verify the graphs of a step before it begins."""
+        # A replay runs only in order: a backward pass that is pending is void.
+        for graphed in graphed_calls:
+            graphed.callable.order.begin()
+            self.check_call(graphed, again=again)
+
+    def check_call(self, graphed: GraphedCall, *, again: bool = False) -> None:
+        if not self._verifier.is_on:
+            return
+        call = graphed.call
+        run = _CallRun(self._root, self._device, graphed, again=again)
+        code = call.module, call.training, call.frozen, call.grad_enabled, call.recomputed
+        written = self._verifier.written[code]
+        ways = Comparison(run.state, run.eager, run.replayed, run.parts, written)
+        tolerance = Tolerance(self._device.type, call.autocast)
+        try:
+            self._verifier.compare(ways, "a captured module was not verified", tolerance)
+        except GraphError as error:
+            if again and isinstance(error, ReplayError):
+                raise
+            raise CallDiffers(call, error.rule, error.observed, error.remedy) from error
+
+
+class _CallRun:
+    """One captured call with its arguments, and the state that it changes."""
+
+    def __init__(
+        self, root: nn.Module, device: torch.device, graphed: GraphedCall, *, again: bool
+    ) -> None:
+        self._device = device
+        self._graphed_call = graphed
+        call = graphed.call
+        signature, samples = Signature.of(call.args, call.kwargs)
+        self._names = signature.tensor_names
+        self._samples = graphed.callable.inputs.tensors if again else samples
+        self._backward = graphed.callable.backward_pass
+        tensors = {f"buffer `{call.name}.{n}`": b for n, b in call.module.named_buffers()}
+        tensors |= {f"tensor `{name}`": tensor for name, tensor in graphed.written.items()}
+        self._parameters = self._differentiable(root)
+        unseen = [*graphed.guards.environment.loose.small, *call.module.parameters()]
+        parameters = {name: parameter for parameter, name in self._parameters.items()}
+        self.state = RegionState(tensors, parameters, unseen)
+        self.parts = (
+            PythonSnapshot(iter_objects(call.module)),
+            Generators(iter_objects(root), device),
+            RandomState(device, root.modules()),
+        )
+
+    def _differentiable(self, root: nn.Module) -> dict[Tensor, str]:
+        """Name the parameters that the call gives a gradient, also those outside of the module."""
+        call, backward = self._graphed_call.call, self._backward
+        found: dict[Tensor, None] = {p: None for p in call.module.parameters()}
+        if backward is not None:
+            direct = backward.direct
+            found |= dict.fromkeys(backward.parameters.own if direct is None else direct.parameters)
+        names: dict[Tensor, str] = {p: f"`{name}`" for name, p in root.named_parameters()}
+        trained = (p for p in found if p not in call.frozen)
+        return {p: names.get(p, f"parameter {i} of `{call.name}`") for i, p in enumerate(trained)}
+
+    def eager(self) -> list[Result]:
+        try:
+            return self._run(self._graphed_call.callable.original, direct=False)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise CaptureError(
+                "A graphed module must run by itself, so that its graphs can be verified.",
+                in_one_line(error),
+                "capture a module that has this one inside, if a hook before the forward prepares "
+                "something for it; or leave this one eager (exclude=[...])",
+            ) from error
+
+    def replayed(self) -> list[Result]:
+        backward = self._backward
+        direct = backward is not None and backward.direct is not None
+        # No other graph waits for its backward pass: any argument may go into lent memory.
+        with replaced(self._graphed_call.callable, "aliased_inputs", ()):
+            return self._run(self._graphed_call.callable, direct=direct)
+
+    def _run(self, forward: Callable[..., Any], *, direct: bool) -> list[Result]:
+        call = self._graphed_call.call
+        drop_gradients(self._parameters)
+        # Copies: what reads or writes them past torch must not reach the samples.
+        tensors = StaticInputs(self._samples).tensors
+        args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
+        with torch.inference_mode(False), as_observed(call), without_hooks(list(self._parameters)):
+            returned = forward(*args, **kwargs)
+            places = self._graphed_call.callable.outputs.bound
+            bound = [(f"`{each.name}`", each.now((args, kwargs))) for each in places]
+            outputs = leaves_of((returned, bound), Tensor)
+            with torch.autocast(self._device.type, enabled=False):
+                self._pull_back(outputs, tensors, direct=direct)
+        found = results_in(returned, "output", f" of `{call.name}`")
+        for name, value in bound:
+            found += results_in(value, name, f" of `{call.name}`")
+        for name, tensor in zip(self._names, tensors, strict=True):
+            title = f"{name} of `{call.name}`"
+            # Kernels outside of torch, and `x.data`, write an argument unseen.
+            found.append(Result(f"{title} after the call", tensor.detach()))
+            if tensor.is_leaf and tensor.grad is not None:
+                found.append(Result(f"the gradient of {title}", tensor.grad, is_gradient=True))
+        return found
+
+    def _pull_back(
+        self, outputs: Sequence[Tensor], arguments: Sequence[Tensor], *, direct: bool
+    ) -> None:
+        """Give arguments and parameters their gradients, for random ones of the outputs."""
+        outputs = [output for output in outputs if output.requires_grad]
+        # Everything that may have a gradient, each tensor once
+        wanted = [*dict.fromkeys(t for t in (*arguments, *self._parameters) if t.requires_grad)]
+        if self._backward is None or not outputs or not wanted:
+            return
+        generator = torch.Generator(self._device).manual_seed(0)
+        buffers = self._backward.output_gradients.buffers  # in the strides that training gives
+        layouts = buffers if len(buffers) == len(outputs) else outputs
+        pairs = zip(outputs, layouts, strict=True)
+        given = [zero_gradient(output, layout.stride()) for output, layout in pairs]
+        for gradient in given:
+            std = max(gradient.numel(), 1) ** -0.5
+            unrepeated(gradient).normal_(std=std, generator=generator)
+        if direct:
+            torch.autograd.backward(outputs, given)
+            return
+        # It runs no accumulation of gradients, to which a reducer's hooks are tied
+        with gradients_copied(wanted):
+            gradients = torch.autograd.grad(outputs, wanted, given, allow_unused=True)
+        for tensor, found in zip(wanted, gradients, strict=True):
+            tensor.grad = found

@@ -36,8 +36,7 @@ from lightning_graphs.regions.optimizer import (
     state_undone,
 )
 from lightning_graphs.regions.plan import Part, Plan
-from lightning_graphs.regions.verified import Verification
-from lightning_graphs.regions.verify import Verifier
+from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.watch.environment import code_captured, rates_exchanged
 from lightning_graphs.watch.numbers import StepNumbers

@@ -2,158 +2,60 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.optim import Optimizer
 
+from lightning_graphs.autograd.graphed import set_again
 from lightning_graphs.device.emulated import WriteWatch
 from lightning_graphs.device.graph import without_garbage_collection
-from lightning_graphs.errors import GraphError, VerificationError, first_line, is_out_of_memory
+from lightning_graphs.errors import (
+    GraphError,
+    VerificationError,
+    first_line,
+    is_out_of_memory,
+)
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import is_raised_by_user
-from lightning_graphs.private.torch import storage_reference
-from lightning_graphs.regions.agreement import Ranks
+from lightning_graphs.private.generators import Generators, RandomState
+from lightning_graphs.private.torch import (
+    hide_modes,
+    hooks_registered,
+    storage_reference,
+)
+from lightning_graphs.regions.behind import HeadMissed, StepHead, Undone
+from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.conditions import CaptureKey
+from lightning_graphs.regions.context import Recorder
+from lightning_graphs.regions.gradients import drop_gradients
+from lightning_graphs.regions.lifecycle import Ranks
+from lightning_graphs.regions.plan import StepOutputs, StepPlan, UpdateBehind
+from lightning_graphs.regions.tolerance import NONE, Tolerance, difference, size
 from lightning_graphs.report.messages import Messages
-from lightning_graphs.values.memory import bytes_of, storage_address
+from lightning_graphs.values.memory import StaticInputs, bytes_of, storage_address
 from lightning_graphs.values.snapshot import (
     Fingerprint,
     Part,
+    PythonSnapshot,
     RegionState,
     Result,
     Snapshot,
     fingerprints_of,
 )
-
-# ------------------ Tolerances
-
-_OF_NOISE = 4.0
-"""How many times the difference of two eager runs a replay may differ. Both are draws from one
-distribution, and norms of many elements hardly scatter: a replay beyond it is no such draw."""
-
-_NOISE_IN_ROUNDINGS = 8.0
-"""Up to how many roundings the difference of two eager runs counts. Kernels whose order is not
-fixed round otherwise in each run; what differs by more was computed from something else."""
-
-_OF_GRADIENTS = 2.0**-4
-"""How large the terms of one gradient may be that cancel, relative to all gradients together."""
-
-_OF_UPDATE = 0.5
-"""Which part of an update may differ if the gradient before it already differed by rounding.
-A step that was left out, or taken twice, is off by a whole one."""
-
-_MOSTLY_ROUNDING = 2.0**-4
-"""From which relative difference on a gradient is called rounding and nothing else."""
-
-_ROUNDING = {
-    torch.float64: 2.0**-40,
-    torch.float32: 2.0**-17,
-    torch.bfloat16: 2.0**-7,
-    torch.float16: 2.0**-10,
-}
-"""Relative rounding of a sum of products: 64 units in the last place of float32, since sums over
-many terms may be ordered otherwise, and one unit of the short formats, whose products kernels add
-up in float32."""
-
-_TF32 = 2.0**-10
-"""Relative rounding of float32 on a GPU, whose kernels may round factors to TF32's 10 bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """How far two tensors are apart."""
-
-    # The Euclidean norm of the difference; infinite if one of them alone is not finite
-    norm: float
-    largest: float  # the largest difference of two elements
-
-
-NONE = Difference(0.0, 0.0)
-
-
-def difference(a: Tensor, b: Tensor) -> Difference:
-    """Measure how far two tensors are apart; equal elements, NaN included, are not."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return Difference(math.inf, math.inf)
-    if a.numel() == 0:
-        return NONE
-    left, right = _wide(a), _wide(b)
-    same = (left == right) | (left.isnan() & right.isnan())
-    apart = torch.where(same, 0.0, left - right).abs().nan_to_num_(nan=math.inf)
-    return Difference(float(torch.linalg.vector_norm(apart)), float(apart.max()))
-
-
-def size(tensor: Tensor) -> float:
-    """Return the Euclidean norm of the finite elements."""
-    if tensor.numel() == 0:
-        return 0.0
-    return float(torch.linalg.vector_norm(_wide(tensor).nan_to_num(0.0, 0.0, 0.0)))
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    """Convert to values in which differences neither overflow nor vanish."""
-    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-    if dense.is_complex():
-        dense = torch.view_as_real(dense.resolve_conj())
-    if dense.dtype in (torch.float16, torch.bfloat16):
-        return dense.float()
-    return dense if dense.dtype is torch.float32 else dense.double()
-
-
-class Tolerance:
-    """The rule by which a replay is accepted whose bits are not those of the eager step.
-
-    It is asked only if bits differ. A correct replay has other bits for one of two reasons. Kernels
-    that add up with atomics round differently in every run, eager or not: two eager runs show by
-    how much. And a library may choose another algorithm while it is captured, which rounds
-    differently, each time in one way.
-
-    So a replay may differ by one rounding, plus four times what two eager runs differ. A rounding
-    is that of the coarsest arithmetic in the step, relative to the tensor. A gradient may also
-    differ by a sixteenth of a rounding relative to all gradients together: one that vanishes in
-    exact arithmetic (of a bias before a normalization) is the rounding of terms that cancel. Eager
-    runs that differ by more than eight roundings depend on something that is no part of the state,
-    and that a replay froze: beyond that their difference does not count. Differences are Euclidean
-    norms over a tensor: a largest element scatters from run to run, a norm hardly does.
-
-    What an optimizer computes from a gradient that was not bit-equal may differ by half of the
-    update: Adam divides by the gradient's own size, and rounding may turn around the update of an
-    element that is nearly zero. After a gradient that is only rounding, it is not judged.
-    """
-
-    def __init__(self, device_type: str, arithmetic: torch.dtype | None) -> None:
-        self._device_type = device_type
-        self._least = _ROUNDING[arithmetic] if arithmetic is not None else 0.0
-
-    def allowed(self, eager: Tensor, noise: float, gradients: float = 0.0) -> float:
-        """Return the norm by which a replay may differ."""
-        rounding = self._rounding(eager.dtype) * (size(eager) + _OF_GRADIENTS * gradients)
-        return _OF_NOISE * min(noise, _NOISE_IN_ROUNDINGS * rounding) + rounding
-
-    def allowed_of_update(self, eager: Tensor, noise: float, update: float) -> float:
-        """Return the norm by which a result may differ whose gradient was not bit-equal."""
-        return _OF_NOISE * noise + self._rounding(eager.dtype) * size(eager) + _OF_UPDATE * update
-
-    def is_rounding(self, gradient: Tensor, apart: Difference) -> bool:
-        """Whether a gradient is only rounding: an accepted replay has an unrelated one."""
-        return apart.norm > _MOSTLY_ROUNDING * size(gradient)
-
-    def _rounding(self, dtype: torch.dtype) -> float:
-        if dtype.is_complex:
-            dtype = dtype.to_real()
-        if not dtype.is_floating_point:
-            return 0.0
-        own = _ROUNDING.get(dtype, 0.0)
-        if dtype is torch.float32 and self._device_type == "cuda":
-            own = _TF32
-        return max(own, self._least)
-
+from lightning_graphs.values.tree import substitute
+from lightning_graphs.watch.head import HeadEnded
+from lightning_graphs.watch.places import StepState
+from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 
 # ------------------ Comparisons
 
@@ -242,7 +144,7 @@ class Comparison:
     spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
     beside: int = 0  # bytes that the eager run takes next to copies of the state
     goes_on: bool = False  # a replay that is equal is the step: what it has made stays
-    # Surrounds the first eager run, and that it is undone
+    # Surrounds the first eager runs, and that they are undone
     alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
@@ -303,7 +205,8 @@ class Verifier:
                 elif written is not None and (written.is_found or self.ranks.wrappers):
                     shown = partial(self._run_unreduced, ways.eager)
                     run = partial(self.ranks.all_or_none, exchanges=True)
-                    written.add_to(state, shown, ways.spare, run)
+                    with ways.alone():
+                        written.add_to(state, shown, ways.spare, run)
                     written = None
                 self._require(ways, state, tolerance or self._tolerance, written)
                 is_step = ways.goes_on
@@ -423,3 +326,271 @@ class Verifier:
 
     def _error(self, observed: str) -> VerificationError:
         return VerificationError(_RULE, f"at step {self.step()}, {observed}", _REMEDY)
+
+
+# ------------------ Steps, and optimizer steps
+
+
+class Verification(StepBody):
+    """Compares captured steps, and captured optimizer steps, with what Lightning runs."""
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        body: StepBody,
+        places: StepState | None = None,
+        head: StepHead | None = None,  # of steps that have one
+    ) -> None:
+        super().__init__(body.context, body.optimizers, body.observers)
+        self._places, self._head = places, head
+        # Whether a step that has come to the end of its head is one for these conditions
+        self.fits: Callable[[CaptureKey], bool] = lambda _: True
+        # Runs the step's code that is compared
+        self._run_code: Callable[[Callable[[], Any]], Any] = lambda code: code()
+        # Whether replays get what has a name in its result behind their graphs
+        self._comes_late: Callable[[str], bool] = lambda _: False
+        self._verifier = verifier
+        self._held: list[tuple[str, Any]] = []  # what modules hold, during a comparison
+        self._leaves: frozenset[int] = frozenset()  # the ``id`` of each whose gradient is put back
+        self._registers_hooks = False  # the step's own code, when it ran last
+        # Surrounds the backward pass
+        self._taking_over: Callable[[], AbstractContextManager[None]] = nullcontext
+        # Optimizer steps that replays take behind their graphs, and what they find there
+        self._behind: Iterator[UpdateBehind] = iter(())
+        self._shown: list[Result] = []
+
+    def _look(self) -> list[Tensor]:
+        """Look at what modules hold, to compare; return tensors that may change unseen."""
+        self._held = [*iter_objects(self.module)]
+        return UnregisteredTensors(self.module, self._held).small
+
+    def _state(self, plan: StepPlan | None = None) -> RegionState:
+        """Describe what a step may change; without a plan an optimizer step."""
+        unseen = self._look()
+        parts = self.module, [*self.optimizers], self._scaler
+        if plan is None:
+            return RegionState.of_step(*parts, unseen=unseen)
+        written, others = plan.loose, plan.outside.parameters
+        followed = [one.counters for one in self.optimizers.values() if one is not None]
+        counted = {place for counters in followed if counters for place in counters.places}
+        return RegionState.of_step(
+            *parts, written=written, unseen=unseen, others=others, renewed=plan.dropped,
+            counted=counted,
+        )  # fmt: skip
+
+    def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
+        """Run with rates on the device: kernels round those of the host in another way."""
+        with self.rates_given(self.optimizer):
+            super().update(cut)
+
+    def check(self, plan: StepPlan, args: tuple[Any, ...]) -> None:
+        """Verify a plan with the batch that is about to be trained on.
+
+        The replay is the step, and the plan is launched then, unless more of the step runs around
+        its graph: a head, hooks between several graphs, clocks that it reads. All is undone then; a
+        head runs once for each way, with equal draws.
+
+        Raises:
+            HeadMissed: It has ended with something else than what the plan is for.
+            MemoryKept: User code keeps what the eager run has computed.
+        """
+        batch: Sequence[Tensor] = ()
+        if plan.head is None:
+            matched = plan.call.match((args[0],), {})
+            assert matched is not None, "the plan was found for this batch"
+            batch = matched
+            plan.cancel()
+        stored = PythonSnapshot()
+        for owner, name, _ in chain.from_iterable(plan.stores.values()):
+            stored.add_place(name, owner, name)
+        parts: list[Part] = [m.state for m in plan.mechanisms if m.state is not None]
+        parts.append(stored)
+        is_whole = plan.head is None and len(plan.graphs) == 1
+        state = self._state(plan)
+        self._leaves = frozenset(map(id, state.parameters.values()))
+        ways = Comparison(
+            state,
+            partial(self._eager, plan, args, batch),
+            partial(self._replayed, plan, args, batch),
+            [*parts, self._random()],
+            self._verifier.written[plan.conditions],
+            [] if self.client.optimizes_itself else plan.gradients.buffers,
+            plan.gradients.pool_bytes,  # they lie where the eager step would compute
+            goes_on=is_whole and all(m.repeated is None for m in plan.mechanisms),
+            alone=self._verifier.budget.nothing_kept,
+        )
+        try:
+            plan.is_launched = self._verifier.compare(ways, "a captured step was not verified")
+        finally:
+            self._held.clear()
+            self._taking_over = nullcontext  # the graph's memory may be released
+        if plan.head is None and not plan.is_launched:
+            plan.take(batch)
+
+    def _random(self) -> RandomState:
+        return RandomState(self.module.device, self.module.modules())
+
+    def _eager(
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
+    ) -> list[Result]:
+        """Run the step eagerly; return what it computed besides its state."""
+        if not (plan.adds or self.client.optimizes_itself):
+            self._drop_gradients()
+        for stores in plan.stores.values():  # another step may have set them otherwise
+            set_again(stores)
+        recorder, self._comes_late = self.client.mute(), plan.outputs.comes_late
+        self._behind, self._shown = iter(plan.behind), []
+        memory = self._verifier.budget.memory_of(plan.graphs["forward"])
+        # The graph's own buffers, and not given away: user code may keep them
+        is_one = self._verifier.ranks.are_one
+        self._taking_over = plan.gradients.taking_over if is_one else nullcontext
+        results: Callable[[], list[Result]] = list
+        with ExitStack() as around:
+
+            def begin(batch: Any, tensors: Sequence[Tensor]) -> None:
+                nonlocal results
+                if plan.head is not None:
+                    undone.quiet.close()
+                    around.enter_context(recorder.recording())
+                for mechanism in plan.mechanisms:
+                    if mechanism.repeated is not None:
+                        around.enter_context(mechanism.repeated())
+                results = plan.effects.eager_results(batch, tensors)
+
+            if plan.head is None:
+                own = StaticInputs(batch).tensors  # it may change its batch in place
+                arguments = (substitute(args[0], own), *args[1:])
+                around.enter_context(self._as_captured(plan, recorder))
+                begin(arguments[0], own)
+            else:
+                undone = around.enter_context(self._undone(args))
+                arguments = tuple(undone.arguments)
+                at_end = partial(self._at_end, plan, begin)
+                self._run_code = partial(plan.head.run, at_end=at_end)
+            around.enter_context(memory)
+            if self.client.optimizes_itself:
+                around.enter_context(self._taking_over())
+            try:
+                output = self.run(arguments, plan.conditions.phase, recorder)
+            finally:
+                self._run_code = lambda code: code()
+            stored = results()
+        output.finish_capture()
+        shown, self._shown = self._shown, []
+        return plan.outputs.results(output.hand_out()) + stored + _logged(recorder.logged()) + shown
+
+    def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
+        for step in itertools.islice(self._behind, 1):
+            self._shown += step.results(eager=True)
+
+    def _call(self, arguments: Sequence[Any]) -> Any:
+        hooks = hooks_registered()
+        try:
+            return self._run_code(partial(super()._call, arguments))
+        finally:
+            self._registers_hooks = hooks_registered() != hooks
+
+    def _backward(self, loss: Tensor) -> None:
+        """Run it unwatched where it writes nothing that is not put back in any case."""
+        watch = WriteWatch.pausable() if self._verifier.ranks.are_one else None
+        sees_code = watch is None or watch.packs or self._registers_hooks
+        with ExitStack() as around:
+            if not sees_code and self.client.is_backward_unseen(loss, self._leaves):
+                around.callback(hide_modes())
+            around.enter_context(self._taking_over())
+            super()._backward(loss)
+
+    def _outputs(self, returned: Any) -> StepOutputs:
+        return StepOutputs(returned, self._comes_late)
+
+    def _as_captured(self, plan: StepPlan, recorder: Recorder) -> AbstractContextManager[None]:
+        """Set up what surrounds a capture, but for its tracers: here every value is real."""
+        assert self._places is not None, "whole steps have places"
+        seen = next((m.draws for m in plan.mechanisms if m.draws is not None), None)
+        generators = Generators(self._held, self.module.device, seen=seen)
+        return self.surrounded(recorder, self._places, [*self._held], generators)
+
+    def _undone(self, args: tuple[Any, ...]) -> AbstractContextManager[Undone]:
+        assert self._head is not None, "the step has a head"
+        return self._head.undone(args, tensors=False)
+
+    def _at_end(
+        self,
+        plan: StepPlan,
+        use: Callable[[Any, Sequence[Tensor]], object],  # called with what leaves the head
+        leaving: dict[str, Any],
+    ) -> None:
+        assert self._head is not None, "the step has a head"
+        with self._head.modes():
+            tensors = plan.call.match((leaving,), {})
+        if tensors is None or not self.fits(plan.conditions):
+            raise HeadMissed
+        use(leaving, tensors)
+
+    def _drop_gradients(self) -> None:
+        """Drop what a step zeroes; the state that is put back has it."""
+        for group in self.optimizer.param_groups:
+            drop_gradients(group["params"])
+
+    def _replayed(
+        self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
+    ) -> list[Result]:
+        """Replay the step; return results under the names that :meth:`_eager` gives them."""
+        with ExitStack() as around:
+            given = args[0]
+            if plan.head is None:
+                plan.take(batch)
+            else:
+                undone = around.enter_context(self._undone(args))
+                given, batch = self._leaving(plan, undone.arguments)
+            plan.present.batch = given
+            return self._launched(plan, given, batch)
+
+    def _leaving(
+        self, plan: StepPlan, arguments: Sequence[Any]
+    ) -> tuple[dict[str, Any], Sequence[Tensor]]:
+        """Run the head of a step, and take in what leaves it."""
+        found: list[Any] = []
+
+        def end(leaving: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+            plan.take(tensors)
+            found.extend((leaving, tensors))
+            raise HeadEnded
+
+        assert plan.head is not None
+        with suppress(HeadEnded):
+            step = partial(self.client.run, *arguments)
+            plan.head.run(step, partial(self._at_end, plan, end))
+        leaving, tensors = found
+        return leaving, tensors
+
+    def _launched(self, plan: StepPlan, batch: Any, tensors: Sequence[Tensor]) -> list[Result]:
+        for mechanism in plan.mechanisms:
+            for instruction in mechanism.before if mechanism.repeated is None else ():
+                instruction()
+        for name, graph in plan.graphs.items():
+            if name == plan.first_backward:
+                for load in plan.loads():
+                    load()
+            graph.replay()
+        plan.attach()
+        stored = plan.effects.results(batch, tensors)
+        found = plan.outputs.results(plan.outputs.hand_out()) + stored + _logged(plan.logged())
+        return found + [result for step in plan.behind for result in step.results()]
+
+    def check_update(self, replay: Callable[[], None]) -> bool:
+        """Verify a captured optimizer step on the present gradients.
+
+        True: the replay is the step, which is taken. Else all is as before.
+        """
+        state, held = self._state(), self._held
+        parts = PythonSnapshot(held), Generators(held, self.module.device), self._random()
+        written = self._verifier.written["update"]
+        ways = Comparison(state, self.update, replay, parts, written, goes_on=True)
+        held.clear()
+        return self._verifier.compare(ways, "the captured optimizer step was not verified")
+
+
+def _logged(tensors: Sequence[tuple[str, Tensor]]) -> list[Result]:
+    """List what a step has logged."""
+    return [Result(name, tensor.detach()) for name, tensor in tensors]

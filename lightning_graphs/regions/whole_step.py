@@ -51,8 +51,7 @@ from lightning_graphs.regions.own_gradients import why_not_behind
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
-from lightning_graphs.regions.verified import Verification
-from lightning_graphs.regions.verify import Verifier
+from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.report.messages import Messages, Statistics, capture_cost, listed, padding_for
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import Gradients, RegionState

@@ -23,7 +23,7 @@ from lightning_graphs import GraphCapture
 from lightning_graphs.errors import is_out_of_memory, no_room
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.regions import peers
-from lightning_graphs.regions.agreement import PartedError
+from lightning_graphs.regions.peers import PartedError
 from tests.ranks import in_folder, run_on_ranks, state_of
 from tests.training.ddp_fits import DDP, Plain, of_rank
 from tests.training.fits import Fit, Hidden, Net, compare, prepare

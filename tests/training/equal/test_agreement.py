@@ -11,7 +11,8 @@ import torch
 from lightning_graphs import VerificationError
 from lightning_graphs.lightning.ranks import Ranks
 from lightning_graphs.policy.worth import MemoryBudget
-from lightning_graphs.regions.verify import Comparison, Tolerance, Verifier
+from lightning_graphs.regions.tolerance import Tolerance
+from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.values.snapshot import RegionState, Result
 

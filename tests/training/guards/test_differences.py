@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
-from lightning_graphs.regions.verify import Tolerance, difference
+from lightning_graphs.regions.tolerance import Tolerance, difference
 from tests.training.fits import Hidden, Net, assert_nothing_left, compare, fit_twice, prepare
 from tests.training.guards.test_verification import VERIFYING_ALL
 

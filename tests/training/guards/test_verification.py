@@ -21,7 +21,7 @@ from lightning_graphs import GraphCapture, VerificationError
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.policy.options import OptionError
 from lightning_graphs.regions.gradients import GradientBuffers
-from lightning_graphs.regions.verified import Verification
+from lightning_graphs.regions.verify import Verification
 from tests.training.fits import (
     Fit,
     FullTrace,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
 from lightning_graphs.device.graph import CUDAGraph, is_current_stream_capturing
-from lightning_graphs.regions.verified import CallChecks, Verification
-from lightning_graphs.regions.verify import Comparison, Verifier
+from lightning_graphs.regions.submodules import CallChecks
+from lightning_graphs.regions.verify import Comparison, Verification, Verifier
 from lightning_graphs.values.snapshot import Snapshot
 from tests.training import fits
 from tests.training.fits import Fit, assert_nothing_left, compare, prepare

@@ -14,8 +14,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
 from lightning_graphs import VerificationError
-from lightning_graphs.regions.verified import CallChecks, Verification
-from lightning_graphs.regions.verify import Comparison, Verifier
+from lightning_graphs.regions.submodules import CallChecks
+from lightning_graphs.regions.verify import Comparison, Verification, Verifier
 from tests.training.fits import (
     GradientTrace,
     Hidden,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.regions.agreement import BucketReduction, reduction_of
+from lightning_graphs.regions.reduction import BucketReduction, reduction_of
 from tests.processes import in_one_process
 from tests.ranks import run_on_ranks
 
