@@ -103,6 +103,49 @@ class ArenaFull(CaptureError):
     needed = 0  # bytes that are enough
 
 
+class Arena:
+    """Memory of the device that host tensors are copied to, in one piece for a captured step."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self._memory = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._needed = 0
+        self._constants: list[tuple[Tensor, Tensor]] = []
+        self.read_in_place: list[Tensor] = []  # host tensors that the graph reads where they are
+
+    def reserve(self, value: Tensor) -> Tensor:
+        """Reserve memory for a tensor of this shape."""
+        size = extent(value) * value.element_size() if value.numel() else 0
+        begin = self._needed
+        self._needed += math.ceil(size / _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
+        if self._needed > self._memory.nbytes:  # the capture is done again with more
+            device = self._memory.device
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=device
+            )
+        flat = self._memory[begin : begin + size].view(value.dtype)
+        return flat.as_strided(value.shape, value.stride(), flat.storage_offset())
+
+    def write_once(self, static: Tensor, value: Tensor) -> None:
+        """Write a constant behind the capture."""
+        self._constants.append((static, value))
+
+    def require_room(self) -> None:
+        """Raise :class:`ArenaFull` if the capture needed more."""
+        if self._needed > self._memory.nbytes:
+            full = ArenaFull(RULE, f"{self._needed} bytes are copied to the device", REMEDY)
+            full.needed = self._needed
+            raise full
+
+    @torch.no_grad()
+    def finish(self) -> tuple[Tensor, ...]:
+        """Write the constants; return all memory that the graph reads, nothing if it reads none."""
+        for static, value in self._constants:
+            static.copy_(value)
+        self._constants.clear()
+        own = (self._memory,) if self._needed else ()
+        return *own, *self.read_in_place
+
+
 class HostTracer(OperatorMode):
     """Records, while it is entered, what runs on the host.
 
@@ -121,10 +164,7 @@ class HostTracer(OperatorMode):
         super().__init__()
         self._device = device
         self._emulated = device.type == "cpu"
-        self._arena = torch.empty(capacity, dtype=torch.uint8, device=device)
-        self._needed = 0
-        self._constants: list[tuple[Tensor, Tensor]] = []
-        self._read_in_place: list[Tensor] = []
+        self._arena = Arena(capacity, device)
         self._makes_on_host = self._device_draws = False
         self.tape = HostTape()
         # Reads the present value of data with live numbers in it
@@ -144,10 +184,7 @@ class HostTracer(OperatorMode):
     def finish(self) -> HostProgram | None:
         """Return the host program at the end of all captures; None if it is empty."""
         tape = self.tape
-        if self._needed > self._arena.nbytes:
-            full = ArenaFull(RULE, f"{self._needed} bytes are copied to the device", REMEDY)
-            full.needed = self._needed
-            raise full
+        self._arena.require_room()
         draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
         if self._emulated and self._device_draws and draws:
             raise CaptureError(
@@ -158,18 +195,14 @@ class HostTracer(OperatorMode):
         self._shadows.clear()
         tape.drop_unread()
         tape.refuse_kept_tensors()
-        with torch.no_grad():
-            for static, value in self._constants:
-                static.copy_(value)
-        self._constants.clear()
-        held = (self._arena, *self._read_in_place)
-        half = HostProgram(tape.operations, tape.values, tape.inputs, held)
-        goes_the_same_way = half.run(lambda: self._copies)
+        held = self._arena.finish()
+        program = HostProgram(tape.operations, tape.values, tape.inputs, held)
+        goes_the_same_way = program.run(lambda: self._copies)
         drawn = all(comparable(g.get_state()) == comparable(s) for g, s in tape.states.items())
-        half.restore()
+        program.restore()
         if not (goes_the_same_way and drawn):
             raise CaptureError(RULE, "the code draws or branches out of torch's sight", REMEDY)
-        return half if tape.operations or self._needed or self._read_in_place else None
+        return program if tape.operations or held else None
 
     # ------------------------------------------------------------------ operators
 
@@ -307,7 +340,7 @@ class HostTracer(OperatorMode):
             if tensor.dim() == 0 and func not in _COPYING:
                 if not changes:  # kernels take it as a constant; a rehearsal reads it
                     if self._emulated:
-                        self._read_in_place.append(tensor)
+                        self._arena.read_in_place.append(tensor)
                     return tensor
                 if any(t.is_floating_point() and t.dtype != tensor.dtype for t in on_device):
                     self.tape.refuse(f"{func} rounds a CPU number differently on the device")
@@ -321,28 +354,16 @@ class HostTracer(OperatorMode):
         kwargs = {k: v for k, v in kwargs.items() if k not in drop and v is not None}
         value: Tensor = self.tape.run(OperatorCall(aten._to_copy.default, (tensor,), kwargs))
         with out_of_sight():
-            static = self._static(value)
+            static = self._arena.reserve(value)
             if captured_code_runs(self._device):
                 static.copy_(value)
         if self.tape.changes(value):
             self.tape.copy(static, value)
         else:
-            self._constants.append((static, value))
+            self._arena.write_once(static, value)
         result = static.clone()
         self._set_shadow([result], self.tape.run(OperatorCall(aten.clone.default, (value,), {})))
         return result
-
-    def _static(self, value: Tensor) -> Tensor:
-        """Reserve device memory for a tensor of this shape."""
-        size = extent(value) * value.element_size() if value.numel() else 0
-        begin = self._needed
-        self._needed += math.ceil(size / _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
-        if self._needed > self._arena.nbytes:  # the capture is done again with more
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=self._device
-            )
-        flat = self._arena[begin : begin + size].view(value.dtype)
-        return flat.as_strided(value.shape, value.stride(), flat.storage_offset())
 
     # ------------------------------------------------------------------ functions of Python
 
@@ -457,8 +478,8 @@ class HostTracer(OperatorMode):
         return result
 
     def _frozen(self, value: Tensor) -> Tensor:
-        self._read_in_place.append(self.tape.frozen(value))
-        return self._read_in_place[-1]
+        self._arena.read_in_place.append(self.tape.frozen(value))
+        return self._arena.read_in_place[-1]
 
     def _index(self, tensor: Tensor, index: Any) -> Any:
         """An index without lists and tensors of the host: autograd would keep them as they are."""
