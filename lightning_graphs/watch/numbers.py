@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
-import threading
 import time
 import timeit
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_graphs.device.rules import (
     CLOCK,
@@ -37,16 +34,15 @@ from lightning_graphs.device.rules import (
     refuse,
     with_known_remedy,
 )
-from lightning_graphs.device.trace import FunctionMode, OperatorCall, OperatorsSeen
+from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES, CallSite, CallSiteFinder, frames_from
-from lightning_graphs.private.exchange import Absence, exchanged, replaced, standing_in
-from lightning_graphs.private.generators import PythonGenerator, shared_generators
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from
+from lightning_graphs.private.exchange import Absence, exchanged, standing_in
 from lightning_graphs.private.torch import captured_code_runs, out_of_sight, version_of
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import StaticInputs
-from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.assertions import Assertions, MakesError, OpenAssertions, Room
+from lightning_graphs.watch.draws import draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Client
 from lightning_graphs.watch.forms import PARTS, Form, form_of, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
@@ -64,8 +60,6 @@ from lightning_graphs.watch.tracers import (
     ScalarTracer,
     calls_followed,
     constants_around,
-    numbers_ahead,
-    present,
     tensors_asked,
     used,
 )
@@ -341,147 +335,6 @@ def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
             if id(value) in proxies
         ]
     )
-
-
-# ------------------ Draws: a replay draws ahead of its graph, in the same order
-
-SETTERS = ("setstate", "set_state", "seed")
-_GETTERS = ("getstate", "get_state")
-
-Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]
-
-
-_plainly: set[int] = set()
-"""Threads in which drawing functions are not replaced."""
-
-
-def draws_exchanged(
-    exchange: Exchange, further: Collection[DrawingFunction] = ()
-) -> AbstractContextManager[None]:
-    """Replace the functions of shared generators in this thread.
-
-    Args:
-        exchange: Returns the replacement for a function's name, the function and its generator.
-        further: Functions of plain values that are replaced as well.
-    """
-
-    def drawing(
-        name: str, function: Callable[..., Any], generator: PythonGenerator, *, draws: bool
-    ) -> Any:
-        own = exchange(name, function, generator)
-
-        def call(_: FrameType, *args: Any, **kwargs: Any) -> Any:
-            # A further function may be called with tensors elsewhere.
-            is_own = threading.get_ident() not in _plainly and (draws or _are_plain((args, kwargs)))
-            return own(*args, **kwargs) if is_own else function(*args, **kwargs)
-
-        return standing_in(function, call)
-
-    generators, members = {}, []
-    for module, generator in shared_generators():
-        generators[generator.name] = generator
-        owner = getattr(generator.get_state, "__self__", module)
-        for name, function in vars(module).items():
-            if getattr(function, "__self__", None) is owner and name not in _GETTERS:
-                own = drawing(f"{module.__name__}.{name}", function, generator, draws=True)
-                members.append((module, name, own))
-    for module_name, name, drawn in further:
-        module = sys.modules[module_name]
-        own = drawing(name, vars(module)[name], generators[drawn], draws=False)
-        members.append((module, name, own))
-    return exchanged(members)
-
-
-def drawing_functions(generator: PythonGenerator) -> Iterator[DrawingFunction]:
-    """List functions of plain values, called by name, through which the step draws now."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name != LIBRARIES.step:
-        code, around = frame.f_code, frame.f_back
-        if getattr(around.f_globals.get(code.co_name), "__code__", None) is code:
-            count = code.co_argcount + code.co_kwonlyargcount
-            if _are_plain([frame.f_locals.get(name) for name in code.co_varnames[:count]]):
-                yield around.f_globals["__name__"], code.co_name, generator.name
-        frame = around
-
-
-def _are_plain(values: Any) -> bool:
-    return all(is_plain(leaf) or isinstance(leaf, ScalarTracer) for leaf in leaves_of(values))
-
-
-def drawn_by(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a drawing function itself, in an eager step and in a replay."""
-    thread = threading.get_ident()
-    _plainly.add(thread)
-    try:
-        return function(*present(args), **present(kwargs))
-    finally:
-        _plainly.discard(thread)
-
-
-@contextlib.contextmanager
-def draws_recorded(
-    numbers: StepNumbers, recording: HostTracer, functions: Collection[DrawingFunction]
-) -> Iterator[None]:
-    """Record host computations and host draws of code under capture, the body.
-
-    Replays call these functions of plain values as a whole, whatever they compute from draws.
-    """
-    tape, from_numpy = recording.tape, torch.from_numpy
-
-    def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
-        def draw(*args: Any, **kwargs: Any) -> Any:
-            numbers.drawing.update(drawing_functions(generator))
-            numbers_ahead((args, kwargs))
-            if name.endswith((*SETTERS, "shuffle")):
-                numbers.refuse(DRAWN, name)
-            call = partial(drawn_by, function, _own(args), _own(kwargs))
-            with out_of_sight():
-                state = torch.get_rng_state()
-                drawn = tape.draw(generator, call)
-                if not torch.equal(state, torch.get_rng_state()):
-                    torch.set_rng_state(state)
-                    raise used(DRAWN, f"{name}, which draws from torch's generator, too,")
-            return numbers.number(numbers.unique(name), partial(getattr, drawn, "value"), DRAWN)
-
-        return draw
-
-    def converted(array: Any) -> Any:
-        return torch.as_tensor(array) if isinstance(array, ArrayTracer) else from_numpy(array)
-
-    drawn = draws_exchanged(drawing, functions)
-    # What gives the present value of data with live numbers in it; None of other data
-    recording.reader_of = lambda d: partial(present, d) if numbers_ahead(d) else None
-    with recording, drawn, replaced(torch, "from_numpy", converted):
-        yield
-
-
-@contextlib.contextmanager
-def draws_refused(device: torch.device) -> Iterator[None]:
-    """Refuse the first host draw of the body, by Python, NumPy or torch, with its line."""
-
-    def refusing(name: str, *_: Any) -> Callable[..., Any]:
-        return partial(_refuse_draw, name)
-
-    # On a CPU torch's draws are those of the device.
-    mode = contextlib.nullcontext() if device.type == "cpu" else OperatorsSeen(_refuse_on_host)
-    with draws_exchanged(refusing), mode:
-        yield
-
-
-def _refuse_on_host(call: OperatorCall, result: Any) -> None:
-    if torch.Tag.nondeterministic_seeded in call.func.tags and any(
-        tensor.device.type == "cpu" for tensor in leaves_of(result, torch.Tensor)
-    ):
-        _refuse_draw(str(call.func))
-
-
-def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise DRAWN.refused_here(f"{name} draws on the host, next to compiled code,")
-
-
-def _own(arguments: Any) -> Any:
-    """Copy the containers and arrays in arguments, so that user code cannot change them."""
-    return tree_map(lambda a: a.copy() if hasattr(a, "__array_interface__") else a, arguments)
 
 
 # ------------------ All of it

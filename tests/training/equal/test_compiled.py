@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from lightning_graphs import CaptureError
-from lightning_graphs.watch.numbers import draws_refused
+from lightning_graphs.watch.draws import draws_refused
 from lightning_graphs.watch.user_code import CompiledCode, with_own_graphs
 from tests.training.fits import (
     Net,
