@@ -562,11 +562,19 @@ def cast_together(
 ) -> AbstractContextManager[None]:
     """Cast many gradients at once in the body's backward pass through these outputs.
 
-    Autograd keeps the gradients of parameters that have one already or are used more than once, and
-    those of a pass that asks for some parameters only or will be differentiated. Others are in
-    ``.grad`` at the end of the pass, and not before: no Python code may take part in it.
+    What is added to a gradient is cast as it is added, in one kernel. Autograd keeps the gradients
+    of parameters that are used more than once, and those of a pass that asks for some parameters
+    only or will be differentiated. Others are in ``.grad`` at the end of the pass, and not before:
+    no Python code may take part in it.
     """
     return fused_grad_casts(outputs, parameters, _GatheredGradients().take)
+
+
+def _adds_exactly(total: Tensor, short: Tensor) -> bool:
+    """Whether an addition in place casts what is added to its own type first, as autograd does."""
+    is_plain = type(total) is Tensor and total.layout is torch.strided
+    is_wider = torch.promote_types(total.dtype, short.dtype) is total.dtype
+    return is_plain and is_wider and not total.requires_grad
 
 
 class _GatheredGradients:
@@ -576,17 +584,20 @@ class _GatheredGradients:
     def take(
         self, parameter: Tensor, accumulation: Node | None, gradients: tuple[Tensor | None, ...]
     ) -> tuple[None] | None:
-        gradient = gradients[0]
+        gradient, before = gradients[0], parameter.grad
         if (
             type(gradient) is not Tensor
             or gradient.layout is not torch.strided
             or not parameter.requires_grad
-            or parameter.grad is not None
+            or not (before is None or _adds_exactly(before, gradient))
             or torch.is_grad_enabled()
             or accumulation is None
             or not will_execute(accumulation)
         ):
             return None
+        if before is not None:
+            before.add_(gradient)
+            return (None,)
         if not self._waiting:  # what still waits at the end is written then
             after_backward(self._write)
         self._waiting.append((parameter, gradient))

@@ -327,13 +327,16 @@ def test_gradients_that_are_cast_together_need_no_cast_each(device: torch.device
     module = Tower().to(device)
     counts = []
     for parameters in ([], list(module.parameters())):
-        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
-            loss = loss_of(module, torch.randn(5, 8, device=device))
-        with cast_together([loss], parameters), CountedOperators() as counted:
-            loss.backward()
+        counted = CountedOperators()
+        for _ in range(2):  # the second time what comes is added
+            with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+                loss = loss_of(module, torch.randn(5, 8, device=device))
+            with cast_together([loss], parameters), counted:
+                loss.backward()
         module.zero_grad()
         counts.append(counted.counts)
-    assert counts[0]["_to_copy.default"] - counts[1]["_to_copy.default"] == 8
+    assert counts[0]["_to_copy.default"] - counts[1]["_to_copy.default"] == 2 * 8
+    assert counts[0]["add_.Tensor"] == counts[1]["add_.Tensor"]
     assert counts[1]["_foreach_copy_.default"] - counts[0]["_foreach_copy_.default"] == 1
 
 
