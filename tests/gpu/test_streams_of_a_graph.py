@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.device.overlap import DataFlow
 from lightning_graphs.device.schedule import SIDE
+from lightning_graphs.regions import overlapped
 from tests.gpu.test_inspect_cuda import set_bytes
+from tests.training.equal.test_overlap import fits
 
 pytestmark = pytest.mark.gpu
 
@@ -56,3 +59,14 @@ def test_streams_of_user_code_are_noticed() -> None:
         main.wait_stream(stream)
 
     assert "stream of user code" in seen(on_a_stream).why_not
+
+
+def test_a_second_graph_that_takes_too_much_memory_is_let_go_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FIRST": 2, "MORE_MEMORY": 0.0, "AT_LEAST": 0}.items():
+        monkeypatch.setattr(overlapped, name, value)
+    captured = fits("cuda", tmp_path)
+    (record,) = captured.capture.report.graphs
+    assert record.overlap.startswith("one stream: two take ")
+    assert record.replays > 20
