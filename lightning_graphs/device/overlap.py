@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from lightning_graphs.device.emulated import RecordingCapture
 from lightning_graphs.device.inspect import GraphInfo, GraphNode, capture_frontier, short_name
@@ -44,6 +45,10 @@ in three streams: ViT 4.32 ms, and 4.84 with it, BERT 6.86 and 7.24, GPT-2 4.12 
 
 _BY_TENSOR = ("aten::_fused_adam_", "aten::_fused_adamw_", "aten::_fused_sgd_")
 """Operators whose kernel treats each tensor of their lists by itself, element by element."""
+
+_CAST_AT_ONCE = 2**26
+"""Bytes of short copies of weights that are made together, in the order of their use: more than
+caches hold, and little memory. All at once take as long (H100: `docs/performance.md`)."""
 
 _KNOWN = ("aten", "prims")
 """Namespaces whose operators read and write what their schemas say."""
@@ -318,7 +323,10 @@ class DataFlow(_Seen):
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
         self.uses: list[Use] = []
+        # Weights with the type that they are cast to, by the number of the use
+        self.casts: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._works: list[Work] = []
+        self._made: set[int] = set()  # names of what the step has written so far
 
     def seen(self, call: OperatorCall) -> Any:
         in_backward = current_autograd_node() is not None
@@ -328,6 +336,11 @@ class DataFlow(_Seen):
         name, number = call.func._schema.name, len(self.uses)
         is_barrier = call.func.namespace not in _KNOWN
         self.uses.append(Use(call.func, reads, writes, born))
+        if _is_cast(call, result) and not (in_backward or self._made.intersection(reads)):
+            self.casts[number] = call.inputs[0], result.dtype
+        self._made.update(writes, born)
+        if is_barrier:
+            self._made.update(reads)
         if not wants or len(born) != sum(wants) or is_barrier:
             work = Work(number, name, reads, writes, born, in_backward, is_barrier)
             if name in _BY_TENSOR:
@@ -349,6 +362,17 @@ class DataFlow(_Seen):
     def schedule(self, room: int) -> Schedule:
         """Choose what runs beside; see :func:`schedule`."""
         return schedule(self._works, self.sizes, room)
+
+
+def _is_cast(call: OperatorCall, result: Any) -> bool:
+    """Whether an operator casts a weight to a shorter type, as autocast does."""
+    if call.func is not aten._to_copy.default or type(call.inputs[0]) is not Parameter:
+        return False
+    weight = call.inputs[0]
+    is_alike = result.is_floating_point() and result.device == weight.device
+    return bool(
+        is_alike and result.stride() == weight.stride() and result.itemsize < weight.itemsize
+    )
 
 
 def _parts_of(call: OperatorCall) -> list[bool]:
@@ -387,10 +411,22 @@ class Overlapping(_Seen):
     """Launches what a schedule lets run beside on the side stream of the capture.
 
     Where the capture sees something else than its data flow was, it goes on as a chain.
+
+    Args:
+        copy: Copies many tensors to others, of other types, at once; with it, weights are cast
+            together.
     """
 
-    def __init__(self, flow: DataFlow, found: Schedule, device_type: str) -> None:
+    def __init__(
+        self,
+        flow: DataFlow,
+        found: Schedule,
+        device_type: str,
+        copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
+    ) -> None:
         super().__init__(device_type)
+        self._weights, self._copy = {} if copy is None else flow.casts, copy
+        self._casts: dict[int, Tensor] = {}  # that were made ahead, by the number of their use
         self._expected, self._found = flow.uses, found
         self._works, self._marks = found.of_operators(), found.marks
         self._count = 0
@@ -421,9 +457,10 @@ class Overlapping(_Seen):
         """
         ours, theirs = [*chain.nodes], [*forked.nodes]
         shared = {w.operator for w in self._found.works if w.part is Part.SHARE}
-        for operator in sorted(shared, reverse=True):
+        for operator in sorted({*shared, *self._weights}, reverse=True):
             here, there = self._alone[operator], self.ranges[operator]
-            if {n.name for n in ours[_slice(here)]} != {n.name for n in theirs[_slice(there)]}:
+            names = ({n.name for n in x} for x in (ours[_slice(here)], theirs[_slice(there)]))
+            if operator in shared and len({*map(frozenset, names)}) > 1:
                 return f"{self._expected[operator].func} has other kernels for a few tensors"
             del ours[_slice(here)], theirs[_slice(there)]
         ours, theirs = ([n for n in nodes if n.kind in _WORK] for nodes in (ours, theirs))
@@ -463,10 +500,30 @@ class Overlapping(_Seen):
             storages = {self.name(t): t.untyped_storage() for t in call.inputs}
             self._holds[work] = [storages[name] for name in held]
         with streams.on(stream, work):
-            result = _part(call, found.works[work]).run()
+            result = self._cast(found.works[work].operator, call)
+            if result is None:
+                result = _part(call, found.works[work]).run()
         if work in self._marks:
             streams.mark(stream, work)
         return result
+
+    def _cast(self, number: int, call: OperatorCall) -> Tensor | None:
+        """Return the short copy of a weight, made with those of others; None for other calls."""
+        weight, dtype = self._weights.get(number, (None, None))
+        if weight is None or self._copy is None:
+            return None
+        if call.inputs[0] is not weight or call.kwargs.get("dtype") is not dtype:
+            self.refuse("it casts another weight than before")
+            return None
+        taken = 0
+        for other, (source, short) in self._weights.items() if number not in self._casts else ():
+            if other >= number and taken < _CAST_AT_ONCE:
+                self._casts[other] = torch.empty_like(source, dtype=short)
+                taken += self._casts[other].nbytes
+        if taken:
+            sources = [self._weights[other][0].detach() for other in self._casts]
+            self._copy([*self._casts.values()], sources)
+        return self._casts.pop(number)
 
 
 _WORK = ("kernel", "memcpy", "memset", "host", "child")

@@ -3,7 +3,8 @@
 A graph is replayed for a while. Then the step is captured twice more: once to see its data flow,
 and once in two streams, by that. The second graph is compared with the eager step as any other.
 Both compute the same, so that they are replayed in turn, in steps of the fit, and timed. The faster
-one is kept.
+one is kept. If that is the second one, a third takes its turn against it, whose weights are cast
+together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from lightning_graphs.autograd.backward import write_all
 from lightning_graphs.device.inspect import require_driver
 from lightning_graphs.device.overlap import DataFlow, Overlapping
 from lightning_graphs.errors import GraphError, in_one_line, is_out_of_memory
@@ -29,6 +31,8 @@ from lightning_graphs.watch.mechanism import Instruction
 
 Mode = TypeVar("Mode", DataFlow, Overlapping)
 
+_WORDS = ("two streams", "one stream"), ("weights cast together", "each by itself")
+"""What is tried in turn, and what stands otherwise."""
 _TOO_DEAR = "another capture costs too much"
 
 
@@ -79,8 +83,9 @@ class Contest:
         plans: tuple[StepPlan, StepPlan],
         cache: MutableMapping[Any, StepPlan],
         clock: Clock,
+        flow: DataFlow | None = None,  # what the winner is tried on, if that is the second one
     ) -> None:
-        self.plans = plans
+        self.plans, self.flow = plans, flow
         self._cache, self._clock = cache, clock
         self._marks: tuple[list[Any], list[Any]] = ([], [])
 
@@ -152,27 +157,38 @@ class Overlap:
 
     def judge(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | None:
         """Look at a trial that is due; return the plan that has taken the step, if one has."""
-        if plan.trial is not None:
-            self._settle(plan.trial)
-            return None
-        measures, left = self._fit.policy.measures, self._fit.policy.steps_left
-        if measures and not is_affordable(plan.record, left):
-            plan.due *= LATER
-            return None
-        plan.due = NEVER
-        rival = self._challenge(plan, call)
+        flow: DataFlow | None = None
+        if (trial := plan.trial) is not None:
+            if not self._settle(trial) or trial.flow is None:
+                return None
+            plan, flow = trial.plans[1], trial.flow
+        else:
+            measures, left = self._fit.policy.measures, self._fit.policy.steps_left
+            if measures and not is_affordable(plan.record, left):
+                plan.due *= LATER
+                return None
+            plan.due = NEVER
+        rival = self._challenge(plan, call, flow)
         return rival if rival is not None and rival.is_launched else None
 
-    def _challenge(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | None:
-        """Capture and verify a second plan, and begin to compare both; return it."""
+    def _challenge(
+        self, plan: StepPlan, call: tuple[Any, ...], flow: DataFlow | None
+    ) -> StepPlan | None:
+        """Capture and verify a second plan, and begin to compare both; return it.
+
+        Args:
+            flow: Of a plan in two streams, whose weights are to be cast together.
+        """
         rival: StepPlan | str = ""
+        words = ("one stream", f"{plan.record.overlap}; weights cast each by itself")
         try:
             with TURN, self._as_learned():
-                rival = self._rival(plan, call)
+                rival, found = self._rival(plan, call, flow)
             if isinstance(rival, str):
                 why = rival
             elif self._steps.verify(rival, plan, call):  # its replay may be the step now
-                Contest((plan, rival), self._steps.plans, self._clock).begin()
+                more = found if flow is None and found is not None and found.casts else None
+                Contest((plan, rival), self._steps.plans, self._clock, more).begin()
                 return rival
             else:
                 why = "it could not be verified"
@@ -181,7 +197,7 @@ class Overlap:
             if self._fit.options.on_failure == "raise" and not is_known:
                 raise
             why = in_one_line(error)
-        plan.record.overlap = f"one stream: {why}"
+        plan.record.overlap = f"{words[flow is not None]}: {why}"
         if not isinstance(rival, str):
             self._steps.discard(rival)
         return None
@@ -208,31 +224,34 @@ class Overlap:
             for name, value in zip(names, before, strict=True):
                 setattr(facts, name, value)
 
-    def _rival(self, plan: StepPlan, call: tuple[Any, ...]) -> StepPlan | str:
-        """Capture a step in two streams; or tell why it stays a chain."""
-        key = self._steps.key(call)
+    def _rival(
+        self, plan: StepPlan, call: tuple[Any, ...], flow: DataFlow | None
+    ) -> tuple[StepPlan | str, DataFlow | None]:
+        """Capture a step in two streams; or tell why it stays a chain; and return its data flow."""
+        key, copy = self._steps.key(call), None if flow is None else write_all
         if key is None or not self._is_present(plan):
-            return "the step has changed meanwhile"
+            return "the step has changed meanwhile", None
         if self._fit.pool.backend.name == "cuda":
             require_driver((12, 3), "A graph in two streams")
         self._fit.budget.settle()
         if self._fit.budget.is_tight:
-            return "memory is tight"
+            return "memory is tight", None
         memory = self._memory()
-        flow = self._flow(call, key)
+        if flow is None:
+            flow = self._flow(call, key)
         if flow is None or flow.why_not:
-            return _TOO_DEAR if flow is None else flow.why_not
+            return _TOO_DEAR if flow is None else flow.why_not, None
         found = flow.schedule(int(MORE_MEMORY / 2 * memory) or 2**62)
         if not found.beside:
-            return "nothing in it could run beside the rest"
-        seen = self._seen(call, key, partial(Overlapping, flow, found, flow.device_type))
-        if seen is None:
-            return _TOO_DEAR
+            return "nothing in it could run beside the rest", None
+        make = partial(Overlapping, flow, found, flow.device_type, copy)
+        if (seen := self._seen(call, key, make)) is None:
+            return _TOO_DEAR, None
         rival, mode = seen
         why = mode.why_not or self._unlike(plan, rival, mode) or self._takes_more(memory)
         if why:
             self._steps.discard(rival)
-        return why or rival
+        return why or rival, flow
 
     def _takes_more(self, before: int) -> str:
         """Tell how much memory second graphs have added, if it is too much; empty if it is not."""
@@ -271,18 +290,21 @@ class Overlap:
             return ""
         return mode.difference(*(one.graphs["forward"].inspection() for one in (plan, rival)))
 
-    def _settle(self, contest: Contest) -> None:
-        """Keep the faster plan; go on for a while if not all times are known."""
+    def _settle(self, contest: Contest) -> bool:
+        """Keep the faster plan, and tell if it is the second; go on if not all times are known."""
         times = contest.times()
         if times is None:
-            return
+            return False
         chain, rival = contest.plans
         winner, loser = (rival, chain) if is_faster(*times) else (chain, rival)
         _end_trial(chain, rival)
         winner.uses = max(chain.uses, rival.uses)
         self._steps.plans[winner.key] = winner
         self._steps.release(loser)
-        winner.record.overlap = in_words(*times)
+        said = winner.record.overlap
+        words = _WORDS[bool(said)]
+        winner.record.overlap = "; ".join(filter(None, (said, in_words(*times, *words))))
+        return winner is rival
 
 
 # ------------------ Whether a second graph is worth it
@@ -300,8 +322,8 @@ _OF_SAVED = 0.1
 """The part of what replays have saved that a second graph may cost."""
 _GAIN = 0.08
 """The part of a replay that a second graph is expected to save in the coming steps."""
-_CAPTURES, _STEPS = 2.5, 6.0
-"""What it costs: captures, one of which shows the data flow, and eager steps to verify it."""
+_CAPTURES, _STEPS = 3.5, 12.0
+"""What they cost: captures, one of which shows the data flow, and eager steps to verify them."""
 MORE_MEMORY, AT_LEAST = 0.15, 2**26
 """How much more memory it may take, as a part of all that is reserved; so many bytes in any case,
 since torch's allocator takes up to 20 MiB at a time, and cuBLAS 32 for each stream."""
@@ -321,9 +343,14 @@ def is_faster(first: Sequence[float], second: Sequence[float]) -> bool:
     return median(second) < _FASTER * median(first)
 
 
-def in_words(first: Sequence[float], second: Sequence[float]) -> str:
-    """Say which of two graphs is kept, and why, for a report."""
+def in_words(first: Sequence[float], second: Sequence[float], what: str, other: str) -> str:
+    """Say which of two graphs is kept, and why, for a report.
+
+    Args:
+        what: What is new in the second one.
+        other: The same without it.
+    """
     one, two = median(first), median(second)
     if is_faster(first, second):
-        return f"two streams: {two:.3f} ms in place of {one:.3f} ({two / one - 1:+.0%})"
-    return f"one stream: {one:.3f} ms, in two {two:.3f} ms"
+        return f"{what}: {two:.3f} ms in place of {one:.3f} ({two / one - 1:+.0%})"
+    return f"{other}: {one:.3f} ms, {what} {two:.3f} ms"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.autograd.backward import write_all
 from lightning_graphs.device.graph import BackendName, CUDAGraph, GraphPool
 from lightning_graphs.device.overlap import DataFlow, Overlapping
 from lightning_graphs.device.schedule import MAIN, SIDE, Part, Schedule, Work, schedule
@@ -96,7 +97,8 @@ def test_several_streams_compute_what_one_does(
     beside = {w.name for w, stream in zip(found.works, found.streams, strict=True) if stream}
     assert {"aten::mm", "aten::sum", "aten::_to_copy"} <= beside
     assert {w.part for w in found.works} == {*Part} - ({Part.SHARE} if clips else set())
-    mode = Overlapping(flow, found, device.type)
+    assert flow.casts
+    mode = Overlapping(flow, found, device.type, write_all)
     forked = step.results(*step.captured(backend, mode))
     assert not mode.why_not
     assert all(map(torch.equal, chain, forked))
