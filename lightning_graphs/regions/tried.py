@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, getitem, setitem
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,7 +33,12 @@ from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
+from lightning_graphs.watch.scalars import (
+    DeviceNumber,
+    HostScalar,
+    holds_number,
+    scalars_followed,
+)
 from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
 
 
@@ -302,7 +308,7 @@ class Place:
             kind, number = (value.dtype, value.shape), value.number
         elif isinstance(value, ScalarTracer):
             kind = type(value.value)
-        if kind != self.kind:
+        if kind != self.kind or isinstance(number, DeviceNumber):
             COUNTER.refuse(f"`{self.key}` of the optimizer becomes a value of another kind")
         return number
 
@@ -327,8 +333,11 @@ class Counters:
                     self._alike.setdefault((key, place.kind, repr(place.read())), []).append(place)
         self._number = number
         # Its classes may ask for bare numbers; compiled code would trace what stands for `float`
-        modules = {c.__module__ for c in type(optimizer).__mro__} if can_watch(optimizer) else ()
-        own = {name for name in modules if name.partition(".")[0] not in ("torch", "builtins")}
+        classes = type(optimizer).__mro__[:-1] if can_watch(optimizer) else ()
+        own = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] != "torch"}
+        # Those that its classes are defined in, which torch's do not tell
+        methods = [m for kind in classes for m in vars(kind).values()]
+        self._modules = {m.__module__ for m in methods if isinstance(m, FunctionType)}
         self._conversions: set[Conversion] = {(name, kind) for name in own for kind in (float, int)}
         self._attributes = vars(optimizer)
         self._plain = {
@@ -356,7 +365,10 @@ class Counters:
                 place.table[place.key] = found
                 given.append((place, tracer))
         try:
-            with scalars_followed(self._conversions) if given else contextlib.nullcontext():
+            with contextlib.ExitStack() as following:
+                for _, tracer in given[:1]:
+                    how = self._conversions, self._modules
+                    following.enter_context(scalars_followed(tracer.numbers, *how))
                 yield
         finally:
             now = [place.table[place.key] for place, _ in given]

@@ -220,6 +220,8 @@ class StepNumbers:
 
     def tensor_of(self, number: ScalarTracer, dtype: torch.dtype) -> Tensor:
         """A number of this step in a tensor."""
+        if (own := number.in_graph(dtype)) is not None:
+            return own
         known = self.on_device.get((number.name, dtype))
         if known is not None:
             return known.memory

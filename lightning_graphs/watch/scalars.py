@@ -4,20 +4,25 @@ torch's own optimizers count so, and many of others. A captured step finds stand
 which C++ takes for such tensors, and which compute with the tracers of their numbers: what the step
 makes of a number on the host, each replay makes of the present one by the same operators of torch.
 Where a stand-in meets a tensor of the device, its number is an argument of that kernel.
+
+Numbers that such a step reads of the device (``param.norm().item()``) the graph computes with.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import math
+import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import COUNTER
+from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
@@ -25,6 +30,7 @@ from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.forms import of_single, one_by_one
 from lightning_graphs.watch.tracers import (
     OURS,
+    Asks,
     Conversion,
     Question,
     ScalarTracer,
@@ -114,20 +120,100 @@ class HostScalar(Tensor):
 
 
 @contextlib.contextmanager
-def scalars_followed(conversions: Collection[Conversion]) -> Iterator[None]:
-    """Let functions of torch and of Python take stand-ins in the body, and these conversions."""
+def scalars_followed(
+    numbers: Any, conversions: Collection[Conversion], modules: Iterable[str]
+) -> Iterator[None]:
+    """Let functions of torch and of Python take stand-ins in the body, a step of an optimizer.
+
+    Args:
+        numbers: The :class:`~lightning_graphs.watch.numbers.StepNumbers` of the capture.
+        conversions: Those of modules that take them.
+        modules: Names of modules whose ``max`` and ``min`` take numbers of the device.
+    """
+
+    def answer(question: Question) -> Any:
+        tensor = question.tensors[0]
+        if isinstance(tensor, HostScalar):
+            return tensor.number
+        is_read = question.asks in (Asks.ITEM, Asks.NUMBER) and tensor.device == numbers.device
+        is_real = is_read and tensor.numel() == 1 and tensor.dtype.is_floating_point
+        return DeviceNumber(numbers, tensor.detach().reshape(()).double()) if is_real else None
+
+    following = [(sys.modules[name], f.__name__, of) for name in modules for f, of in _OF_TWO]
     with (
-        exchanged(_functions_followed()),
+        exchanged([*_functions_followed(), *following]),
         FunctionMode(HostScalar.called),
-        tensors_asked(_number_asked_for),
+        tensors_asked(answer),
         calls_followed(conversions),
     ):
         yield
 
 
-def _number_asked_for(question: Question) -> Any:
-    tensor = question.tensors[0]
-    return tensor.number if isinstance(tensor, HostScalar) else None
+class DeviceNumber(ScalarTracer):
+    """Stands for a number that is read of the device: the graph computes with it in 64 bits.
+
+    These operations are exact, or rounded as Python rounds them; what code does else with it is
+    refused.
+    """
+
+    def __init__(self, numbers: Any, memory: Tensor, *, is_positive: bool = False) -> None:
+        name = numbers.unique("a number of the device")
+        super().__init__(numbers, name, self.refuse, 1.0, False, HOST_READ)
+        self.memory, self._is_positive = memory, is_positive
+
+    def in_graph(self, dtype: torch.dtype) -> Tensor:
+        return self.memory.to(dtype)
+
+    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        divisor: Any = operands[1] if function is operator.truediv else 1.0
+        if isinstance(divisor, DeviceNumber):
+            is_nought = not divisor._is_positive  # as far as is known: Python raises then
+        else:
+            is_nought = isinstance(divisor, ScalarTracer) or not divisor
+        if function not in _IN_64_BITS or is_nought:
+            self.refuse()
+            return function(*[o.value if isinstance(o, ScalarTracer) else o for o in operands])
+        with torch.no_grad():
+            found = _IN_64_BITS[function](*map(self._on_device, operands))
+        is_positive = function is max and any(type(o) is float and o > 0.0 for o in operands)
+        return DeviceNumber(self.numbers, found, is_positive=is_positive)
+
+    def _on_device(self, operand: Any) -> Tensor:
+        if isinstance(operand, ScalarTracer):
+            found: Tensor = self.numbers.tensor_of(operand, torch.float64)
+            return found
+        # In a tensor: CUDA divides by numbers of the host as it multiplies with their inverse
+        return torch.full((), operand, dtype=torch.float64, device=self.memory.device)
+
+    def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
+        self.refuse()
+        return function(*[o.value if isinstance(o, ScalarTracer) else o for o in operands])
+
+
+_IN_64_BITS: dict[Any, Callable[..., Tensor]] = {
+    operator.add: torch.add,
+    operator.sub: torch.sub,
+    operator.mul: torch.mul,
+    operator.truediv: torch.div,
+    operator.neg: torch.neg,
+    abs: torch.abs,
+    math.sqrt: torch.sqrt,
+    max: lambda a, b: torch.where(b > a, b, a),
+    min: lambda a, b: torch.where(b < a, b, a),
+}
+
+
+def _of_two(function: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        number = next((arg for arg in args if isinstance(arg, DeviceNumber)), None)
+        if number is None or len(args) != 2 or kwargs:
+            return function(*args, **kwargs)
+        return number.computed(function.__name__, function, *args)
+
+    return call
+
+
+_OF_TWO = [(function, _of_two(function)) for function in (builtins.max, builtins.min)]
 
 
 def _converted(kind: Any) -> Callable[[Any], Any]:

@@ -299,6 +299,10 @@ class ScalarTracer(Tracer):
         """Refuse a use of it, or note that and return."""
         return self.numbers.refuse(self.obstacle, self.name)
 
+    def in_graph(self, dtype: torch.dtype) -> Tensor | None:
+        """Return it as a tensor that the graph computes; None: replays fill it in."""
+        return None
+
     def named(self, expression: str) -> str:
         """Return the name in messages for an expression of it."""
         if len(expression) > _LONGEST:

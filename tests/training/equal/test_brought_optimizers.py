@@ -234,9 +234,8 @@ ROWS: dict[str, Row] = {
     "Shampoo": own(shampoo, "eigh|Shampoo|capture|cusolver"),
     "Lookahead": Row(Lookahead, "it computes `step` on the host", has_rate=False),
     "Muon": Row(lambda p: optim.Muon(p, lr=RATE), matrices=True),
-    "Adafactor": Row(
-        lambda p: optim.Adafactor(p, lr=RATE), f"Adafactor: (it computes|A capture|.*{READS})"
-    ),
+    "Adafactor": Row(lambda p: optim.Adafactor(p, lr=RATE, weight_decay=2**-4)),
+    "Adafactor, foreach": Row(lambda p: optim.Adafactor(p, lr=RATE, foreach=True)),
     "Adagrad": Row(lambda p: optim.Adagrad(p, lr=RATE, lr_decay=2**-4)),
     "Adagrad, foreach": Row(lambda p: optim.Adagrad(p, lr=RATE, lr_decay=2**-4, foreach=True)),
     "SGD, foreach": Row(lambda p: optim.SGD(p, RATE, 0.75, foreach=True)),
