@@ -85,7 +85,7 @@ def mixture_of_experts(tiny: bool) -> Case:
     by_hand = ({"scope": "modules"}, {"scope": "modules", "modules": ["Attention"]})
     if tiny:
         return Case(MixtureOfExperts(1, 16, 2, 64), texts(2, [8] * 12, 64), by_hand)
-    return Case(MixtureOfExperts(6, 256, 8, 2048), texts(8, [128] * 250, 2048), by_hand)
+    return Case(MixtureOfExperts(6, 256, 8, 2048), texts(8, [128] * 150, 2048), by_hand)
 
 
 def gpt2(steps: int, by_hand: Sequence[Settings], tiny: bool) -> Case:

@@ -4,12 +4,12 @@ Each row trains one model from the same weights: eager, with ``GraphCapture()``,
 that a user who knows the program might choose; one after the other, ``--rounds`` times in both
 orders, and up to five times as often where fits are short: the same fit takes 5 % more or less from
 one time to the next. From the second round on only what is near the best of the settings runs, and
-from the third on the eager fit only where the defaults are near it. Medians are compared with those
-of the eager fit and of the best of the settings. Before that the process trains the model eagerly
-for a while, and a tiny one with the callback, so that kernels are loaded and modules imported. The
-losses of all steps are compared in the fits that are timed: they equal those of the eager fits to
-the last bit where these equal each other; otherwise they differ by at most 1e-3 of the loss and ten
-times what lies between eager fits up to that step.
+the eager fit only where the defaults are near it. Medians are compared with those of the eager fit
+and of the best of the settings. Before that the process trains the model eagerly for a while, and a
+tiny one with the callback, so that kernels are loaded and modules imported. The losses of all steps
+are compared in the fits that are timed: they equal those of the eager fits, of which that while is
+one, to the last bit where these equal each other; otherwise they differ by at most 1e-3 of the loss
+and ten times what lies between eager fits up to that step.
 
 Memory is what the allocator reserves at most, in the whole fit and in its last third, over the same
 of the eager fit. It has limits where the eager fit takes 4 GiB or more; of less, much is the
@@ -152,20 +152,30 @@ def fit(case: Case, settings: Settings | None, lab: Lab, steps: int = -1) -> Out
 
 
 def equal_eager(losses: list[float], eager: Sequence[list[float]]) -> bool:
-    """Whether losses are those of the eager fits; the text above says what that means."""
+    """Whether losses are those of the eager fits; the text above says what that means.
+
+    All but the first of those may have fewer steps.
+    """
     first, *others = eager
-    if all(other == first for other in others):
+    if are_equal(eager):
         return losses == first
     spread = 0.0
-    for loss, reference, *further in zip(losses, first, *others, strict=True):
+    for i, (loss, reference) in enumerate(zip(losses, first, strict=True)):
+        further = [other[i] for other in others if i < len(other)]
         spread = max([spread, *(abs(other - reference) for other in further)])
         if not abs(loss - reference) <= CLOSE * abs(reference) + SPREAD * spread:
             return False
     return True
 
 
+def are_equal(eager: Sequence[list[float]]) -> bool:
+    """Whether eager fits equal each other, as far as they go."""
+    first, *others = eager
+    return all(other == first[: len(other)] for other in others)
+
+
 def measure(name: str, rounds: int, tiny: bool, seconds: float = math.inf) -> dict[str, Any]:
-    """All fits of one row; after so many seconds no further round begins, but for the second."""
+    """All fits of one row; after so many seconds no further round begins."""
     began = time.perf_counter()
     lab = Lab(tiny)
     torch.manual_seed(0)
@@ -176,14 +186,14 @@ def measure(name: str, rounds: int, tiny: bool, seconds: float = math.inf) -> di
     with nullcontext() if tiny else gpu_time(alone=case.alone):
         if not tiny:
             case = replace(case, batches=pinned(case.batches), validation=pinned(case.validation))
-        fit(case, None, lab, steps=max(15, len(case.batches) // 4))
+        before = fit(case, None, lab, steps=max(15, len(case.batches) // 8)).losses
         net, batch = step.tiny()
         fit(Case(net, [batch() for _ in range(12)], ()), {}, lab)
         for i in range(rounds * case.repeats):
-            if i < 2 or time.perf_counter() - began < seconds:
+            if time.perf_counter() - began < seconds:
                 for key in in_round(i, found):
                     found[key].append(fit(case, settings[key], lab))
-    return summary(name, found, tiny)
+    return summary(name, found, before, tiny)
 
 
 def in_round(number: int, found: dict[str, list[Outcome]]) -> list[str]:
@@ -192,18 +202,19 @@ def in_round(number: int, found: dict[str, list[Outcome]]) -> list[str]:
     if number:
         seconds = {key: statistics.median(one.seconds for one in found[key]) for key in keys}
         best = min(seconds[key] for key in keys[2:])
-        decides = number == 1 or seconds["defaults"] >= NEAR * seconds["eager"]
-        eager = ["eager"] if decides else []
+        eager = ["eager"] if seconds["defaults"] >= NEAR * seconds["eager"] else []
         keys = [*eager, "defaults", *(k for k in keys[2:] if NEAR * seconds[k] <= best)]
     return keys[:: -1 if number % 2 else 1]
 
 
-def summary(name: str, found: dict[str, list[Outcome]], tiny: bool) -> dict[str, Any]:
-    """What the fits of a row show."""
+def summary(
+    name: str, found: dict[str, list[Outcome]], before: list[float], tiny: bool
+) -> dict[str, Any]:
+    """What the fits of a row show; ``before`` has losses of an eager one, which may be shorter."""
     seconds = {key: statistics.median(one.seconds for one in fits) for key, fits in found.items()}
     (eager, *_), (default, *_) = found["eager"], found["defaults"]
     best = min(list(found)[2:], key=seconds.__getitem__)
-    expected = [one.losses for one in found["eager"]]
+    expected = [*(one.losses for one in found["eager"]), before]
     wrong = [k for k, f in found.items() if not all(equal_eager(o.losses, expected) for o in f)]
     peak, end = default.peak / eager.peak, default.last_third / eager.last_third
     limits = (PEAK_LIMIT, LAST_THIRD_LIMIT) if eager.peak >= WORTH_A_LIMIT else (None, None)
@@ -224,7 +235,7 @@ def summary(name: str, found: dict[str, list[Outcome]], tiny: bool) -> dict[str,
         "captures": default.captures,
         "replayed": default.replayed,
         "fallbacks": default.fallbacks,
-        "eager fits equal": all(losses == expected[0] for losses in expected),
+        "eager fits equal": are_equal(expected),
         "wrong": wrong,
         "figures": {row.name: row.figure for row in rows if row.figure == row.figure},
         "verdict": verdict_of(rows),
@@ -259,7 +270,7 @@ def line(found: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", default=",".join(ROWS), help="names, with commas between")
-    parser.add_argument("--rounds", type=int, default=2, help="2 at least (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--jobs", type=int, default=6, help="rows at a time (default: %(default)s)")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="of a row: then no further round begins"
@@ -270,8 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = options.rows.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--rows: {', '.join(unknown)} is none of {', '.join(ROWS)}")
-    if options.rounds < 2:
-        parser.error("--rounds must be at least 2: losses of eager fits are compared, too")
     if not (options.tiny or torch.cuda.is_available()):
         print("This benchmark needs a GPU: times on a CPU say nothing about CUDA graphs.")
         return 0

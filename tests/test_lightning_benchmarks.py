@@ -104,9 +104,17 @@ def test_a_process_that_dies_is_a_failure(
 
 
 def outcomes(fits: Any, seconds: list[float], **other: Any) -> list[Any]:
-    """A round of fits for each number."""
-    facts = {"peak": 5000.0, "last_third": 5000.0, "captures": 1, "replayed": 1, "fallbacks": []}
-    return [fits.Outcome(seconds=s, **{"losses": [2.0, 1.0], **facts, **other}) for s in seconds]
+    """A round of fits for each number, of so many times three seconds."""
+    facts: dict[str, Any] = {
+        "peak": 5000.0,
+        "last_third": 5000.0,
+        "captures": 1,
+        "replayed": 1,
+        "fallbacks": [],
+    }
+    return [
+        fits.Outcome(seconds=3 * s, **{"losses": [2.0, 1.0], **facts, **other}) for s in seconds
+    ]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +138,7 @@ def test_limits(
         "max_graphs=16": outcomes(fits, by_hand),
         "slow": outcomes(fits, [9.0, 9.0]),
     }
-    summary = fits.summary("row", found, tiny=False)
+    summary = fits.summary("row", found, [], tiny=False)
     assert (summary["verdict"], summary["best"]) == (verdict, "max_graphs=16")
     assert summary["wrong"] == (["defaults"] if verdict == "WRONG RESULT" else [])
 
