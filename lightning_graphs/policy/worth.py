@@ -240,7 +240,7 @@ _SURE = 0.67
 """An estimate is sure to be too high beyond so much of it."""
 _FURTHER_CAPTURE = 0.5
 """What another one is expected to cost, as a part of the first, which loads what they find."""
-_DEARER, _FURTHER_DEARER = 3.5, 1.5
+_DEARER, _FURTHER_DEARER = 2.0, 1.5
 """How many times more steps a capture costs in which every operator is looked at, or call by
 call; of further ones the host looks at its own operators only."""
 _SAVED = 0.7
@@ -565,10 +565,10 @@ class MemoryBudget:
         # Eager code finds hardly any memory next to graphs, as of the last :meth:`settle`
         self.is_tight = False
 
-    def require_room(self, what: str, *, lent: bool | None = None) -> None:
+    def require_room(self, what: str, *, lent: bool | None = None, grows: float = 1.0) -> None:
         """Ahead of a capture of a fit's step, of which the first looks at what eager steps took.
 
-        ``lent`` is for others, such as of validations: whether graphs of the former lend memory."""
+        To others, as of validations, those may have ``lent`` memory, which ``grows`` by a part."""
         if self._device is None:
             return
         peak, beside = self._peak, self._activations
@@ -578,14 +578,14 @@ class MemoryBudget:
             torch.cuda.empty_cache()  # graphs take from a pool, never what lies cached
             if lent is None:  # else those of the fit may not have run yet
                 self._peak, self._activations = peak, beside
-        limit, beside = self._limit(peak), beside * (not lent)
+        limit, beside = self._limit(peak), 0 if lent else int(beside * grows)
         if torch.cuda.memory_reserved(self._device) + beside > limit:
             torch.cuda.empty_cache()  # eager steps cannot use the rest, which is in use or in pools
             taken = torch.cuda.memory_reserved(self._device)
             if taken + beside > limit:
                 raise no_room(
                     what,
-                    f"{taken // _MIB} MiB are taken, a step takes {beside // _MIB} MiB beside, and "
+                    f"{taken // _MIB} MiB are taken, it takes {beside // _MIB} MiB beside, and "
                     f"memory={self._share:g} allows {limit // _MIB} MiB",
                 )
 

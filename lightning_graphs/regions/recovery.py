@@ -157,6 +157,8 @@ class MemoryRecovery:
         # What is held, after how many captures, and the size of the batch that is trained meanwhile
         self._trial: tuple[tuple[str, int], int] | None = None
         self._fitting: dict[tuple[str, int], tuple[int, int]] = {}  # -> largest size, how often
+        # The size of the largest batch with a graph; captures ahead of the last one, and its size
+        self._largest, self._last = 0, (0, 0)
         self._reason = ""
 
     def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StateBefore:
@@ -170,9 +172,24 @@ class MemoryRecovery:
 
     def before_capture(self, args: tuple[Any, ...]) -> None:
         """Require memory for a capture of a whole step, and take a snapshot if memory is tight."""
-        self._budget.require_room(f"A captured {self.step}", lent=self.lent())
+        grows = self._growth(_size(args))
+        self._budget.require_room(f"A captured {self.step}", lent=self.lent(), grows=grows)
         if self._retries and not self._budget.is_roomy:
             self._begin, self.is_open = self._snapshot(args), True
+
+    def _growth(self, size: int) -> float:
+        """Estimate by how much a graph for a batch makes their memory grow, which they share.
+
+        Eager steps of such batches would take more, next to it.
+        """
+        captures, before = self._statistics.captures, self._last
+        if captures > before[0]:
+            self._largest = max(self._largest, before[1])
+        self._last = captures, size
+        if not (self.runner.held and self._largest):
+            self._largest = 0
+            return 1.0
+        return max(0.0, size / self._largest - 1.0)
 
     def forget_gradients(self, plan: StepPlan) -> None:
         """Release old gradients that the captured step zeroes before user code can read them."""

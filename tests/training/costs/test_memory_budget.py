@@ -51,13 +51,14 @@ def test_captures_stay_within_their_part_of_the_peak(
     allocator |= {"allocated": 45, "pools": 20, "reserved": 200, "peak": 200}  # that is ours
     budget.require_room("A captured step")
     allocator |= {"allocated": 46, "reserved": 200}
-    observed = "66 MiB are taken, a step takes 60 MiB beside, and memory=0.25 allows 125 MiB"
+    observed = "66 MiB are taken, it takes 60 MiB beside, and memory=0.25 allows 125 MiB"
     with pytest.raises(NoRoomError, match=observed):
         budget.require_room("A captured step")
     budget.require_room("A captured step", lent=True)  # in memory of graphs that there are
+    budget.require_room("A captured step", grows=0.9)  # which they share
     allocator["pools"] = 80
     allocator["reserved"] = 200
-    with pytest.raises(NoRoomError, match="126 MiB are taken, a step takes 0 MiB beside"):
+    with pytest.raises(NoRoomError, match="126 MiB are taken, it takes 0 MiB beside"):
         budget.require_room("A captured step", lent=True)
 
 
@@ -68,7 +69,7 @@ def test_validations_ahead_of_the_first_step_tell_nothing_of_it(allocator: dict[
     budget.require_room("A captured step")
     budget.require_room("A captured step", lent=False)
     allocator["reserved"] = 800
-    with pytest.raises(NoRoomError, match="a step takes 600 MiB beside"):
+    with pytest.raises(NoRoomError, match="it takes 600 MiB beside"):
         budget.require_room("A captured step", lent=False)
 
 
