@@ -47,6 +47,7 @@ from lightning_graphs.regions.tried import (
     MakeNumber,
     can_watch,
     is_scaled,
+    kept_in_place,
     numbers_of,
     unless_overflowed,
     why_failed,
@@ -379,7 +380,9 @@ class CapturableOptimizer:
 
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
-        taken = step if self.unscales else unless_overflowed(self.optimizer, step)
+        taken = kept_in_place(self.optimizer, step) if self._is_tried else step
+        if not self.unscales:
+            taken = unless_overflowed(self.optimizer, taken)
 
         @wraps(step)
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:

@@ -198,6 +198,52 @@ def _together(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return [*kinds.values(), *alone]
 
 
+# ------------------ What a step makes anew
+
+
+def kept_in_place(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a step that writes what it binds anew in its state (``state["rms"] = p.norm()``).
+
+    A captured one copies it to the tensor that was there, which the next replay reads.
+    """
+
+    def stepped(*args: Any) -> Any:
+        if not is_current_stream_capturing():
+            return step(*args)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        here = {parameter.device for parameter in parameters}
+        before = [
+            (table, key, value)
+            for table in optimizer.state.values()
+            if isinstance(table, dict)
+            for key, value in table.items()
+            if type(value) is Tensor and value.device in here
+        ]
+        held = [value for *_, value in before] + [*parameters, *(p.grad for p in parameters)]
+        returned = step(*args)
+        anew = [entry for entry in before if entry[0].get(entry[1]) is not entry[2]]
+        strided = (t for t in held if t is not None and t.layout is torch.strided)
+        others = {*map(_address, strided)} if anew else ()
+        for table, key, own in anew:
+            made = table.get(key)
+            if type(made) is Tensor and _kind(made) == _kind(own) and _address(made) not in others:
+                with torch.no_grad():
+                    own.copy_(made)
+                table[key] = own
+        return returned
+
+    return stepped
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    is_plain = tensor.layout is torch.strided and not tensor._is_view()
+    return is_plain, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
+
+
 # ------------------ What a step does on the host
 
 
@@ -296,6 +342,19 @@ class Place:
         """Whether the table still has the tensor in it."""
         return self.table.get(self.key) is self.value
 
+    def keep(self, made: Tensor) -> None:
+        """Let the graph copy what a step has made here in a capture to where that was before.
+
+        Raises:
+            CaptureError: It is of another kind.
+        """
+        own, is_view = self.value, made._is_view()
+        if is_view or (made.dtype, made.shape, made.device) != (own.dtype, own.shape, own.device):
+            COUNTER.refuse(f"`{self.key}` of the optimizer becomes a value of another kind")
+        with torch.no_grad():
+            own.copy_(made)
+        self.table[self.key] = own
+
     def number_of(self, value: Any) -> Any:
         """Return the number that a step has put here in a capture.
 
@@ -337,7 +396,7 @@ class Counters:
         own = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] != "torch"}
         # Those that its classes are defined in, which torch's do not tell
         methods = [m for kind in classes for m in vars(kind).values()]
-        self._modules = {m.__module__ for m in methods if isinstance(m, FunctionType)}
+        self._modules = own | {m.__module__ for m in methods if isinstance(m, FunctionType)}
         self._conversions: set[Conversion] = {(name, kind) for name in own for kind in (float, int)}
         self._attributes = vars(optimizer)
         self._plain = {
@@ -366,15 +425,19 @@ class Counters:
                 given.append((place, tracer))
         try:
             with contextlib.ExitStack() as following:
-                for _, tracer in given[:1]:
-                    how = self._conversions, self._modules
-                    following.enter_context(scalars_followed(tracer.numbers, *how))
+                if self._number is not None and (given or self._modules):
+                    numbers = self._number("", float).numbers
+                    own = scalars_followed(numbers, self._conversions, self._modules)
+                    following.enter_context(own)
                 yield
         finally:
             now = [place.table[place.key] for place, _ in given]
             for place, _ in given:
                 place.table[place.key] = place.value
         for (place, tracer), value in zip(given, now, strict=True):
+            if type(value) is Tensor and value.device == tracer.numbers.device:
+                place.keep(value)  # a rehearsal took it for one of the host
+                continue
             number = place.number_of(value)
             if number is not tracer:
                 name = number.name if isinstance(number, ScalarTracer) else repr(number)

@@ -227,6 +227,9 @@ class ScalarTracer(Tracer):
     Its arithmetic is followed, and comparisons are guards; other uses are refused.
     """
 
+    is_of_device = False
+    """Whether the graph computes it; else each replay does, ahead of the graph."""
+
     def __init__(
         self,
         numbers: Any,  # the :class:`StepNumbers` of the step, which say what a use comes to
@@ -255,11 +258,12 @@ class ScalarTracer(Tracer):
                 return NotImplemented
             pair = (other, self) if operation.is_swapped else (self, other)
             name = _infix(pair[0], operation.symbol, pair[1])
+            own = next((n for n in _numbers_among(pair) if n.is_of_device), self)
             if kind is Kind.ARITHMETIC:
-                return self.computed(name, function, *pair, *rest)
+                return own.computed(name, function, *pair, *rest)
             if type(other) is float:
                 self.numbers.bounds.append(other)
-            return self.outcome(name, function, *pair)
+            return own.outcome(name, function, *pair)
         if kind is Kind.UNARY:
             return self.applied(function, (self, *args))
         if kind is Kind.CONVERSION:
@@ -327,6 +331,9 @@ class ScalarTracer(Tracer):
 
     def follow(self, function: Callable[..., Any], *operands: Any) -> tuple[Callable[[], Any], Any]:
         """Return a reader of a function's value over it and other operands, and the value now."""
+        for number in _numbers_among(operands):
+            if number.is_of_device:
+                number.refuse()
         value = function(*(n.value if isinstance(n, ScalarTracer) else n for n in operands))
         if value is None:  # it has written one of them
             self.refuse()

@@ -131,7 +131,7 @@ def by_float(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.add_(g, alpha=-group["lr"] / float(step) - math.sqrt(int(step)) * 2**-10)
 
 
-class ByFloat(Own):
+class Here(Own):
     """Its class is where its function is."""
 
 
@@ -144,6 +144,22 @@ def in_lists(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     torch._foreach_div_([p, mean], [1 + 2**-8 * c for c in corrections])
     torch._foreach_add_([p], torch._foreach_mul([g], [-group["lr"] * corrections[0]]))
     torch._foreach_addcdiv_([p], [g], [g.abs() + 1], [c * 2**-9 for c in corrections[:1]])
+
+
+def scaled(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As Adafactor of transformers: it takes the larger of a number and a tensor."""
+    state["step"] = state.get("step", 0) + 1
+    state["rms"] = p.norm(2) / p.numel() ** 0.5
+    rate = max(group["floor"], state["rms"]) * min(1e-2, 1.0 / math.sqrt(state["step"]))
+    p.sub_((g / (g.norm(2) / 2**-4).clamp_(min=1.0)).mul_(rate))
+
+
+def by_norms(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """Computes on the host with numbers that it reads of the device."""
+    state["step"] = state.get("step", 0) + 1
+    trust = math.sqrt(p.norm().item() + 1.0) / max(2**-4, float(g.norm()))
+    p.sub_(g, alpha=min(trust, 2.0) * group["lr"] / state["step"])
+    p.mul_(1.0 - abs(g.mean().item()) * 2**-8)
 
 
 def from_device(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
@@ -225,8 +241,11 @@ ROWS: dict[str, Row] = {
     "ScheduleFree": own(schedule_free),
     "Adamax by hand": own(adamax),
     "in tensors": own(in_tensors),
-    "in tensors, by float": Row(lambda p: ByFloat(p, by_float)),
+    "in tensors, by float": Row(lambda p: Here(p, by_float)),
     "in lists of tensors": own(in_lists),
+    "scaled by norms": Row(lambda p: Here(p, scaled, floor=2.0**-3)),
+    "scaled by a number": Row(lambda p: Here(p, scaled, floor=2.0**3)),
+    "by norms": Row(lambda p: Here(p, by_norms)),
     "from the device": own(from_device, "`norm`|norm|read"),
     "Prodigy": own(
         prodigy, rf"test_brought_optimizers.py:\d+ in prodigy|moves d time|{READS}", d=2.0**-6
