@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_graphs.errors import OF_PACKAGE, GraphError, causes_of
+from lightning_graphs.private.source import listing_of
 
 
 def _folders_of(packages: Iterable[str]) -> tuple[str, ...]:
@@ -256,7 +257,8 @@ def returned_by(function: Any) -> CallSite:
     if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
         return site
     returns = ("RETURN_VALUE", "RETURN_CONST")
-    lines = {line for line, found in _instructions(code) if found.opname in returns}
+    listed = listing_of(code)
+    lines = {line for line, found in listed.with_lines() if found.opname in returns}
     return replace(site, line=lines.pop()) if len(lines) == 1 else site
 
 
@@ -293,14 +295,6 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_in(constant)
 
 
-def _instructions(code: types.CodeType) -> Iterator[tuple[int, dis.Instruction]]:
-    """Yield the instructions of a function, each with its line."""
-    line, starts = code.co_firstlineno, dict(dis.findlinestarts(code))
-    for instruction in dis.get_instructions(code):
-        line = starts.get(instruction.offset) or line
-        yield line, instruction
-
-
 def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
     """Return the first line of some functions that binds a name, else the first that reads it."""
     words = [*reversed(re.findall(r"\w+", name.partition(": ")[0]))]
@@ -308,7 +302,7 @@ def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
         found = [
             (instruction.opname.startswith("STORE"), CallSite(code.co_filename, line, code.co_name))
             for code in codes
-            for line, instruction in _instructions(code)
+            for line, instruction in listing_of(code).with_lines()
             if instruction.argval == word
             if is_text == (instruction.opname == "LOAD_CONST")
             if is_text or word in (*code.co_names, *code.co_freevars)
@@ -329,7 +323,7 @@ def site_using(name: str, function: Any) -> CallSite:
 def with_keyword(names: Collection[str], codes: Iterable[types.CodeType]) -> CallSite:
     """Return the first line of some functions that passes a keyword of these names."""
     for code in codes:
-        for line, instruction in _instructions(code):
+        for line, instruction in listing_of(code).with_lines():
             given = instruction.argval
             if instruction.opname == "KW_NAMES":  # of which dis tells nothing on Python 3.11
                 given = code.co_consts[instruction.arg or 0]

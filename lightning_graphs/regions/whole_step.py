@@ -120,7 +120,6 @@ class StepRegion(HeadedSteps):
         self._awaited = StateAwaited()
         self._optimizers: list[Optimizer] = []
         self._left: dict[Optimizer, str] = {}  # those that step eagerly, and why
-        self._eager_because: str | None = None  # why an optimizer step is
         self._in_graphs: list[CapturableOptimizer] = []
         self._bind()
 
@@ -165,7 +164,6 @@ class StepRegion(HeadedSteps):
         obstacle = self._churn.obstacle or next(iter(self._left.values()), None)
         if obstacle:
             self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
-        self._eager_because = obstacle
         in_graphs = dict.fromkeys(self._optimizers) if self._churn.obstacle else self.capturables
         self._in_graphs = [one for one in in_graphs.values() if one is not None]
         self._capture = self.captures(self._fit, self._facts, in_graphs, self._observers)
@@ -593,7 +591,7 @@ class EvaluationSteps(StepRegion):
         """Make guards and captures for the present parameters and modules."""
         self._observers = NO_OBSERVERS
         self._optimizers = self._present()
-        self._in_graphs, self._eager_because = [], ""
+        self._in_graphs = []
         optimizers = dict.fromkeys(self._optimizers or [NoOptimizer()])
         self._capture = EvaluationCapture(self._fit, self._facts, optimizers, NO_OBSERVERS)
         guards = self._facts, self._client_guards()

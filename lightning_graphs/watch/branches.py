@@ -27,7 +27,7 @@ from lightning_graphs.private.callsite import (
     is_library,
     raises_by_itself,
 )
-from lightning_graphs.watch.source import Listing, compiled, listing_of, names_in, tree_of
+from lightning_graphs.private.source import Listing, compiled, listing_of, names_in, tree_of
 
 # ------------------ Ways that only raise
 

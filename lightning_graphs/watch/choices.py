@@ -22,13 +22,13 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.engine import leaf_of
+from lightning_graphs.private.source import compiled, tree_of
 from lightning_graphs.watch.branches import (
     LateWarning,
     Way,
     is_telling,
     landings,
 )
-from lightning_graphs.watch.source import compiled, tree_of
 
 _PURE = frozenset(
     ("tensor", "zeros_like", "ones_like", "full_like", "zeros", "ones", "full", "detach", "clone")

@@ -36,13 +36,12 @@ from lightning_graphs.private.callsite import (
     is_library,
 )
 from lightning_graphs.private.exchange import exchanged
-from lightning_graphs.private.lines import tell
+from lightning_graphs.private.source import listing_of, offsets_at, statements_around, tell
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import storage_address
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.tree import Unread, leaves_of
-from lightning_graphs.watch.source import listing_of, offsets_at, statements_around
 
 Returned = TypeVar("Returned")
 
