@@ -115,13 +115,22 @@ class NemoModule(Module):
         return torch.optim.AdamW(self.parameters(), lr=2.0**-13, fused=True, capturable=on_gpu)
 
 
-def nemo(row: str, size: int | None, lab: Lab, *, blocks: int) -> Figures:
+class WaitingNemoModule(NemoModule):
+    """Waits for each step: the callback copies the next batch to where a replay may yet read."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        torch.cuda.synchronize()
+
+
+def nemo(row: str, size: int | None, lab: Lab, *, blocks: int, waits: bool = False) -> Figures:
     """Train with NeMo's callback."""
     theirs = file_of("nemo_toolkit", "nemo/utils/callbacks/cuda_graph.py")
     with cuda_of(lab):
         callback = theirs.CUDAGraphCallback(capture_iteration=CAPTURED_AT)
         how: Mapping[str, Any] = {"bar": False, "lab": lab, "size": size, "blocks": blocks}
-        return step.fit(row, callbacks=[callback], kind=NemoModule, **how)
+        kind = WaitingNemoModule if waits else NemoModule
+        return step.fit(row, callbacks=[callback], kind=kind, **how)
 
 
 # ------------------ In a loop without a Trainer
@@ -164,7 +173,8 @@ class Loop:
         autocast = torch.autocast(self.lab.device.type, torch.bfloat16, cache_enabled=False)
         with self._same_draws(), autocast:
             self.loss = self.lab.theirs.callables(self.net, sample, None)
-        return lambda *batch: self.body(*self.here(batch))
+        # The next call of the graph overwrites the loss
+        return lambda *batch: self.body(*self.here(batch)).clone()
 
     @contextmanager
     def _same_draws(self) -> Iterator[None]:

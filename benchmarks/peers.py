@@ -20,6 +20,7 @@ ways, are compared with those of ``torch.compile``.
         [--sweep gpt2,vit] [--ranks gpt2] [--peers "lightning;step"] [--seconds 100] [--json PATH]
         [--pages README.md benchmarks/README.md] [--plot PATH]
 
+Compiling takes longest: ``--ahead`` does no more than that, in a process beside those that measure.
 What is known is written at once, after each fit; no fit begins after ``--seconds``. ``--from``
 reads figures of earlier runs in place of measuring; ``--pages`` puts tables between the marks of
 pages, and ``--plot`` draws them. All that the documentation quotes is made by
@@ -44,6 +45,7 @@ import step
 import torch
 from ddp import Fit, Steps, summary
 from harness import Lab, Row, about_environment, measured_rows, verdict_of
+from lightning.pytorch import seed_everything
 from others import Figures
 from step import LOSSES_DIFFER, be_quiet, soon, whole_steps
 from teams import Team, TeamError
@@ -90,6 +92,23 @@ def two_streams(row: str, size: int | None, lab: Lab, *, blocks: int) -> Figures
         return in_trainer(row, size, lab, blocks=blocks, graphs=partial(whole_steps, overlap=True))
 
 
+def compile_ahead(row: str, lab: Lab, peers: Sequence[str]) -> None:
+    """Fill torch's cache of compiled code with what a row's peers will need."""
+    for mode in (MODES[peer] for peer in peers if peer in MODES):
+        seed_everything(1, verbose=False)
+        net, batch = step.workload(row, None, lab)
+        module = step.Module(net.to(lab.device).train(), mode)
+        with torch.autocast(lab.device.type, torch.bfloat16):
+            loss = module.call(*(t.to(lab.device) for t in batch()))
+        loss.backward()
+        torch._dynamo.reset()
+
+
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "compile": {},
+    "reduce-overhead": {"mode": "reduce-overhead"},
+    "max-autotune": {"mode": "max-autotune"},
+}
 Peer = Callable[..., Figures]
 PEERS: dict[str, Peer] = {  # compiled ones last: compiling leaves much behind in a process
     "lightning": in_trainer,
@@ -97,15 +116,16 @@ PEERS: dict[str, Peer] = {  # compiled ones last: compiling leaves much behind i
     "two streams": two_streams,
     "modules": partial(in_trainer, graphs=modules),
     "nemo": others.nemo,
+    "nemo, waiting": partial(others.nemo, waits=True),
     "make_graphed_callables": partial(others.in_loop, how="graphed_callables"),
     "whole-step graph": partial(others.in_loop, how="whole_graph"),
     "CudaGraphModule": partial(others.in_loop, how="graph_module"),
     "torchtitan": partial(others.in_loop, how="titan"),
     "cudagraphs": partial(in_trainer, compiled={"backend": "cudagraphs"}),
-    "compile": partial(in_trainer, compiled={}),
-    "step, compiled": partial(in_trainer, graphs=whole_steps, compiled={}),
-    "reduce-overhead": partial(in_trainer, compiled={"mode": "reduce-overhead"}),
-    "max-autotune": partial(in_trainer, compiled={"mode": "max-autotune"}),
+    "compile": partial(in_trainer, compiled=MODES["compile"]),
+    "step, compiled": partial(in_trainer, graphs=whole_steps, compiled=MODES["compile"]),
+    "reduce-overhead": partial(in_trainer, compiled=MODES["reduce-overhead"]),
+    "max-autotune": partial(in_trainer, compiled=MODES["max-autotune"]),
 }
 ON_RANKS = {
     "lightning": ("plain", "eager"),
@@ -269,6 +289,7 @@ HEADINGS = {
     "reduce-overhead": '`torch.compile(mode="reduce-overhead")`',
     "max-autotune": '`torch.compile(mode="max-autotune")`',
     "nemo": "NeMo's `CUDAGraphCallback`",
+    "nemo, waiting": "the same, waiting for each step",
     "make_graphed_callables": "`torch.cuda.make_graphed_callables`, loop",
     "torchtitan": "torchtitan's `CUDAGraphWrapper`, loop",
     "CudaGraphModule": "tensordict's `CudaGraphModule`, loop",
@@ -294,8 +315,10 @@ MODELS = {
     "convnext": "ConvNeXt-tiny, 32x3x64x64",
     "unet": "diffusion U-Net, 16x3x32x32",
 }
+BRIEFLY = ("card", "torch", "lightning", "commit")
+DRAWN = ("bert", "gpt2", "llama", "resnet50", "vit")
 ROOT = Path(__file__).parents[1]
-QUOTING = ("README.md", "benchmarks/README.md", "docs/migration.md", "docs/profiling.md")
+QUOTING = ("README.md", "docs/peers.md")
 PICTURE = "docs/assets/peers.svg"
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -311,11 +334,12 @@ def _place(name: str) -> tuple[str, int]:
     return how, [*MODELS, row].index(row)
 
 
-def about(rows: Rows) -> str:
-    """On what rows were measured, in words."""
+def about(rows: Rows, parts: Sequence[str] = ()) -> str:
+    """On what rows were measured, in words: all of it, or some parts."""
     together: dict[str, list[str]] = {}
     for name, row in rows.items():
-        said = ", ".join(f"{k} {v}" if k != "card" else v for k, v in row["about"].items())
+        known = {k: v for k, v in row["about"].items() if not parts or k in parts}
+        said = ", ".join(f"{k} {v}" if k != "card" else v for k, v in known.items())
         together.setdefault(said, []).append(name)
     if len(together) == 1:
         return f"{next(iter(together))}."
@@ -335,9 +359,14 @@ def table(rows: Rows, how: str = "") -> str:
         if name.partition(" ")[2].startswith(how) and bool(how) is (" " in name)
     }
     used = [p for p in HEADINGS if any("ms" in peers.get(p, ()) for peers in mine.values())]
-    lines = [["ms a step", *mine], ["---"] * (len(mine) + 1)]
+    lines = [["ms a step", *map(_named, mine)], ["---"] * (len(mine) + 1)]
     lines += [[HEADINGS[p], *(_cell(peers.get(p, {})) for peers in mine.values())] for p in used]
     return f"{_piped(lines)}\n\n{about({name: rows[name] for name in mine})}"
+
+
+def _named(name: str, models: Mapping[str, str] | None = None) -> str:
+    row, _, how = name.partition(" ")
+    return f"{(models or {}).get(row, row)}{f', {how} GPUs' * bool(how)}"
 
 
 def _with_floors(peers: Mapping[str, Figures]) -> Mapping[str, Figures]:
@@ -365,8 +394,7 @@ def ratios(rows: Rows) -> str:
     lines = [["", *heads], ["---"] * (len(pairs) + 1)]
     for name, row in rows.items():
         cells = [_ratio(row["peers"], *pair) for pair in pairs]
-        model, _, how = name.partition(" ")
-        lines += [[f"{MODELS[model]} {how}".strip(), *cells]] if any(cells) else []
+        lines += [[_named(name, MODELS), *cells]] if any(cells) else []
     return _piped(lines)
 
 
@@ -396,16 +424,22 @@ def sweep(rows: Rows) -> str:
 
 
 def bars(rows: Rows, width: int = 37) -> str:
-    """Draw eager and captured steps as text."""
-    mine = {n: rows[n]["peers"] for n in MODELS if n in rows and _ratio(rows[n]["peers"], *SWEPT)}
-    longest = max((peers["lightning"]["ms"] for peers in mine.values()), default=1.0)
+    """Draw eager and captured steps as text, and say on what they were measured."""
+    mine = {n: rows[n] for n in DRAWN if n in rows and _ratio(rows[n]["peers"], *SWEPT)}
+    longest = max((row["peers"]["lightning"]["ms"] for row in mine.values()), default=1.0)
     lines = []
-    for name, peers in mine.items():
+    for name, row in mine.items():
         for peer, word in zip(SWEPT, ("eager", "graph"), strict=True):
-            ms = peers[peer]["ms"]
+            ms = row["peers"][peer]["ms"]
             head = MODELS[name] if word == "eager" else ""
             lines.append(f"{head:<27} {word} {'█' * max(1, round(ms / longest * width))} {ms:.3g}")
-    return "\n".join(["```text", "Trainer(callbacks=[GraphCapture()])", "", *lines, "```"])
+    drawn = ["```text", "Trainer(callbacks=[GraphCapture()])", "", *lines, "```"]
+    equal = all(row["peers"]["step"].get("losses") == "equal" for row in mine.values())
+    losses = "equal to the last bit" if equal else "equal up to rounding"
+    said = (
+        f"Milliseconds of a training step, bf16-mixed; losses are {losses}. {about(mine, BRIEFLY)}"
+    )
+    return "\n".join([*drawn, "", said])
 
 
 PARTS: dict[str, Callable[[Rows], str]] = {
@@ -456,7 +490,8 @@ def plot(rows: Rows, path: Path) -> None:
     right.set_ylim(bottom=0)
     right.set_xlabel("size of a batch")
     right.set_ylabel("eager step / captured step")
-    right.legend(fontsize="small")
+    if right.get_lines()[1:]:
+        right.legend(fontsize="small")
     cards = {row["about"]["card"] for row in rows.values()}
     figure.suptitle(", ".join(sorted(cards)))
     with matplotlib.rc_context({"svg.hashsalt": "peers"}):  # the same picture of the same figures
@@ -473,6 +508,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default=";".join(PEERS), help="names, with semicolons between")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no fit of a row after it")
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time (default: %(default)s)")
+    parser.add_argument("--ahead", action="store_true", help="compile only, into torch's cache")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     parser.add_argument("--pages", type=Path, nargs="+", default=[], help="put tables into these")
     parser.add_argument("--plot", type=Path, help="draw into this file (.svg, .png)")
@@ -491,7 +527,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         str(options.seconds),
         *["--tiny"] * options.tiny,
     ]
-    options.sizes, options.peers = [*map(int, options.sizes)], options.peers.split(";")
+    options.sizes = [*map(int, options.sizes)]
+    options.peers = [name for name in options.peers.split(";") if name]
+    if options.ahead:
+        be_quiet()
+        for row in options.rows:
+            compile_ahead(row, Lab(options.tiny), options.peers)
+        return 0
     if options.given:
         found = [row for path in options.given for row in json.loads(path.read_text())["rows"]]
         result: Any = {"rows": [*by_name(found).values()]}

@@ -304,7 +304,7 @@ def test_peers_are_compared_with_eager_training(
     monkeypatch.setattr(peers, "BLOCKS_OF_SWEEP", 1)
     ways = "lightning", "step", "make_graphed_callables", "whole-step graph", "nemo", "torchtitan"
     written = [tmp_path / "row.json", tmp_path / "sweep.json"]
-    tiny = ["--tiny", "--peers", ";".join(ways), "--sizes", "1,2"]
+    tiny = ["--tiny", "--peers", ";".join(ways), "--sizes", "1,2", "--ranks", ""]
     assert peers.main([*tiny, "--rows", "mlp", "--sweep", "", "--json", str(written[0])]) == 0
     assert peers.main([*tiny, "--rows", "", "--sweep", "mlp", "--json", str(written[1])]) == 0
     (row,) = json.loads(written[0].read_text())["rows"]
@@ -320,6 +320,17 @@ def test_peers_are_compared_with_eager_training(
     assert page.read_text().count("no GPU (rehearsal)") == 3
     assert "| `GraphCapture()`, one stream | " in page.read_text()
     assert drawn.exists()
+
+
+def test_pages_quote_the_written_figures_of_peers(script: Any, tmp_path: Path) -> None:
+    peers = script("peers")
+    written = json.loads((peers.ROOT / "benchmarks/peers.json").read_text())
+    for name in peers.QUOTING:
+        text = (peers.ROOT / name).read_text(encoding="utf-8")
+        page = tmp_path / "page.md"
+        page.write_text(text, encoding="utf-8")
+        peers.put_into(page, peers.by_name(written["rows"]))
+        assert page.read_text(encoding="utf-8") == text, f"peers.py --quote changes {name}"
 
 
 def test_peers_that_are_slower_or_wrong_fail(script: Any, lab: Any) -> None:
