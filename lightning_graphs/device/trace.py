@@ -48,6 +48,7 @@ from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.private.engine import asks_for_shapes, nodes_out_of_sight, unwraps_itself
 from lightning_graphs.private.torch import (
+    asked_without,
     current_autograd_node,
     eager_attention,
     has_memory,
@@ -67,6 +68,16 @@ class FunctionMode(TorchFunctionMode):
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
         self._call = call
+        self._asked = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._asked.enter_context(asked_without(FunctionMode))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._asked.close()
 
     def __torch_function__(
         self,

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -23,6 +23,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -52,6 +53,29 @@ def functions_out_of_sight() -> AbstractContextManager[None]:
     """Call functions of torch that no mode sees, while modes see the operators in them."""
     hidden: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return hidden
+
+
+def asked_without(kind: type[TorchFunctionMode]) -> AbstractContextManager[None]:
+    """Let modules see whether tensors override functions of torch as if no such mode did.
+
+    ``nn.MultiheadAttention`` and layers of ``nn.TransformerEncoder`` have a kernel for evaluation
+    that they leave for others where functions are overridden, and a mode overrides all. They ask
+    ``torch.overrides``; functions of torch, which a mode has to see, ask under names of their own.
+    """
+    own = torch.overrides.has_torch_function
+    none = torch._C._disabled_torch_function_impl
+    plain = (Tensor, torch.nn.Parameter)
+
+    def overrides(value: Any) -> bool:
+        return getattr(type(value), "__torch_function__", none) is not none
+
+    def has(values: Iterable[Any]) -> bool:
+        modes = torch.overrides._get_current_function_mode_stack()
+        if not all(isinstance(mode, kind) for mode in modes):
+            return own(values)
+        return any(type(value) not in plain and overrides(value) for value in values)
+
+    return replaced(torch.overrides, "has_torch_function", has)
 
 
 def hide_modes() -> Callable[[], None]:

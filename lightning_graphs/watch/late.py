@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_graphs.device.rules import (
     DYNAMIC_SHAPE,
@@ -29,6 +28,7 @@ from lightning_graphs.device.rules import (
     NOT_RECORDED,
     STORED,
 )
+from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.engine import plain
 from lightning_graphs.private.exchange import Member, bound, exchanged, standing_in
@@ -575,20 +575,18 @@ _READING = frozenset(
 """Functions that read values on the host, also for the shapes of their results."""
 
 
-class _CallsOfTorch(TorchFunctionMode):
+class _CallsOfTorch(FunctionMode):
     """Keeps back calls of torch's functions in C.
 
     Exchanged in their class, methods such as ``__getitem__`` would leave another class behind.
     """
 
     def __init__(self, kept: KeptCalls, keep: Keep) -> None:
-        super().__init__()
+        super().__init__(self._see)
         self._kept, self._keep = kept, keep
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return self._called(function, sys._getframe(1), args, kwargs or {})
+    def _see(self, function: Any, args: Any, kwargs: Any) -> Any:
+        return self._called(function, sys._getframe(1), args, kwargs)
 
     @property
     def members(self) -> list[Member]:

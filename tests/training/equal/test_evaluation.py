@@ -327,6 +327,31 @@ def test_modes_are_a_part_of_the_key(backend: str, tmp_path: Path) -> None:
     assert counts(fits[1])[2] == 2
 
 
+class Attending(Logging):
+    """Has layers with a kernel of their own in eval mode, which a mode would make them leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.Unflatten(1, (4, 4)), encoder, nn.Flatten(), nn.Linear(16, 4)
+        )
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_layers_keep_their_kernels_of_evaluation(
+    backend: str, tmp_path: Path, inference_mode: bool
+) -> None:
+    options: dict[str, Any] = {"module": Attending, "validation": 8, "max_epochs": 3}
+    fits = fit_twice(backend, tmp_path, inference_mode=inference_mode, **options)
+    compare(*fits)
+    eager, captured = (fit.module.kept for fit in fits)
+    for mine, theirs in zip(captured, eager, strict=True):
+        assert torch.equal(mine["output"], theirs["output"])
+    assert counts(fits[1])[1] >= 7
+
+
 # ---------------------------------------------------------------------- memory
 
 
