@@ -30,7 +30,7 @@ from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.user_code import CompiledCode
+from lightning_graphs.watch.user_code import CompiledCode, held_elsewhere
 
 
 class Recorder:
@@ -207,6 +207,12 @@ class TrainingContext:
     compiled: CompiledCode = field(default_factory=CompiledCode)
 
 
+def followed(context: TrainingContext) -> set[int]:
+    """Return the ``id`` of the optimizers and scalers whose numbers regions follow."""
+    held = held_elsewhere(context.module)
+    return {*held, *map(id, context.watch.optimizers)}
+
+
 class CaptureFacts:
     """What captures have learned of the steps of a fit; it outlives their graphs."""
 
@@ -217,6 +223,7 @@ class CaptureFacts:
         held: Callable[[], Sequence[int]] = tuple,  # see :class:`KeptGradients`
     ) -> None:
         self.reads = AttributeGuards(context.watch.is_apart)  # attributes that captured steps read
+        self.reads.followed = partial(followed, context)
         self.places = StepState(  # where steps store something
             context.module, self.reads, on_change, partial(getattr, context.watch, "optimizers")
         )

@@ -134,6 +134,10 @@ BARE = frozenset({dict, OrderedDict, list, tuple, set, torch.Tensor, torch.nn.Pa
 
 _OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """Objects of torch with state, of which user code may own further ones."""
+_LAST_RATES, _LAST_RATES_OF = "get_last_lr", "_last_lr"
+"""A method of schedulers, and the attribute that it reads."""
+_MOVED = frozenset({"state", "param_groups", "defaults", "step", "last_epoch", _LAST_RATES_OF})
+"""Attributes in which steps of optimizers and schedulers move numbers."""
 
 DEPTH = 6
 MOST_INSIDE = 10_000  # longer ones are data, which stay unopened
@@ -454,6 +458,8 @@ class ValueGuards:
         self._unused: set[tuple[int, Any]] = set()
         self._used: set[tuple[int, Any]] = set()
         self._owners: list[Any] = []
+        # Gives the ``id`` of optimizers and the like that regions follow
+        self.followed: Callable[[], Container[int]] = tuple
 
     def leave_out(self, names: Container[str]) -> None:
         """Drop the guards of these names."""
@@ -553,6 +559,9 @@ class ValueGuards:
                 if key != "__func__":
                     self._describe(f"{name}.{key}", held, depth - 1, most)
             return
+        if isinstance(value, _OF_TORCH):
+            self._describe_stepped(name, value, depth, most)
+            return
         table = attributes_of(value) if is_object(value) else value
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
         if count is not None:  # ahead of its entries: an index may be gone
@@ -575,12 +584,34 @@ class ValueGuards:
             is_slot = table is not value and key not in table
             self._checks.append((partial(in_slot, value) if is_slot else get, key, held))
             self._describe(name + label, held, depth - 1, most)
-        if table is not value:  # what an object does not have itself it finds in its class
-            kind = type(value)
-            for key, held in values_of_class(kind).items():
-                if key in self._words and key not in table:
-                    self._checks.append((partial(value_of_class, kind), key, held))
-                    self._describe(f"{name}.{key}", held, depth - 1, most)
+        if table is not value:
+            self._describe_class(name, value, depth, most)
+
+    def _describe_class(self, name: str, value: Any, depth: int, most: int) -> None:
+        """Describe what code reads of an object that it does not have itself, but its class."""
+        kind = type(value)
+        for key, held in values_of_class(kind).items():
+            if key in self._words and key not in attributes_of(value):
+                # An attribute of its own may come to hide it
+                self._checks.append((attributes_of(value).get, key, None))
+                self._checks.append((partial(value_of_class, kind), key, held))
+                self._describe(f"{name}.{key}", held, depth - 1, most)
+
+    def _describe_stepped(self, name: str, value: Any, depth: int, most: int) -> None:
+        """Describe attributes that code names of an optimizer, a scheduler or a gradient scaler.
+
+        What steps move in those that regions follow is compared there.
+        """
+        self._values.append((name, Identity(value)))
+        table, is_own = vars(value), is_object(value)
+        stepped = id(getattr(value, "optimizer", value))  # of a scheduler, or of a wrapper
+        moved = _MOVED if stepped in self.followed() else frozenset[str]()
+        asked = self._words.union([_LAST_RATES_OF] if _LAST_RATES in self._words else []) - moved
+        for key in [k for k in table if k in asked and (is_own or k in _MOVED)] if depth else ():
+            self._checks.append((table.get, key, table[key]))
+            self._describe(f"{name}.{key}", table[key], depth - 1, most)
+        if is_own:
+            self._describe_class(name, value, depth, most)
 
 
 class Inside(NamedTuple):

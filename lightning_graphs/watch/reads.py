@@ -371,6 +371,7 @@ def reached_by(root: nn.Module, function: Any, own: UserCode) -> list[tuple[str,
 
 
 _DEFAULTS = attrgetter("__defaults__")
+_COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that run as no Python
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
@@ -570,7 +571,11 @@ class GlobalReads:
         elif not isinstance(function, FunctionType):
             return
         elif not self._is_own(function):
-            self.assume(getattr(function, "__wrapped__", None))  # by torch.compile, as a rule
+            wrapped = getattr(function, "__wrapped__", None)
+            if function.__name__ != "step" or hasattr(function, _COMPILED):
+                self.assume(wrapped)
+            else:  # of an optimizer, as a rule, which may not be called; else it is followed
+                self._look_inside(wrapped)
         elif function not in self._functions[function.__code__]:
             self._functions[function.__code__][function] = None
             self._tell(function.__name__, function)
