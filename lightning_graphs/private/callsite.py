@@ -11,6 +11,7 @@ import linecache
 import os
 import re
 import sys
+import sysconfig
 import tempfile
 import threading
 import types
@@ -138,6 +139,15 @@ def is_library(filename: str) -> bool:
     """Return whether a file is part of torch, of the client's framework or of this package."""
     # A path in sys.path may be `project/.` or `tests/..`; code keeps it as it is.
     return os.path.normpath(filename).startswith(LIBRARIES.roots + _GENERATED)
+
+
+STANDARD = sysconfig.get_paths()["stdlib"]
+_INSTALLED = {"site-packages", "dist-packages"}
+
+
+def is_installed(path: str) -> bool:
+    """Return whether a file is part of an installed package."""
+    return not _INSTALLED.isdisjoint(path.split(os.sep))
 
 
 def is_of_library(kind: type) -> bool:

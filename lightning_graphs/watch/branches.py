@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.private.callsite import (
+    STANDARD,
     frames_from,
     frames_of_region,
+    is_installed,
     is_library,
     raises_by_itself,
 )
@@ -338,8 +340,12 @@ def _raises(listing: Listing, at: int | None) -> set[int]:
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _MODULE = inspect.getfile(torch.nn.Module)  # calls hooks that are for errors, too
 _OURS = "lightning_graphs."
+_PASSING = ("<frozen", STANDARD)
+"""Beginnings of files whose frames only pass a call on."""
 _CATCHING = ("suppress", "raises", "assertRaises")
 """Names of contexts that take an error away."""
+_EXITS = frozenset({"KeyboardInterrupt", "SystemExit"})
+"""Names of what is raised to end a program, which is no error."""
 
 
 def _passed(frame: FrameType) -> Iterator[FrameType]:
@@ -356,18 +362,31 @@ def _passed(frame: FrameType) -> Iterator[FrameType]:
 
 
 def _around(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield frames of users around a region that libraries call, such as hooks around a step.
+    """Yield frames of users around a region that may go on after an error.
 
-    Code that has called these to train has the error in any case.
+    They are hooks around a step, and the loop that calls a captured function. Code that has called
+    a library to train has the error in any case.
     """
     users: list[FrameType] = []
+    is_loop = True
     for found in frames_from(frame):
         file = found.f_code.co_filename
-        if not is_library(file):
-            users.append(found)
-        elif not (file.startswith("<") or found.f_globals.get("__name__", "").startswith(_OURS)):
+        is_ours = found.f_globals.get("__name__", "").startswith(_OURS)
+        if (
+            is_ours
+            or (file.startswith(_PASSING) and not is_installed(file))
+            or file.startswith(_TORCH)
+        ):
+            continue
+        if is_library(file):
+            is_loop = False
             yield from users
             users.clear()
+        elif is_loop and not is_installed(file):
+            yield found
+        else:
+            is_loop = False
+            users.append(found)
 
 
 def _may_catch(frame: FrameType) -> bool:
@@ -394,7 +413,12 @@ def _takes_away(node: ast.AST) -> bool:
     if isinstance(node, ast.With):
         names = (name for item in node.items for name in names_in(item.context_expr))
         return any(name in _CATCHING for name in names)
-    return isinstance(node, ast.Try) and bool(node.handlers)
+    return isinstance(node, ast.Try) and not all(map(_is_of_exits, node.handlers))
+
+
+def _is_of_exits(handler: ast.ExceptHandler) -> bool:
+    names = [] if handler.type is None else names_in(handler.type)
+    return bool(names) and _EXITS.issuperset(names)
 
 
 def _found_by(node: ast.expr, frame: FrameType) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.private.callsite import is_library
+from lightning_graphs.private.callsite import STANDARD, is_installed, is_library
 from lightning_graphs.private.engine import hides_memory
 from lightning_graphs.private.torch import (
     accumulation_hooks,
@@ -34,7 +33,6 @@ from lightning_graphs.values.snapshot import Snapshot
 
 # ------------------ User, library and compiled code
 
-_INSTALLED = {"site-packages", "dist-packages"}
 _NUMERIC = ("numpy", "scipy", "pandas")  # which take `float` for a type of numbers of their own
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
@@ -71,7 +69,6 @@ class UserCode:
         kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
         named = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
         self._package = package or named
-        self._standard = sysconfig.get_paths()["stdlib"]
         self._judged: dict[str, bool] = {}  # names in `sys.modules`, and whether user code is there
         # Whether code of this file, in the module of this name, is the author's
         self.has: Callable[[str, str], bool] = cache(self._judge)
@@ -88,7 +85,7 @@ class UserCode:
         if name.partition(".")[0] == self._package:
             return True
         path = os.path.normpath(file)
-        return not (path.startswith(self._standard) or _is_installed(path))
+        return not (path.startswith(STANDARD) or is_installed(path))
 
     def modules(self) -> list[ModuleType]:
         """List the modules that are imported and user code.
@@ -121,11 +118,7 @@ class UserCode:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is None or is_library(file) or name.partition(".")[0] in _NUMERIC:
             return False
-        return _is_installed(os.path.normpath(file))
-
-
-def _is_installed(path: str) -> bool:
-    return not _INSTALLED.isdisjoint(path.split(os.sep))
+        return is_installed(os.path.normpath(file))
 
 
 def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
