@@ -319,7 +319,8 @@ class CallRecovery(MemoryRecovery):
         named = [
             (f"scheduler or group {i}", one) for i, one in enumerate([*watch.schedulers, *groups])
         ]
-        outside = watch.environment().outside
+        environment = watch.environment()
+        outside = environment.outside
         outside.assume(self._program.inner)  # it runs unfollowed
         found = StateBefore(
             self._program,
@@ -327,7 +328,7 @@ class CallRecovery(MemoryRecovery):
             self._budget,
             gradients=True,
             tensors=[*self._program.parameters(), *stepped, *kept],
-            outside=[PythonSnapshot(named), outside.contents],
+            outside=[PythonSnapshot(named), outside.contents, environment.generators],
         )
         for state in states:
             found.add(state)

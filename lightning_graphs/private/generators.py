@@ -145,6 +145,8 @@ class Generators:
         *,
         seen: Iterable[Any] | None = None,
     ) -> None:
+        # Those from which captured operators draw; graphs and snapshots have torch's own
+        self._of_device: list[tuple[torch.Generator, Tensor]] = []
         self.outside: set[str] = set()  # names of values that another walk would not find
         self._with_torch = seen is None and device.type != "cpu"
         others = {getattr(generator, "name", "") for generator in seen or ()}
@@ -171,6 +173,10 @@ class Generators:
             access = partial(getattr, bits, "state"), partial(setattr, bits, "state")
         elif isinstance(held, numpy.random.RandomState) or (of_torch and self._with_torch):
             access = held.get_state, held.set_state
+        elif isinstance(held, torch.Generator) and held is not torch.default_generator:
+            if not (held.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                self._of_device.append((held, held.get_state()))
+            return
         else:
             return
         generator = PythonGenerator(name, *access)
@@ -184,6 +190,9 @@ class Generators:
     def restore(self) -> None:
         for generator, state in self._states:
             generator.set_state(state)
+        for own, before in self._of_device:
+            if not (own.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                own.set_state(before)
 
 
 # ------------------ cuDNN

@@ -30,7 +30,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
 from lightning_graphs.private.engine import buffers_left, plain
 from lightning_graphs.private.exchange import nothing
-from lightning_graphs.private.generators import Generators, RandomState
+from lightning_graphs.private.generators import RandomState
 from lightning_graphs.regions.body import Begin, Given
 from lightning_graphs.regions.conditions import Phase, conditions_of
 from lightning_graphs.regions.context import TrainingContext
@@ -58,7 +58,7 @@ from lightning_graphs.watch.head import (
 from lightning_graphs.watch.host import RULE as ON_HOST
 from lightning_graphs.watch.host_trace import ONE_GENERATOR
 from lightning_graphs.watch.places import DrawnOutsideError, StepState, place_of, trained_parameters
-from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
+from lightning_graphs.watch.user_code import UnregisteredTensors
 
 _AHEAD = frozenset(
     each.rule
@@ -331,10 +331,11 @@ class StepHead:
         """
         module, around = self.context.module, self.context.watch.around_step()
         self._infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        held = list(iter_objects(module))
-        contents, quiet = PythonSnapshot(held), contextlib.ExitStack()
-        random = RandomState(module.device, module.modules())
-        parts = contents, objects_of(args[0]), Generators(held, module.device), random
+        environment, quiet = self.context.watch.environment(), contextlib.ExitStack()
+        held, outside = environment.held, environment.outside
+        outside.assume(self.context.watch.function)  # it runs unfollowed
+        contents, random = PythonSnapshot(held), RandomState(module.device, module.modules())
+        parts = contents, outside.contents, objects_of(args[0]), environment.generators, random
         state = [*module.buffers(), *UnregisteredTensors(module, held).small] if tensors else []
         with contextlib.ExitStack() as stack:
             stack.enter_context(Snapshot(state, *parts).undone())
