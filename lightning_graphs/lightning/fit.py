@@ -41,6 +41,7 @@ from lightning_graphs.policy.worth import (
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
+from lightning_graphs.regions.tried import in_order
 from lightning_graphs.report import render, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.report.report import share_of
@@ -106,6 +107,7 @@ def fit_context(
     own_stream = progress = None
     if name == "cuda":
         own_stream = stack.enter_context(joined_stream(device, stream))
+        stack.enter_context(in_order(trainer.optimizers, device))
         if trainer.state.fn == TrainerFn.FITTING:
             progress = ProgressValues(trainer)
             stack.enter_context(progress.installed())

@@ -41,6 +41,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.tolerance import Tolerance
+from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report import Report, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
@@ -397,6 +398,7 @@ class Calls:
             self._messages.say(f"{self._messages.who}: {newer}")
         if backend == "cuda":
             self._stream = torch.cuda.Stream(device)
+            self._open.enter_context(in_order(self._watch.optimizers, device))
             statistics.device = torch.cuda.get_device_name(device)
         pool = GraphPool(stream=self._stream, keep_graphs=True, backend=backend)
         pool.annotates = options.annotate

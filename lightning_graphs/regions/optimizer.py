@@ -49,6 +49,7 @@ from lightning_graphs.regions.tried import (
     is_scaled,
     kept_in_place,
     numbers_of,
+    runs_off_stream,
     unless_overflowed,
     why_failed,
 )
@@ -71,7 +72,8 @@ parameters, or the one that torch would choose."""
 def scaler_of(plugin: object) -> torch.amp.GradScaler | None:
     """Return the gradient scaler that a precision plugin has in its attribute ``scaler``."""
     scaler: Any = getattr(plugin, "scaler", None)
-    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
+    is_scaler = isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled()
+    return scaler if is_scaler else None
 
 
 def capture_obstacle(
@@ -86,6 +88,8 @@ def capture_obstacle(
         return f"{name} has step hooks, which a replay would not call"
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS calls the training step several times for each update"
+    if runs_off_stream(optimizer):
+        return f"{name} launches its kernels on the default stream, where no capture sees them"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
     if (sparse := sparse_embedding(module)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, getitem, setitem
 from types import FunctionType
@@ -242,6 +242,55 @@ def _address(tensor: Tensor) -> int:
 def _kind(tensor: Tensor) -> tuple[object, ...]:
     is_plain = tensor.layout is torch.strided and not tensor._is_view()
     return is_plain, tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
+
+
+# ------------------ Steps on the default stream
+
+_OFF_STREAM = frozenset({"bitsandbytes"})
+"""Packages whose optimizers launch their kernels on the default stream of the device, whatever the
+current one is: their functions of C have no argument for a stream."""
+
+
+def runs_off_stream(optimizer: Optimizer) -> bool:
+    """Return whether a step launches kernels where no capture sees them, and no stream waits."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    return not _OFF_STREAM.isdisjoint(packages)
+
+
+@contextlib.contextmanager
+def in_order(optimizers: Iterable[Optimizer], device: torch.device) -> Iterator[None]:
+    """Let steps of such optimizers in the body wait for the current stream, and that for them."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in filter(runs_off_stream, optimizers):
+            step = _on_default_stream(optimizer.step, device)
+            stack.enter_context(replaced(optimizer, "step", step))
+        yield
+
+
+def _on_default_stream(step: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    default = torch.cuda.default_stream(device)
+
+    def moved(
+        to: torch.cuda.Stream, current: torch.cuda.Stream, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            to.wait_stream(current)
+            with torch.cuda.stream(to):
+                returned = call(*args, **kwargs)
+            current.wait_stream(to)
+            return returned
+
+        return called
+
+    @wraps(step)
+    def stepped(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        current = torch.cuda.current_stream(device)
+        if current == default:
+            return step(closure, **kwargs)
+        own = closure and moved(current, default, closure)
+        return moved(default, current, step)(own, **kwargs)
+
+    return stepped
 
 
 # ------------------ What a step does on the host
