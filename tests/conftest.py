@@ -15,8 +15,9 @@ _OF_BENCHMARKS = {
     "test_an_architecture": 5,
     "test_a_program": 8,
     "test_a_row_trains_as_eager_training_does": 3,
+    "test_a_published_loop": 3,
 }
-"""How many rows of the benchmarks' own tables run by default; all of them on a GPU."""
+"""How many rows of further tables run by default; all of them on a GPU."""
 
 collect_ignore: list[str] = []
 

@@ -37,7 +37,8 @@ from lightning_graphs.watch.user_code import UserCode, function_of
 class Arguments:
     """Turns the arguments of a call into one value, and back.
 
-    A single argument is that value; several are a dict, by the names of the parameters.
+    A single argument is that value; several are a dict, by the names of the parameters, and so is
+    a single number, which may move from call to call.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -52,7 +53,7 @@ class Arguments:
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the value that stands for these arguments."""
-        if len(args) == 1 and not kwargs:
+        if len(args) == 1 and not kwargs and type(args[0]) not in _NUMBERS:
             return args[0]
         named = dict(zip(self._names, args, strict=False))
         named.update(kwargs)
@@ -70,6 +71,7 @@ class Arguments:
         return function(*first, *further, **named)
 
 
+_NUMBERS = (int, float)
 _FURTHER = "*"
 """The key of arguments for which the function has no name."""
 
@@ -138,7 +140,7 @@ class Program(nn.Module):
                 others[name] = value
             elif isinstance(value, (LRScheduler, ReduceLROnPlateau)):
                 self.schedulers.append(value)
-            elif isinstance(value, torch.amp.GradScaler):
+            elif isinstance(value, torch.amp.GradScaler) and value.is_enabled():
                 self.scaler = value
         self.others = nn.ModuleDict({n.replace(".", "_"): m for n, m in others.items()})
 

@@ -1,0 +1,396 @@
+"""Loops as people publish them: captured as they are, or refused with their line."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import StepLR
+
+from tests.loops.test_training import adamw, loss_of
+from tests.loops.twice import Lab, twice
+
+
+def net_of(lab: Lab, *widths: int) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for inside, outside in pairwise(widths):
+        parts += [nn.Linear(inside, outside), nn.Tanh()]
+    return nn.Sequential(*parts[:-1]).to(lab.device)
+
+
+def trained(lab: Lab, take: Callable[..., Any], count: int = 36, **given: Any) -> list[Any]:
+    """Train by a function ``take(model, optimizer, batch, i)``, whose step is captured."""
+    model = given.get("model") or net_of(lab, 8, 16, 3)
+    optimizer = given.get("optimizer", adamw)(model)
+
+    def train_step(batch: Any, i: int) -> Any:
+        return take(model, optimizer, batch, i)
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch, i) for i, batch in enumerate(lab.batches(count))]
+
+
+def update(optimizer: Any, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+class Momentum(torch.optim.Optimizer):
+    """Counts in its state, and has a number of its own."""
+
+    scale = 1.0
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(p))
+                state["step"] += 1
+                state["mean"].mul_(0.5).add_(p.grad)
+                p.add_(state["mean"], alpha=-group["lr"] / (1 - 0.5 ** state["step"]))
+
+
+def own_optimizer(lab: Lab) -> Any:
+    """An optimizer of one's own counts, and the step reads a number of it."""
+    model = net_of(lab, 8, 16, 3)
+    optimizer = Momentum(model.parameters(), 0.1)
+
+    def train_step(batch: Any) -> Tensor:
+        return update(optimizer, optimizer.scale * loss_of(model, batch))
+
+    step, losses = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(lab.batches(36)):
+        if i == 20:
+            optimizer.scale = 0.5
+        losses.append(step(batch))
+    return losses
+
+
+def outside_rates(lab: Lab) -> Any:
+    """Functions read rates of an optimizer that the loop steps: another one, another graph."""
+    model = net_of(lab, 8, 16, 3)
+    optimizer = Momentum(model.parameters(), 0.1)
+    scheduler = StepLR(optimizer, 12, 0.5)
+
+    def gradients(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch) * (1 + scheduler.get_last_lr()[0])
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(batch: Any) -> Tensor:
+        return loss_of(model, batch) * optimizer.param_groups[0]["lr"]
+
+    step, evaluating, found = lab.capture(gradients, model, []), lab.capture(evaluate, model), []
+    for batch in lab.batches(36):
+        found.append((step(batch), evaluating(batch)))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def caught(lab: Lab) -> Any:
+    """The loop catches what a check raises, and goes on from the state before."""
+    model = net_of(lab, 8, 16, 3)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        if not torch.isfinite(loss):
+            raise FloatingPointError("not finite")
+        return update(optimizer, loss)
+
+    step, found = lab.capture(train_step, model, optimizer, on_failure="eager"), []
+    for i, batch in enumerate(lab.batches(30)):
+        batch["x"][0] *= float("nan") if i % 7 == 6 else 1.0
+        try:
+            found.append(step(batch))
+        except FloatingPointError:
+            found.append(None)
+    return found
+
+
+def own_generator(lab: Lab) -> Any:
+    """Noise of a generator of one's own, ahead of the model; the head of the step draws it."""
+    generator = torch.Generator(lab.device).manual_seed(3)
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        optimizer.zero_grad()
+        noise = torch.randn(16, 8, device=batch["x"].device, generator=generator)
+        loss = F.cross_entropy(model(batch["x"] + noise), batch["y"])
+        return update(optimizer, loss)
+
+    return trained(lab, take), generator.get_state()
+
+
+def scaler_off(lab: Lab) -> Any:
+    """A gradient scaler that is disabled, as in nanoGPT, and micro-batches in a list."""
+    model, kind = net_of(lab, 8, 16, 3), lab.device.type
+    optimizer, scaler = adamw(model), torch.amp.GradScaler(kind, enabled=False)
+
+    def train_step(batches: list[Any]) -> Tensor:
+        for batch in batches:
+            loss = loss_of(model, batch) / len(batches)
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step([batch, batch]) for batch in lab.batches(20)]
+
+
+def number_alone(lab: Lab) -> Any:
+    """The number of the iteration is the only argument."""
+    model, batch = net_of(lab, 8, 16, 3), next(lab.batches(1))
+    optimizer = adamw(model)
+
+    def train_step(i: int) -> Tensor:
+        return update(optimizer, loss_of(model, batch) / (1 + i))
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(i) for i in range(30)]
+
+
+def gradient_penalty(lab: Lab) -> Any:
+    """WGAN-GP: the generator learns in every fifth step."""
+    makes, judges = net_of(lab, 4, 16, 8), net_of(lab, 8, 16, 1)
+    of_makes, of_judges = adamw(makes), adamw(judges)
+
+    def train_step(real: Tensor, i: int) -> Any:
+        noise = torch.randn(len(real), 4, device=real.device)
+        made = makes(noise)
+        share = torch.rand(len(real), 1, device=real.device)
+        between = (share * real + (1 - share) * made.detach()).requires_grad_()
+        (slope,) = torch.autograd.grad(judges(between).sum(), between, create_graph=True)
+        penalty = ((slope.norm(2, dim=1) - 1) ** 2).mean()
+        loss = judges(made.detach()).mean() - judges(real).mean() + 10 * penalty
+        update(of_judges, loss)
+        of_makes.zero_grad()
+        return loss.detach(), update(of_makes, -judges(makes(noise)).mean()) if i % 5 == 0 else None
+
+    step = lab.capture(train_step, [makes, judges], [of_makes, of_judges])
+    return [step(batch["x"], i) for i, batch in enumerate(lab.batches(50))]
+
+
+def inner_loop(lab: Lab) -> Any:
+    """MAML, by functional calls."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> float:
+        total: Any = 0.0
+        for part in range(2):
+            x, y = batch["x"][part::2], batch["y"][part::2]
+            fast = dict(model.named_parameters())
+            for _ in range(2):
+                loss = F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y)
+                slopes = torch.autograd.grad(loss, tuple(fast.values()), create_graph=True)
+                pairs = zip(fast.items(), slopes, strict=True)
+                fast = {name: value - 0.1 * slope for (name, value), slope in pairs}
+            total = total + F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y)
+        return float(update(optimizer, total))
+
+    return trained(lab, take)
+
+
+def queue(lab: Lab) -> Any:
+    """MoCo: keys of earlier batches in a queue, at a place that Python counts."""
+    slow, keys, place = net_of(lab, 8, 16, 4), torch.randn(64, 4, device=lab.device), 0
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        nonlocal place
+        asked = F.normalize(model(batch["x"]), dim=1)
+        with torch.no_grad():
+            for mine, other in zip(slow.parameters(), model.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + other.data * 0.1
+            given = F.normalize(slow(batch["x"] + 0.1), dim=1)
+        logits = torch.cat([(asked * given).sum(1, keepdim=True), asked @ keys.clone().T], 1)
+        target = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+        loss = update(optimizer, F.cross_entropy(logits / 0.1, target))
+        keys[place : place + 16] = given
+        place = (place + 16) % 64
+        return loss
+
+    losses = trained(lab, take, 48, model=net_of(lab, 8, 16, 4))
+    return losses, keys, place, slow.state_dict()
+
+
+def conflicts(lab: Lab) -> Any:
+    """PCGrad: gradients of several losses, projected and written by hand."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> list[float]:
+        out, parameters, flat = model(batch["x"]), [*model.parameters()], []
+        losses = [F.mse_loss(out[:, k], batch["x"][:, k]) for k in range(3)]
+        for loss in losses:
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            flat.append(torch.cat([p.grad.flatten() for p in parameters]).clone())
+        total = torch.zeros_like(flat[0])
+        for mine in flat:
+            for other in flat:
+                dot = torch.dot(mine, other)
+                mine = torch.where(dot < 0, mine - dot / other.dot(other) * other, mine)
+            total += mine
+        for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p).clone()
+        optimizer.step()
+        return [loss.item() for loss in losses]
+
+    return trained(lab, take)
+
+
+def perturbed(lab: Lab) -> Any:
+    """SAM: two backward passes, with the weights moved in between."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        loss_of(model, batch).backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        with torch.no_grad():
+            moves = [p.grad * 0.05 / norm for p in model.parameters()]
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.add_(move)
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return trained(lab, take)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.sum = self.count = self.mean = 0.0
+
+    def update(self, value: float, count: int) -> None:
+        self.sum += value * count
+        self.count += count
+        self.mean = self.sum / self.count
+
+
+def averages(lab: Lab) -> Any:
+    """A trainer class of one's own, with running averages and logs of values that it reads."""
+    meter, logs, total = Meter(), defaultdict(list), 0.0
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> float:
+        nonlocal total
+        loss = update(optimizer, loss_of(model, batch))
+        meter.update(loss.item(), len(batch["y"]))
+        logs["loss"].append(meter.mean)
+        total += loss.item()
+        return meter.mean
+
+    return trained(lab, take), vars(meter), logs, total
+
+
+def mixed(lab: Lab) -> Any:
+    """Mixup: NumPy draws the share; Python draws whether the batch is flipped."""
+    np.random.seed(0)
+    random.seed(0)
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> float:
+        share = np.random.beta(0.4, 0.4)
+        x, y = (batch["x"], batch["y"]) if random.random() < 0.5 else (-batch["x"], batch["y"])
+        other = torch.randperm(len(x), device=x.device)
+        out = model(share * x + (1 - share) * x[other])
+        loss = share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other])
+        return float(update(optimizer, loss))
+
+    return trained(lab, take), random.random(), np.random.rand()
+
+
+def recurrent(lab: Lab) -> Any:
+    """Truncated backpropagation: the hidden state is an enclosing variable."""
+    hidden: Any = None
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal hidden
+            out, hidden = self.cell(x.view(4, 4, 8), hidden)
+            hidden = tuple(part.detach() for part in hidden)
+            found: Tensor = self.head(out).flatten(0, 1)
+            return found
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        return update(optimizer, loss_of(model, batch))
+
+    return trained(lab, take, model=Reader().to(lab.device)), hidden
+
+
+def frozen_and_copied(lab: Lab) -> Any:
+    """A target network is replaced by a copy, and a layer is frozen in between."""
+    model = net_of(lab, 8, 16, 3)
+    optimizer, targets = adamw(model), {"slow": copy.deepcopy(model)}
+
+    def train_step(batch: Any) -> float:
+        with torch.no_grad():
+            wanted = targets["slow"](batch["x"]).max(1).values + 1
+        return float(update(optimizer, F.mse_loss(model(batch["x"]).max(1).values, wanted)))
+
+    step, losses = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(lab.batches(48)):
+        if i % 24 == 16:
+            targets["slow"] = copy.deepcopy(model)
+            model[0].requires_grad_(i < 20)
+        losses.append(step(batch))
+    return losses
+
+
+ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
+    "own_optimizer": (own_optimizer, 20),
+    "inner_loop": (inner_loop, 25),
+    "queue": (queue, 35),
+    "conflicts": (conflicts, 25),
+    "outside_rates": (outside_rates, 20),
+    "gradient_penalty": (gradient_penalty, 35),
+    "perturbed": (perturbed, 25),
+    "averages": (averages, 25),
+    "caught": (caught, r"test_public.py:\d+ in train_step: if not torch.isfinite\(loss\)"),
+    "own_generator": (own_generator, 20),
+    "mixed": (mixed, 20),
+    "recurrent": (recurrent, 25),
+    "number_alone": (number_alone, 20),
+    "frozen_and_copied": (frozen_and_copied, 20),
+    "scaler_off": (scaler_off, 12),
+}
+"""Loops, with how many calls must be replayed, or with what is said instead."""
+
+
+@pytest.mark.filterwarnings("ignore:capture")
+@pytest.mark.parametrize("name", ROWS)
+def test_a_published_loop(name: str, backend: str, device: torch.device) -> None:
+    loop, expected = ROWS[name]
+    lab = twice(loop, backend, device, verify=5)
+    for step in lab.steps:
+        if isinstance(expected, int):
+            assert step.report.replayed >= expected, step.report
+        else:
+            assert any(re.search(expected, said) for said in step.report.fallbacks), step.report
