@@ -300,20 +300,6 @@ class GraphCapture(Callback):
             self._fit = stack.pop_all()
         self._evaluation = evaluation
 
-    def _end_evaluation(self, trainer: Trainer) -> None:
-        """Raise what its steps have failed by; if it is no part of a fit, hand all back."""
-        if self._evaluation is not None:
-            self._evaluation.assertions.settle()
-        if trainer.state.fn == TrainerFn.FITTING:
-            if self._evaluation is not None:
-                self._evaluation.end()
-            if self._rate is not None:
-                self._rate.restart()
-            return
-        if self._evaluation is not None:
-            self._evaluation.finish()
-        self._release()
-
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over the strategy's method in ``trainer.validate``.
@@ -337,18 +323,20 @@ class GraphCapture(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raise what its steps have failed by; hand everything back after ``trainer.validate``."""
-        self._end_evaluation(trainer)
+        """Raise what its steps have failed by; if it is no part of a fit, hand all back."""
+        if self._evaluation is not None:
+            self._evaluation.assertions.settle()
+        if trainer.state.fn == TrainerFn.FITTING:
+            if self._evaluation is not None:
+                self._evaluation.end()
+            if self._rate is not None:
+                self._rate.restart()
+            return
+        if self._evaluation is not None:
+            self._evaluation.finish()
+        self._release()
 
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand everything back after ``trainer.test``."""
-        self._end_evaluation(trainer)
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Hand everything back after ``trainer.predict``."""
-        self._end_evaluation(trainer)
+    on_test_end = on_predict_end = on_validation_end
 
     def _observe(self, trainer: Trainer, module: LightningModule) -> None:
         from lightning_graphs.lightning.doctor import Doctor
