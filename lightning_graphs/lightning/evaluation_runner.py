@@ -23,14 +23,14 @@ from lightning_graphs.lightning.trainer import (
     evaluations_left,
     syncs,
 )
-from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch, judge
+from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.whole_step import EvaluationSteps
 from lightning_graphs.report import summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import CompiledCode
 

@@ -36,14 +36,13 @@ from lightning_graphs.policy.worth import (
     MemoryBudget,
     StepTiming,
     Stopwatch,
-    judge,
 )
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.report import render, summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
 from lightning_graphs.report.report import share_of
 from lightning_graphs.watch.assertions import OpenAssertions
 

@@ -30,7 +30,7 @@ from lightning_graphs.loops.function_runner import (
 from lightning_graphs.loops.program import Program, ProgramWatch
 from lightning_graphs.loops.remedies import CONFIGURATION
 from lightning_graphs.policy.options import OptionError, Options
-from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch, judge
+from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch
 from lightning_graphs.private.engine import ahead_of_destruction
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
@@ -44,7 +44,7 @@ from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report import Report, summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import obstacle_in
 

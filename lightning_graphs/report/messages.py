@@ -1,4 +1,4 @@
-"""What is said to the user, and when; advice on lengths to pad to."""
+"""What is said to the user, and when; what times say; advice on lengths to pad to."""
 
 from __future__ import annotations
 
@@ -464,3 +464,41 @@ def padding_for(shapes: Iterable[tuple[Signature, float]], done: Statistics) -> 
         added=added,
         saves_ms=before - after if is_measured else None,
     )
+
+
+# ------------------ What times say
+
+GPU_BOUND_FROM = 0.95
+"""Replay time over eager time from which on launching kernels was not what took the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the times say."""
+
+    profitable: bool  # whether replayed steps are faster at all, as far as one can tell
+    sentence: str = ""  # what a user should know; empty if graphs pay off clearly
+
+
+def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict:
+    """Compare the time of replayed steps with that of eager ones."""
+    timed = [
+        (eager, record.replay_ms, record.replays)
+        for record in records
+        if (eager := record.eager_ms or otherwise) and record.replay_ms and record.replays
+    ]
+    if not timed:
+        return Verdict(True)
+    steps = sum(count for *_, count in timed)
+    eager = sum(ms * count for ms, _, count in timed) / steps
+    replay = sum(ms * count for _, ms, count in timed) / steps
+    times = f"a replayed step takes {replay:.3f} ms and an eager one {eager:.3f} ms"
+    if replay < GPU_BOUND_FROM * eager:
+        return Verdict(True)
+    if replay * GPU_BOUND_FROM <= eager:
+        return Verdict(
+            replay < eager,
+            f"{times}: the GPU is busy all the time, and fewer launches gain little; "
+            "torch.compile(module) makes the kernels themselves fewer and faster",
+        )
+    return Verdict(False, f"{times}: graphs make this step slower")

@@ -17,9 +17,9 @@ from lightning.pytorch import Callback
 from lightning_graphs import GraphCapture
 from lightning_graphs.lightning import fit as summary
 from lightning_graphs.lightning.runner import StrategyHandler
-from lightning_graphs.policy.worth import SAMPLES, StepTiming, Verdict, judge
+from lightning_graphs.policy.worth import SAMPLES, StepTiming
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report.messages import Statistics
+from lightning_graphs.report.messages import Statistics, Verdict, judge
 from tests.training.fits import Fit, Net, compare, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
