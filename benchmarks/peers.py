@@ -315,8 +315,9 @@ MODELS = {
     "convnext": "ConvNeXt-tiny, 32x3x64x64",
     "unet": "diffusion U-Net, 16x3x32x32",
 }
+NOTHING = "Not measured yet."
 BRIEFLY = ("card", "torch", "lightning", "commit")
-DRAWN = ("bert", "gpt2", "llama", "resnet50", "vit")
+DRAWN = ("gpt2", "llama", "bert", "vit")
 ROOT = Path(__file__).parents[1]
 QUOTING = ("README.md", "docs/peers.md")
 PICTURE = "docs/assets/peers.svg"
@@ -358,6 +359,8 @@ def table(rows: Rows, how: str = "") -> str:
         for name, row in rows.items()
         if name.partition(" ")[2].startswith(how) and bool(how) is (" " in name)
     }
+    if not mine:
+        return NOTHING
     used = [p for p in HEADINGS if any("ms" in peers.get(p, ()) for peers in mine.values())]
     lines = [["ms a step", *map(_named, mine)], ["---"] * (len(mine) + 1)]
     lines += [[HEADINGS[p], *(_cell(peers.get(p, {})) for peers in mine.values())] for p in used]
@@ -417,6 +420,8 @@ def gains(rows: Rows) -> dict[str, dict[int, float]]:
 def sweep(rows: Rows) -> str:
     """Make a table of the gain over sizes of batches."""
     found = gains(rows)
+    if not found:
+        return NOTHING
     sizes = sorted({size for of in found.values() for size in of})
     lines = [["eager over captured", *map(str, sizes)], ["---"] * (len(sizes) + 1)]
     lines += [[n, *(f"{of[s]:.2f}" if s in of else "" for s in sizes)] for n, of in found.items()]
