@@ -55,13 +55,15 @@ def _kernel(device: int) -> tuple[Any, Any]:
     return driver_call("cuModuleGetFunction", module, b"zero"), module
 
 
-def _zeroed(nodes: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
-    """Yield position, address and bytes of each node that zeroes a little memory."""
+def _zeroed(nodes: Sequence[Any], device: int) -> Iterator[tuple[int, int, int]]:
+    """Yield position, address and bytes of each node that zeroes a little memory of a device."""
+    which = driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
     for position, node in enumerate(nodes):
         if kind_of(node) == "memset":
             params = driver_call("cuGraphMemsetNodeGetParams", node)
             size = int(params.width) * int(params.elementSize)
-            if not int(params.value) and int(params.height) <= 1 and 0 < size <= _MOST:
+            is_plain = not int(params.value) and int(params.height) <= 1 and 0 < size <= _MOST
+            if is_plain and int(driver_call("cuPointerGetAttribute", which, params.dst)) == device:
                 yield position, int(params.dst), size
 
 
@@ -78,7 +80,7 @@ def zero_by_kernels(raw_graph: int, device: int) -> Sequence[Any] | None:
     found = None
     try:
         nodes = [*handles_of(raw_graph)]
-        zeroed = [*_zeroed(nodes)]
+        zeroed = [*_zeroed(nodes, device)]
         if not zeroed:
             return None
         function, _ = _kernel(device)
@@ -92,8 +94,8 @@ def zero_by_kernels(raw_graph: int, device: int) -> Sequence[Any] | None:
             new = _added(raw_graph, _params(function, place, size), *ends)
             driver_call("cuGraphDestroyNode", nodes[at])
             nodes[at], found = new, nodes
-    except GraphError:  # no cuda-python, or a driver that lacks a function
-        return found
+    except (GraphError, AttributeError, TypeError):
+        return found  # no cuda-python, a driver that lacks a function, or bindings with another
     return found
 
 

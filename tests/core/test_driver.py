@@ -226,6 +226,8 @@ def test_what_zeroes_memory_becomes_a_kernel_with_the_same_edges(
     edges = "cuGraphAddDependencies_v2" if major == 12 else "cuGraphAddDependencies"
     for name, function in {
         "cuGraphMemsetNodeGetParams": lambda node: (OK, zeroed),
+        "CUpointer_attribute": SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9),
+        "cuPointerGetAttribute": lambda which, place: (OK, major),
         "cuModuleLoadData": lambda source: (OK, 40),
         "cuModuleGetFunction": lambda found, name: (OK, 41),
         "CUDA_KERNEL_NODE_PARAMS": SimpleNamespace,
