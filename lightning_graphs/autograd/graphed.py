@@ -26,6 +26,7 @@ from lightning_graphs.autograd.backward import (
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.errors import ArgumentElsewhereError, CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in
+from lightning_graphs.private.engine import named_buffers_in, named_modules_in, named_parameters_in
 from lightning_graphs.private.exchange import bind
 from lightning_graphs.private.torch import (
     in_transform,
@@ -458,21 +459,14 @@ class FreeVariables:
                 self.modules[name] = value
             elif isinstance(value, Tensor):
                 self.tensors[name] = value
-        seen: set[nn.Module] = set()
         # All modules with their paths, each once, as they were at construction.
-        self.owners = [
-            named
-            for name, root in self.modules.items()
-            for named in root.named_modules(memo=seen, prefix=name)
-        ]
-
+        self.owners = named_modules_in(*self.modules.items())
         self.submodules = [owner for _, owner in self.owners]
 
     def named(self, kind: str) -> list[tuple[str, Tensor]]:
         """Return the parameters or buffers of all modules by full name."""
-        roots = self.modules.items()
-        named = (item for name, root in roots for item in getattr(root, f"named_{kind}")(name))
-        return list({id(tensor): (name, tensor) for name, tensor in named}.values())
+        tree = named_modules_in(*self.modules.items())
+        return (named_parameters_in if kind == "parameters" else named_buffers_in)(tree)
 
     def state(self) -> list[Tensor]:
         """List every tensor that a call may read or write next to its arguments."""

@@ -11,7 +11,7 @@ import enum
 import itertools
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -120,9 +120,15 @@ class WriteWatch(OperatorMode):
         result = func(*args, **(kwargs or {}))
         if effect is Effect.VIEWS:
             return result
+        made = self._made
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            if has_memory(tensor) and (key := memory_of(tensor)) not in self._made:
-                self._note(key, tensors_in((*args, *(kwargs or {}).values())))
+            if not has_memory(tensor) or (key := memory_of(tensor)) in made:
+                continue
+            # Unless it is that of an input: schemas do not tell of all views
+            if not _is_memory_of(key, args) and not (
+                kwargs and _is_memory_of(key, kwargs.values())
+            ):
+                made.add(key)
         return result
 
     @staticmethod
@@ -145,11 +151,6 @@ class WriteWatch(OperatorMode):
             self._made |= returned.difference(map(memory_of, filter(has_memory, call.inputs)))
         return result
 
-    def _note(self, key: int, inputs: Iterator[Tensor]) -> None:
-        """Note a storage that an operator has returned, unless it is that of an input."""
-        if key not in map(memory_of, filter(has_memory, inputs)):
-            self._made.add(key)
-
     def _save(self, tensor: Tensor) -> None:
         key, storage = memory_of(tensor), tensor.untyped_storage()
         is_known = key in self._made or key in self._saved
@@ -169,6 +170,23 @@ class WriteWatch(OperatorMode):
     def found(self) -> list[UntypedStorage]:
         """Return the storages that it has copied."""
         return [storage for storage, _ in self._saved.values()]
+
+
+_ALONE = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout})
+"""Arguments of operators that hold no tensor."""
+
+
+def _is_memory_of(key: int, arguments: Iterable[Any]) -> bool:
+    """Return whether a tensor in these arguments has this storage."""
+    for given in arguments:
+        if isinstance(given, Tensor):
+            if has_memory(given) and memory_of(given) == key:
+                return True
+        elif type(given) not in _ALONE and key in map(
+            memory_of, filter(has_memory, tensors_in(given))
+        ):
+            return True
+    return False
 
 
 # ------------------ The CPU backend

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,12 +18,9 @@ from lightning_graphs.device.cuda import CudaBackend, CudaGraph
 from lightning_graphs.device.emulated import EmulatedBackend, EmulatedGraph
 from lightning_graphs.device.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
-from lightning_graphs.private.engine import (
-    leaves_alive,
-    renew_gradient_nodes,
-    stale_gradient_nodes_tolerated,
-)
+from lightning_graphs.private.engine import renew_gradient_nodes, stale_gradient_nodes_tolerated
 from lightning_graphs.private.generators import CapturedDropout
+from lightning_graphs.private.leaves import leaves_in_reach
 from lightning_graphs.private.torch import PoolHandle, why_no_cuda_graphs
 
 BackendName = Literal["auto", "cuda", "emulated"]
@@ -346,7 +344,7 @@ class graph:
         self._capture: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        renew_gradient_nodes(leaves_alive())
+        renew_gradient_nodes(leaves_in_reach(sys._getframe(1)))
         capture = self._captured()
         capture.__enter__()
         self._capture = capture
@@ -466,6 +464,11 @@ class GraphPool:
             yield captured
         captured.shorten()
         self._graphs.append(captured)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no graph is in it."""
+        return not self._graphs
 
     def release(self, captured: CUDAGraph) -> None:
         """Reset one graph of this pool; its memory serves the next capture."""

@@ -47,7 +47,7 @@ from lightning_graphs.values.memory import clone_all
 from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateCalls, LateValue, Use
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers, used
-from lightning_graphs.watch.user_code import is_lightnings, iter_objects, objects_in
+from lightning_graphs.watch.user_code import Held, is_lightnings, iter_objects, objects_in
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
@@ -286,13 +286,13 @@ class LogRecorder(Recorder):
         return LateCalls(self._calls, state, self._module.device.type, self._metrics.copied)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, held: Held | None = None) -> Iterator[None]:
         """Record calls of ``LightningModule.log`` and of methods of metrics."""
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(log_exchanged(self._module, self._record_log))
             caught = partial(self._record_log, log)
             stack.enter_context(bound_log_redirected(self._module.trainer, caught))
-            apart, refuse = self._metrics.apart(), self._metrics.refuse_use
+            apart, refuse = self._metrics.apart(held), self._metrics.refuse_use
             stack.enter_context(metrics_exchanged(apart, self._metric_recorder, refuse))
             if self._manual is not None:
                 stack.enter_context(self._manual.recording())
@@ -613,9 +613,9 @@ class StepMetrics:
         """Whether a module is a metric that is updated after the replay."""
         return is_metric(module) and id(module) not in self._inside
 
-    def apart(self) -> list[tuple[str, Metric | MetricCollection]]:
+    def apart(self, held: Held | None = None) -> list[tuple[str, Metric | MetricCollection]]:
         """List names and metrics that are updated after the replay."""
-        return [found for found in metrics_of(self._module) if self.is_apart(found[1])]
+        return [found for found in metrics_of(self._module, held) if self.is_apart(found[1])]
 
 
 _METRICS = frozenset({Metric, MetricCollection})
@@ -626,10 +626,13 @@ def is_metric(value: object) -> TypeGuard[Metric | MetricCollection]:
     return not _METRICS.isdisjoint(type(value).__mro__)
 
 
-def metrics_of(module: nn.Module) -> list[tuple[str, Metric | MetricCollection]]:
+def metrics_of(
+    module: nn.Module,
+    held: Held | None = None,  # what it holds, if that is known
+) -> list[tuple[str, Metric | MetricCollection]]:
     """Find the metrics that a module holds, also those inside of others, outer ones first."""
-    held = ((name, one) for name, one in iter_objects(module) if isinstance(one, nn.Module))
-    return [(name.removeprefix("self."), one) for name, one in held if is_metric(one)]
+    known = iter_objects(module) if held is None else held
+    return [(name.removeprefix("self."), one) for name, one in known if is_metric(one)]
 
 
 @contextlib.contextmanager

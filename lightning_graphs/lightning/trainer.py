@@ -45,7 +45,7 @@ from lightning_graphs.lightning.strategy import (
 )
 from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
-from lightning_graphs.private.engine import is_within_backward, runs_code
+from lightning_graphs.private.engine import is_within_backward, parameters_in, runs_code
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, subclassed
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
 from lightning_graphs.regions.context import Client, TrainingContext
@@ -288,7 +288,7 @@ class TrainerWatch(Client):
         )
         if not (is_alone and self.is_backward_unseen(loss)):
             return contextlib.nullcontext()
-        return cast_together([loss], [p for p in self._module.parameters() if p.requires_grad])
+        return cast_together([loss], [p for p in parameters_in(self._module) if p.requires_grad])
 
     def loss_of(self, returned: Any) -> Tensor | None:
         """Return the loss in what ``training_step`` has returned."""

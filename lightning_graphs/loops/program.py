@@ -29,7 +29,7 @@ from lightning_graphs.values.tree import item_label, leaves_of
 from lightning_graphs.watch.environment import AsRead, Effect, Environment
 from lightning_graphs.watch.late import CallAt, KeptCalls, LateCalls
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
-from lightning_graphs.watch.user_code import UserCode, function_of
+from lightning_graphs.watch.user_code import Held, UserCode, function_of
 
 # ------------------ Arguments
 
@@ -340,7 +340,7 @@ class HostReads(Recorder):
         with self._kept.calls.exchanged(self._late.keep):
             yield
 
-    def recording(self) -> AbstractContextManager[None]:
+    def recording(self, held: Held | None = None) -> AbstractContextManager[None]:
         return self._recording() if self._kept.calls.known else nullcontext()
 
     def keeping(self, *, by_methods: bool) -> AbstractContextManager[object]:

@@ -26,6 +26,7 @@ from lightning_graphs.policy.options import Options
 from lightning_graphs.private.torch import is_strided, storage_uses
 from lightning_graphs.report import GraphRecord, StepTime
 from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics, StepTimes
+from lightning_graphs.values.memory import clone_all
 from lightning_graphs.values.tree import leaves_of
 
 SAMPLES = 8
@@ -628,9 +629,8 @@ def defragment(tensors: Iterable[Tensor]) -> None:
     """Move tensors together if much memory lies unused between them and others.
 
     An optimizer makes its state in the first step, wherever gradients and activations leave room.
-    Later those use the gaps; in a captured step they are in memory of its own, and the gaps stay
-    empty. Values and the tensors themselves stay as they are, only their addresses change: to be
-    called before the first capture.
+    In a captured step these are in memory of its own, and the gaps stay empty. Only addresses of
+    the tensors change: to be called before the first capture.
     """
     if torch.cuda.get_allocator_backend() != "native":  # others have no pools
         return
@@ -640,19 +640,19 @@ def defragment(tensors: Iterable[Tensor]) -> None:
     if reserved - torch.cuda.memory_allocated() < _WORTH_A_MOVE * reserved:
         return
     here = torch.cuda.current_device()
-    movable = [t for t in tensors if t.is_cuda and t.device.index == here and _is_whole(t)]
-    pool, freed = torch.cuda.MemPool(), 0
+    movable = [t for t in tensors if t.is_cuda and t.device.index == here and _is_whole(t)][::-1]
+    pool = torch.cuda.MemPool()
     with contextlib.suppress(torch.OutOfMemoryError):  # what has moved has moved; the rest stays
-        for tensor in movable:
+        while movable:
+            moved, size = [movable.pop()], 0
+            while movable and (size := size + movable[-1].nbytes) <= _AT_ONCE:
+                moved.append(movable.pop())
             with torch.cuda.use_mem_pool(pool):
-                tensor.data = tensor.clone()
-            freed += tensor.untyped_storage().nbytes()
-            if freed >= _AT_ONCE:
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
-                freed = 0
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+                copies = clone_all(moved)
+            while copies:
+                moved.pop().data = copies.pop()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
 
 def _is_whole(tensor: Tensor) -> bool:

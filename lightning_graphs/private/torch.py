@@ -379,7 +379,13 @@ Where it lacks the function there seem to be none.
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    return [hook for table in filter(None, hook_tables(module)) for hook in table.values()]
+    found: list[Callable[..., Any]] = []
+    for name in _HOOKS:
+        if table := getattr(module, name, None):
+            found += table.values()
+    for table in filter(None, _OF_ALL_MODULES):
+        found += table.values()
+    return found
 
 
 COMPILED_CALL = "_compiled_call_impl"

@@ -83,7 +83,7 @@ class StepBody:
         with (
             places.changes_undone(held, generators, listed),
             self.context.watch.around_step(),
-            recorder.recording(),
+            recorder.recording(held),
             torch.enable_grad(),
         ):
             yield

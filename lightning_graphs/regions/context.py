@@ -30,7 +30,7 @@ from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.user_code import CompiledCode, held_elsewhere
+from lightning_graphs.watch.user_code import CompiledCode, Held, held_elsewhere
 
 
 class Recorder:
@@ -40,8 +40,8 @@ class Recorder:
     live: Callable[[Any], Callable[[], Any] | None] = staticmethod(nothing)
     _at_end: Sequence[Instruction] = ()
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Record what the body logs."""
+    def recording(self, held: Held | None = None) -> AbstractContextManager[None]:
+        """Record what the body logs; ``held`` is what modules hold, if that is known."""
         return nullcontext()
 
     def keeping(self, *, by_methods: bool) -> AbstractContextManager[object]:

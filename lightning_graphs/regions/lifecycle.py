@@ -641,7 +641,9 @@ class Lifecycle(Generic[Call, P]):
         self.cache.add(plan.key, plan)
         region.enter(plan, call)
         is_too_much = self._ranks.any(not self._policy.affords_verification)
-        return plan if is_too_much else self.verified(plan, call)
+        found = plan if is_too_much else self.verified(plan, call)
+        plan.surroundings = None
+        return found
 
     def _undo(self, plan: P | None) -> None:
         if plan is not None:  # another rank has none

@@ -67,6 +67,8 @@ class Plan:
     number: int = 0  # equal on all ranks that have captured it together
     due: int = NEVER  # the number of uses from which on its region is to look at it
     trial: Any = None  # what its region measures of it
+    # What its capture has found around it, for the comparison that follows at once
+    surroundings: Any = None
 
     def fits(self, call: Any) -> bool:
         """Whether it is right for a call; if so it is ready for a replay."""

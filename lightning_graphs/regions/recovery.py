@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_graphs.errors import GraphError, ReplayError, first_line, is_out_of_memory
 from lightning_graphs.policy.worth import SETTLED, MemoryBudget
 from lightning_graphs.private.callsite import stacklevel_of_user
+from lightning_graphs.private.engine import named_buffers_in, named_modules_in, named_parameters_in
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.lifecycle import Ranks
@@ -78,10 +79,12 @@ class StateBefore(Snapshot):
         self.exchanged = {"forward"}
         self.again: Again | None = None  # runs the step from here once more; None: eagerly
         held = [*iter_objects(module), *objects_in("batch", args, {})]
-        self.gradients = Gradients(module.parameters())
-        self._tables: list[dict[str, Any]] = [vars(one) for one in module.modules()]
+        tree = named_modules_in(("", module))
+        self.gradients = Gradients([parameter for _, parameter in named_parameters_in(tree)])
+        self._tables: list[dict[str, Any]] = [vars(one) for _, one in tree]
         self._contents, self._generators = PythonSnapshot(held), Generators(held, module.device)
-        found = [*module.buffers(), *UnregisteredTensors(module, held).tensors, *tensors]
+        found = [b for _, b in named_buffers_in(tree)]
+        found += [*UnregisteredTensors(module, held).tensors, *tensors]
         found += self.gradients.tensors if gradients else []
         # References to each gradient, or to its memory: here, and three for a value that is saved
         self.references = 4 if gradients else 1

@@ -27,7 +27,11 @@ from lightning_graphs.private.callsite import (
     definition_of,
     site_in,
 )
-from lightning_graphs.private.engine import backward_passes_observed, renew_gradient_nodes
+from lightning_graphs.private.engine import (
+    backward_passes_observed,
+    parameters_in,
+    renew_gradient_nodes,
+)
 from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.private.torch import (
     capture_unseen,
@@ -402,7 +406,7 @@ class StepCapture(Attempts):
             inside = (parameter for group in groups for parameter in group["params"])
             found = (*self.module.parameters(), *inside, *environment.leaves)
             return OwnGradients(found, self.persistent, self._unforeseen)
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        trained = [p for p in parameters_in(self.module) if p.requires_grad]
         targets = GradientTargets(
             self.optimizer,
             [*trained, *environment.leaves],
@@ -465,6 +469,9 @@ class StepCapture(Attempts):
             raise
         finally:
             self._facts.places.settle()
+            before, self._facts.places.last = self._facts.places.last, None
+        if [*self._facts.places]:  # other values stood there
+            before = None
         effects, environment = begun.effects, begun.environment
         for capturable in self._captured_optimizers:
             capturable.guard.remember()
@@ -497,6 +504,7 @@ class StepCapture(Attempts):
             present=begun.present,
             head=given.head,
             behind=self._behind,
+            surroundings=(environment.held, before),
         )
 
     @property

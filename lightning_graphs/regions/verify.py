@@ -359,14 +359,18 @@ class Verification(StepBody):
         self._behind: Iterator[UpdateBehind] = iter(())
         self._shown: list[Result] = []
 
-    def _look(self) -> list[Tensor]:
+    def _look(self, plan: StepPlan | None = None) -> list[Tensor]:
         """Look at what modules hold, to compare; return tensors that may change unseen."""
-        self._held = [*iter_objects(self.module)]
+        known = None if plan is None or plan.head is not None else plan.surroundings
+        if known is None or self._places is None:
+            self._held = [*iter_objects(self.module)]
+        else:
+            self._held, self._places.known = [*known[0]], known[1]
         return UnregisteredTensors(self.module, self._held).small
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
         """Describe what a step may change; without a plan an optimizer step."""
-        unseen = self._look()
+        unseen = self._look(plan)
         parts = self.module, [*self.optimizers], self._scaler
         if plan is None:
             return RegionState.of_step(*parts, unseen=unseen)
@@ -423,6 +427,8 @@ class Verification(StepBody):
             plan.is_launched = self._verifier.compare(ways, "a captured step was not verified")
         finally:
             self._held.clear()
+            if self._places is not None:
+                self._places.known = self._places.last = None
             self._taking_over = nullcontext  # the graph's memory may be released
         if plan.head is None and not plan.is_launched:
             plan.take(batch)

@@ -287,7 +287,9 @@ class StepRegion(HeadedSteps):
         self._call = call
         if not len(self._cache):
             self._conditions = self._current_conditions(has_graphs=True)
-        with self._policy.timing_capture(), capture_cost(self._fit.pool.backend) as self._cost:
+        first = self._fit.pool.is_empty
+        cost = capture_cost(self._fit.pool.backend, first=first)
+        with self._policy.timing_capture(), cost as self._cost:
             self._recovery.before_capture(call)
             for plan in self._cache.plans():
                 plan.gradients.release_ownership()
@@ -571,7 +573,7 @@ class EvaluationVerification(EvaluationBody, Verification):
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
         """Describe what steps may change: no parameters, as far as none was seen to be written."""
-        unseen = self._look()
+        unseen = self._look(plan)
         written = {} if plan is None else plan.loose
         tensors = {f"buffer `{name}`": buffer for name, buffer in self.module.named_buffers()}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}

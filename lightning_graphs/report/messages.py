@@ -174,10 +174,10 @@ def _named(graph: CUDAGraph, scope: str) -> list[GraphNode]:
 
 
 @contextmanager
-def capture_cost(backend: Backend) -> Iterator[CaptureCost]:
-    """Measure time and pool memory of the captures in the body."""
+def capture_cost(backend: Backend, *, first: bool = False) -> Iterator[CaptureCost]:
+    """Measure time and pool memory of the captures in the body: into a pool without others?"""
     cost = CaptureCost()
-    before = pool_sizes(backend)
+    before = {} if first else pool_sizes(backend)
     started = perf_counter()
     yield cost
     cost.ms = (perf_counter() - started) * 1e3

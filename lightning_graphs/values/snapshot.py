@@ -9,7 +9,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import chain, starmap
+from functools import cached_property
+from itertools import chain
 from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.engine import parts_of, plain
+from lightning_graphs.private.engine import (
+    named_buffers_in,
+    named_modules_in,
+    named_parameters_in,
+    parts_of,
+    plain,
+)
 from lightning_graphs.private.exchange import Absence, bind, bound
 from lightning_graphs.private.torch import tables_of, version_of
 from lightning_graphs.values.guards import (
@@ -59,9 +66,7 @@ def fingerprints_of(tensors: Sequence[Tensor], *, together: bool = False) -> lis
     Words, read as integers, are multiplied by odd numbers that depend on their place and added up,
     modulo 2**64, which does not depend on the order. One that changed always shows; several go
     unseen with a probability of about 2**-64, or 2**-33 if only signs change. There is one wait a
-    device.
-
-    Together, small ones have one fingerprint for as many as are looked at at a time.
+    device. Together, small ones have one fingerprint for as many as are looked at at a time.
     """
     factors: dict[torch.device, Tensor] = {}
     sums: dict[torch.device, list[Tensor]] = defaultdict(list)
@@ -99,29 +104,25 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[int], Tensor]]:
     """Elements, as many as are looked at at a time, and whose they are; of small tensors copies."""
-    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = defaultdict(list)
-    taken: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
-        flat = _flat(tensor)
-        kind, count = (flat.device, flat.dtype), flat.numel()
-        if kind not in sizes:
-            sizes[kind] = max(1, _CHUNK[flat.device.type] * _WORD // flat.element_size())
-        size = sizes[kind]
-        if not together or count >= size:
-            for piece in flat.split(size):
-                yield [i], piece
-            continue
-        if taken[kind] + count > size:
-            yield _side_by_side(small.pop(kind))
-            taken[kind] = 0
-        small[kind].append((i, flat))
-        taken[kind] += count
-    yield from map(_side_by_side, small.values())
-
-
-def _side_by_side(group: Sequence[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
-    return [i for i, _ in group], torch.cat([flat for _, flat in group])
+        kinds[tensor.device, tensor.dtype].append(i)
+    for (device, dtype), indices in kinds.items():
+        size = max(1, _CHUNK[device.type] * _WORD // dtype.itemsize)
+        small, taken = list[int](), 0
+        for i in indices:
+            count = tensors[i].numel()
+            if not together or count >= size:
+                for piece in _flat(tensors[i]).split(size):
+                    yield [i], piece
+                continue
+            if taken + count > size:
+                yield small, torch.cat([_flat(tensors[j]) for j in small])
+                small, taken = [], 0
+            small.append(i)
+            taken += count
+        if small:
+            yield small, torch.cat([_flat(tensors[j]) for j in small])
 
 
 # ------------------------------------------------------------------ Python values
@@ -164,12 +165,14 @@ class PythonSnapshot:
             self.add(name, value)
 
     def add(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module):
-            self._tables.update(map(id, tables_of(value)))
-        if isinstance(value, (nn.Module, FunctionType, *_CHANGEABLE)) or has_attributes(value):
-            table = value if isinstance(value, _CHANGEABLE) else attributes_of(value)
+        if isinstance(value, _CHANGEABLE):
+            self._containers.append((name, value, value, _copy(value)))
+        elif isinstance(value, (nn.Module, FunctionType)) or has_attributes(value):
+            table = attributes_of(value)
             self._containers.append((name, value, table, _copy(table)))
-            if is_object(value):
+            if isinstance(value, nn.Module):
+                self._tables.update(map(id, tables_of(value)))
+            elif is_object(value):
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
         elif is_array(value):
@@ -198,7 +201,8 @@ class PythonSnapshot:
     def changes(self) -> Iterator[Change]:
         """List the changes since the snapshot."""
         for held in self._containers:
-            yield from self._changes_in(*held)
+            if not _is_untouched(*held[2:]):
+                yield from self._changes_in(*held)
         for name, owner, key, before in self._places():
             if not is_still(now := bound(owner, key), before):
                 yield Change(name, owner, owner, key, before, now)
@@ -208,13 +212,6 @@ class PythonSnapshot:
             if not _same(table, before):
                 yield Change(name, owner, table, Absence.ABSENT, before, _copy(table))
             return
-        if not (table or before):
-            return
-        if type(table) in (dict, OrderedDict) and len(table) == len(before):
-            keys = zip(table, before, strict=True)
-            values = zip(table.values(), before.values(), strict=True)
-            if all(starmap(is_, chain(keys, values))):
-                return
         for key in {**before, **table}:
             # Some dicts have a ``get`` of their own
             was, now = before.get(key, Absence.ABSENT), dict.get(table, key, Absence.ABSENT)
@@ -271,11 +268,18 @@ class PythonSnapshot:
 
     def restore(self) -> None:
         for name, owner, container, before in self._containers:
-            if any(True for _ in self._changes_in(name, owner, container, before)):
+            is_same = _is_untouched(container, before)
+            if not is_same and any(self._changes_in(name, owner, container, before)):
                 refill(container, before)
         for _, owner, key, before in list(self._places()):
             if not is_still(bound(owner, key), before):
                 bind(owner, key, before)
+
+
+def _is_untouched(table: Any, before: Any) -> bool:
+    """Return whether a plain dict has the same keys and values, in the same order."""
+    is_dict = type(table) in (dict, OrderedDict) and len(table) == len(before)
+    return is_dict and all(map(is_, (*table, *table.values()), (*before, *before.values())))
 
 
 def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:
@@ -415,11 +419,11 @@ class Snapshot:
                         kinds.setdefault(view.dtype, []).append(view)
                     for alike in kinds.values():
                         self._saved.append((alike, _copied(alike, where)))
-        self._copies = {
-            view.data_ptr(): copy
-            for own, copies in self._saved
-            for view, copy in zip(own, copies, strict=True)
-        }
+
+    @cached_property
+    def _copies(self) -> dict[int, Tensor]:
+        """The copy of each storage, by where that begins."""
+        return {v.data_ptr(): c for pair in self._saved for v, c in zip(*pair, strict=True)}
 
     def saved(self, tensor: Tensor) -> Tensor:
         """Return a tensor's saved value, a view to read only; its storage is in the snapshot."""
@@ -605,10 +609,8 @@ def results_of(
     tensor: Tensor, name: str, of: str = "", *, gradient: str = "", is_gradient: bool = False
 ) -> list[Result]:
     """List the plain tensors that hold a tensor's values, by name."""
-    return [
-        Result(f"{name}{suffix}{of}", part, gradient, is_gradient)
-        for suffix, part in parts_of(tensor)
-    ]
+    rest = gradient, is_gradient
+    return [Result(f"{name}{suffix}{of}", part, *rest) for suffix, part in parts_of(tensor)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -642,9 +644,8 @@ class RegionState:
         counted: Container[tuple[int, Any]] = (),
     ) -> RegionState:
         """Describe the state of a training step, with the steps of these optimizers."""
-        names: dict[Tensor, str] = {
-            parameter: f"`{name}`" for name, parameter in root.named_parameters()
-        }
+        tree = named_modules_in(("", root))
+        names: dict[Tensor, str] = {p: f"`{name}`" for name, p in named_parameters_in(tree)}
         for n, optimizer in enumerate(optimizers):
             owner = f"optimizer {n}" if n else "the optimizer"
             for i, group in enumerate(optimizer.param_groups):
@@ -653,7 +654,7 @@ class RegionState:
         further = [tensor for tensor in others if tensor not in names]
         names |= {tensor: f"`tensor {i} with a gradient`" for i, tensor in enumerate(further)}
         named = {name: tensor for tensor, name in names.items()}
-        tensors = {f"buffer `{name}`": buffer for name, buffer in root.named_buffers()}
+        tensors = {f"buffer `{name}`": buffer for name, buffer in named_buffers_in(tree)}
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
         return cls(tensors, named, unseen, optimizers, scaler, renewed, counted)
 

@@ -37,6 +37,7 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from
+from lightning_graphs.private.engine import named_buffers_in, named_modules_in
 from lightning_graphs.private.exchange import Absence, exchanged, standing_in
 from lightning_graphs.private.torch import captured_code_runs, out_of_sight, version_of
 from lightning_graphs.values.guards import is_plain
@@ -413,7 +414,8 @@ class Followed:
         self._knows = (lambda _: False) if tape is None else tape.knows
         self.numbers = StepNumbers(facts.reads, self._device, tape, self._could_follow)
         self.numbers.finds_places = self._finds_places
-        if buffers := [(f"self.{name}", buffer) for name, buffer in self._module.named_buffers()]:
+        found = named_buffers_in(named_modules_in(("", self._module)))
+        if buffers := [(f"self.{name}", buffer) for name, buffer in found]:
             followed = facts.mirrors, held_numbers(buffers), self.numbers, self._require
             self._state = FollowedState(*followed, is_synced=client.ddp is not None)
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import DRAWN, FILLED, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder
+from lightning_graphs.private.engine import named_buffers_in, named_modules_in, named_parameters_in
 from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import is_strided, out_of_sight
@@ -401,6 +402,9 @@ class StepState:
         # cannot be stored again
         self.found: list[Place] = []
         self._contents = PythonSnapshot()  # what modules held ahead of the code that is watched
+        # The same, where it is known for the coming code; and what it was for the last one
+        self.known: PythonSnapshot | None = None
+        self.last: PythonSnapshot | None = None
         self._apart: set[str] = set()  # names of modules that ran later than that
         self._is_changed = False  # places were adopted
 
@@ -539,9 +543,11 @@ class StepState:
     ) -> Iterator[None]:
         """Undo changes of the body in module attributes and random generators."""
         trained = trained_parameters(self._optimizers())
-        contents = self._contents = self._take(held)
+        contents, self.known = self.known or self._take(held), None
+        self._contents = self.last = contents
         outside, self.outside = self.outside or self._known_outside(), None
-        named = (*self._module.named_parameters(), *self._module.named_buffers())
+        tree = named_modules_in(("", self._module))
+        named = (*named_parameters_in(tree), *named_buffers_in(tree))
         with out_of_sight():  # of what watches the body
             memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
         try:
@@ -554,12 +560,13 @@ class StepState:
             for place, was in moved:
                 place.put(was)
             moved = [pair for pair in moved if pair[0].name not in self._places]
-            pairs = _places_of((outside, contents), trained)
-            pairs = [(n, p) for n, p in pairs if (p.name if p else n) not in self._places]
+            changed = _places_of((outside, contents), trained)
+            pairs = [(n, p) for n, p in changed if (p.name if p else n) not in self._places]
             found: list[Place | None] = [place for _, place in pairs]
             found += [None if id(place.tensor) in trained else place for place, _ in moved]
-            contents.restore()
-            outside.restore()
+            if changed:
+                contents.restore()
+                outside.restore()
             self.found = [p for p in found if p is not None] if None not in found else []
         if found:
             names = sorted([*(name for name, _ in pairs), *(place.name for place, _ in moved)])
@@ -575,7 +582,9 @@ class StepState:
         """Return, for a capture: places, whether it may read one, parameters and buffers."""
         while self.learn([*self._further_names()]):
             pass
-        return [*self], self._is_read, [*self._module.parameters(), *self._module.buffers()]
+        tree = named_modules_in(("", self._module))
+        own = [tensor for _, tensor in (*named_parameters_in(tree), *named_buffers_in(tree))]
+        return [*self], self._is_read, own
 
     def _known_outside(self) -> PythonSnapshot:
         """Take a snapshot of the places outside of modules to which code stores."""

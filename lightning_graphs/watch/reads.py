@@ -26,6 +26,7 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.device.trace import FunctionMode, tensors_in
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
+from lightning_graphs.private.engine import modules_in, parameters_in
 from lightning_graphs.private.exchange import Absence, bind, bound, is_exchanged, replaced
 from lightning_graphs.private.generators import OF_TORCH
 from lightning_graphs.private.torch import (
@@ -35,6 +36,7 @@ from lightning_graphs.private.torch import (
     module_hooks,
 )
 from lightning_graphs.values.guards import (
+    BARE,
     ValueGuards,
     attributes_of,
     is_object,
@@ -161,7 +163,7 @@ class AttributeGuards(ValueGuards):
         the body sets is noted of all of them.
         """
         self._thread = threading.get_ident()
-        self._modules = {id(owner): owner for owner in module.modules()}
+        self._modules = {id(owner): owner for owner in modules_in(module)}
         closed, self._unseen = inside_of_compiled(module), []
         exchanged = []
         for name, owner in iter_objects(module) if held is None else held:
@@ -195,7 +197,7 @@ class AttributeGuards(ValueGuards):
     @contextlib.contextmanager
     def _stores_noted(self, root: nn.Module) -> Iterator[None]:
         """Note what is set in existing modules, except in those that run later."""
-        modules = {id(module) for module in root.modules() if not self.is_apart(module)}
+        modules = {id(module) for module in modules_in(root) if not self.is_apart(module)}
         original: Any = nn.Module.__setattr__  # the only one that sees all of them
 
         def store(owner: nn.Module, key: str, value: Any) -> None:
@@ -405,19 +407,20 @@ class GlobalReads:
         self._caches: dict[Any, int] = {}
         self._known: set[CodeType] = set()
         self.codes: list[CodeType] = []  # of the author's functions that ran
-        self._seen: dict[int, Any] = {id(child): child for child in module.modules()}
+        tree = modules_in(module)
+        self._seen: dict[int, Any] = {id(child): child for child in tree}
         self._seen |= held_elsewhere(module)
         self.contents = PythonSnapshot()  # of all that is found
         self._classes = self.contents.classes
         self._listeners = (self.contents.add, *listeners)
-        for child in module.modules():
+        for child in tree:
             self._look_into_class(type(child))
             self._look_inside(vars(child).get("forward"))
             for hook in module_hooks(child):
                 self.assume(hook)
         for _, value in iter_objects(module) if held is None else held:
             self._look_inside(value)
-        for parameter in module.parameters():  # their hooks run in a thread of autograd's
+        for parameter in parameters_in(module):  # their hooks run in a thread of autograd's
             for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
                 for hook in table.values() if isinstance(table, dict) else ():
                     self.assume(hook)
@@ -431,11 +434,12 @@ class GlobalReads:
         Compiled code does not run as Python, and a profiler that user code has set stays: in both
         cases the modules' functions count as if they had run.
         """
-        for kind in set(map(type, self._module.modules())):  # those that watch reads are others
+        tree = modules_in(self._module)
+        for kind in set(map(type, tree)):  # those that watch reads are others
             if self._own.has_module(kind.__module__):
                 self.contents.add_class(kind)
         profiled = sys.getprofile() is not None
-        hidden = self._module.modules() if profiled else inside_of_compiled(self._module)
+        hidden = tree if profiled else inside_of_compiled(self._module)
         for kind in {base for child in hidden for base in type(child).__mro__}:
             for name in (LIBRARIES.step, "forward"):
                 self.assume(vars(kind).get(name))
@@ -565,9 +569,12 @@ class GlobalReads:
 
     def _look_inside(self, value: Any) -> None:
         """Record the class of an object, or the closure and defaults of a function."""
+        kind = type(value)
+        if kind in BARE or isinstance(value, nn.Module):
+            return
         function = function_of(value)
         if is_object(value):
-            self._look_into_class(type(value))
+            self._look_into_class(kind)
         elif not isinstance(function, FunctionType):
             return
         elif not self._is_own(function):

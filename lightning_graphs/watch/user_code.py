@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.private.callsite import STANDARD, is_installed, is_library
-from lightning_graphs.private.engine import hides_memory
+from lightning_graphs.private.engine import (
+    hides_memory,
+    modules_in,
+    named_buffers_in,
+    named_modules_in,
+    named_parameters_in,
+)
 from lightning_graphs.private.torch import (
     accumulation_hooks,
     compiled_code_noticed,
@@ -123,8 +129,8 @@ class UserCode:
 
 def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
     """List modules whose class compiled code checks, but for the root: its step is watched."""
-    compiled = filter(is_compiled, root.modules())
-    return {module for owner in compiled for module in owner.modules()} - {root}
+    compiled = filter(is_compiled, modules_in(root))
+    return {module for owner in compiled for module in modules_in(owner)} - {root}
 
 
 _OWN_GRAPHS = (
@@ -222,6 +228,10 @@ def know_base(kind: type[nn.Module], *names: str) -> None:
     OF_ALL_MODULES.update(vars(kind()), names)
 
 
+Held = Iterable[tuple[str, Any]]
+"""Names and values of all that a module holds; see :func:`iter_objects`."""
+
+
 def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and value of every module in a tree, and of values in their attributes.
 
@@ -243,7 +253,7 @@ def objects_in(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[st
 def _of_tree(
     name: str, root: nn.Module, seen: dict[int, Any], depth: int
 ) -> Iterator[tuple[str, Any]]:
-    modules = [(path, m) for path, m in root.named_modules() if id(m) not in seen]
+    modules = [(path, m) for path, m in named_modules_in(("", root)) if id(m) not in seen]
     seen.update((id(module), module) for _, module in modules)
     for path, module in modules:
         yield from _of_module(f"{name}.{path}" if path else name, module, seen, depth - 1)
@@ -298,7 +308,8 @@ class UnregisteredTensors:
     """
 
     def __init__(self, module: nn.Module, held: Iterable[tuple[str, Any]]) -> None:
-        self._known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        tree = named_modules_in(("", module))
+        self._known = {id(t) for _, t in (*named_parameters_in(tree), *named_buffers_in(tree))}
         self._buffers: set[str] = set()  # names of those that count as written
         self._tables: dict[int, object] = {}  # alive, so that an ``id`` stays its own
         self._named: list[tuple[str, Tensor]] = []
@@ -314,12 +325,19 @@ class UnregisteredTensors:
         if id(value) in self._tables:  # of a module that was looked at
             return
         if isinstance(value, nn.Module):
-            _, buffers, _ = tables = tables_of(value)
+            parameters, buffers, _ = tables = tables_of(value)
             self._tables.update((id(table), table) for table in tables)
-            self._buffers.update(f"{name}.{key}" for key in buffers)
-        for label, tensor in _tensors_in(value):
-            counts_writes = is_strided(tensor) and not tensor.is_inference()
-            if id(tensor) not in self._known and counts_writes:
+            self._buffers.update([f"{name}.{key}" for key in buffers])
+            held = [item for t in (vars(value), parameters, buffers) for item in t.items()]
+            pairs = [(f".{k}", t) for k, t in held if isinstance(t, Tensor)]
+        elif isinstance(value, Tensor):
+            pairs = [("", value), *_tensors_in(value)]
+        else:
+            pairs = _tensors_in(value)
+        for label, tensor in pairs:
+            if id(tensor) in self._known:
+                continue
+            if is_strided(tensor) and not tensor.is_inference():
                 self._known.add(id(tensor))
                 self._named.append((name + label, tensor))
                 self._versions.append(version_of(tensor))
@@ -343,17 +361,9 @@ class UnregisteredTensors:
         return {n: t for (n, t), then, now in triples if then != now or n in self._buffers}
 
 
-def _tensors_in(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield label and tensor of tensors that are directly in a value."""
-    if isinstance(value, Tensor):
-        yield "", value
-    if isinstance(value, nn.Module):
-        for table in (vars(value), *tables_of(value)[:2]):
-            yield from ((f".{k}", held) for k, held in table.items() if isinstance(held, Tensor))
-    else:
-        for label, _, held in entries(value) or []:
-            if isinstance(held, Tensor):
-                yield label, held
+def _tensors_in(value: Any) -> list[tuple[str, Tensor]]:
+    """List label and tensor of tensors that are directly in a container, or in an object."""
+    return [(label, held) for label, _, held in entries(value) or () if isinstance(held, Tensor)]
 
 
 # ------------------ The functions that it calls while it is captured
