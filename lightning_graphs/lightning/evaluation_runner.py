@@ -27,7 +27,7 @@ from lightning_graphs.policy.worth import CapturePolicy, StepTiming, Stopwatch
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import ClientGuards, Phase
-from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.plan import StepPlan, found_for_later
 from lightning_graphs.regions.whole_step import EvaluationSteps
 from lightning_graphs.report import summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
@@ -150,7 +150,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
             return () if is_theirs else (self._run_head(args),)
         plan = life.find(args)
         if plan is None or not life.is_ready(plan):
-            self.found = (plan,)
+            self.found = found_for_later(plan)
             return ()
         plan.present.batch = args[0]
         return (self._replay(plan),)
@@ -177,7 +177,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
             if called is not None and called.are_called:
                 raise COLLECTIVE_ALONE.refused(f"{self.client.name} calls some")
             plan = super().capture(call, key)
-        graphs = [] if plan is None else [*plan.graphs.values()]
+        graphs = [] if plan is None else plan.captured
         if plan is not None and called is not None and any(g.has_collectives for g in graphs):
             self.discard(plan)
             raise COLLECTIVE_ALONE.refused(f"{self.client.name} calls some")

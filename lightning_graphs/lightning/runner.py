@@ -39,7 +39,7 @@ from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.gradients import KEPT_LATE, PersistentGradients, zeroed_quickly
 from lightning_graphs.regions.lifecycle import EAGER
 from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
-from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.plan import StepPlan, found_for_later
 from lightning_graphs.regions.reduction import NOT_REDUCED
 from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
 from lightning_graphs.regions.update import CapturedUpdate
@@ -242,7 +242,7 @@ class StepRunner(StepRegion):
         life = self._life
         plan = life.find(args)
         if plan is None or plan.steps is not stepping or not life.is_ready(plan):
-            self.found = (plan,)
+            self.found = found_for_later(plan)
             return None
         self._active, plan.present.batch = plan, args[0]
         return self._replay(plan)

@@ -301,8 +301,7 @@ class TrainerWatch(Client):
                 "training_step must return the loss, or a dict with it under 'loss'.",
                 f"got {type(returned).__qualname__}"
                 + (f" with loss={loss!r}" if isinstance(returned, Mapping) else ""),
-                "return a loss for every batch; a step that is sometimes skipped cannot be "
-                "captured",
+                "return a loss for most batches; steps that are skipped run eagerly",
             )
         return loss
 

@@ -85,6 +85,10 @@ class HeadMissed(CaptureError):
         super().__init__("")
 
 
+class WayMissed(HeadMissed):
+    """A step goes another way at a fork than its graphs."""
+
+
 class Undone(NamedTuple):
     """A run of a head that is undone."""
 

@@ -25,6 +25,7 @@ from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.late import CallAt
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.mirrors import Mirrors
@@ -228,6 +229,7 @@ class CaptureFacts:
             context.module, self.reads, on_change, partial(getattr, context.watch, "optimizers")
         )
         self.mirrors = Mirrors(on_change)  # numbers in tensors that steps read and advance
+        self.forks = Forks()  # where steps ask the device which way to go on
         self.has_host_program = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own
         self.is_unseen = True  # captures are hidden from libraries

@@ -491,8 +491,12 @@ class Region(ABC, Generic[Call, P]):
             GraphError: It cannot be captured.
         """
 
-    def enter(self, plan: P, call: Call) -> None:
-        """Note that a captured plan is in the cache, and prepare it for its first replay."""
+    def enter(self, plan: P, call: Call) -> bool | None:
+        """Note that a captured plan is in the cache, and prepare it for its first replay.
+
+        False: the call goes another way than the plan.
+        """
+        return None
 
     def compare(self, plan: P, call: Call) -> bool:
         """Run the call both ways from one state, and leave all as it was before.
@@ -639,7 +643,8 @@ class Lifecycle(Generic[Call, P]):
         plan.number = next(self._ranks.numbers)
         plan.unverified = self._verifier is not None and self._verifier.is_on
         self.cache.add(plan.key, plan)
-        region.enter(plan, call)
+        if region.enter(plan, call) is False:
+            return None
         is_too_much = self._ranks.any(not self._policy.affords_verification)
         found = plan if is_too_much else self.verified(plan, call)
         plan.surroundings = None

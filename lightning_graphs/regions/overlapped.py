@@ -142,7 +142,7 @@ class Overlap:
     def enter(self, plan: StepPlan) -> None:
         """Begin with a plan that is in the cache now."""
         graph = plan.graphs["forward"]
-        is_whole = len(plan.graphs) == 1 and plan.head is None and not graph.has_collectives
+        is_whole = len(plan.captured) == 1 and plan.head is None and not graph.has_collectives
         if is_whole and not self._fit.compiled.runs:
             plan.due = FIRST
 

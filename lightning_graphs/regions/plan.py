@@ -18,6 +18,7 @@ from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.regions.conditions import CaptureKey, conditions_of
+from lightning_graphs.regions.forked import Forked
 from lightning_graphs.regions.gradients import GradientBuffers
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all, gradients_of
@@ -284,6 +285,7 @@ class StepPlan(Plan):
     visible: GradientBuffers | None = None
     dropped: Sequence[Parameter] = ()  # whose gradients of earlier steps nothing reads any more
     head: Head | None = None  # runs ahead of it: what leaves that is its batch
+    forked: Forked | None = None  # what is replayed before it is known to be the step's way
     behind: Sequence[UpdateBehind] = ()  # optimizer steps that run eagerly, behind it
     # Whether user code keeps gradients that were shown to it
     are_kept: Callable[[], bool] = lambda: False
@@ -295,6 +297,10 @@ class StepPlan(Plan):
         self.call = CallPlan(self.key, check_modes=True)
         self.checks = (*self.guards, *self._of_all("checks"))
         self.takes = tuple(self._of_all("takes"))
+        if self.forked is not None:
+            cancels = [m.cancel for m in self.mechanisms if m.cancel is not None]
+            self.forked.begin([*self._of_all("before")], cancels)
+            self.takes = (*self.takes, self.forked.take)
         self.parts = {
             name: Part.of(graph, self._before(name), self._after(name))
             for name, graph in self.graphs.items()
@@ -315,7 +321,8 @@ class StepPlan(Plan):
         if name == self.first_backward:
             yield from self.loads()
         if name == "forward":
-            yield from self._of_all("before")
+            yield from self._of_all("before") if self.forked is None else (self.forked.end,)
+            yield from self._of_all("noted")
 
     def _after(self, name: str) -> Iterator[Instruction]:
         if name == "unscale":
@@ -345,6 +352,12 @@ class StepPlan(Plan):
         return "backward" if "backward" in self.graphs else "forward"
 
     @property
+    def captured(self) -> list[CUDAGraph]:
+        """All of its graphs."""
+        ahead = [] if self.forked is None else self.forked.graphs
+        return [*ahead, *self.graphs.values()]
+
+    @property
     def conditions(self) -> CaptureKey:
         """The conditions of its capture."""
         return conditions_of(self.key)
@@ -365,14 +378,17 @@ class StepPlan(Plan):
                 return False
         return True
 
-    def take_call(self, call: tuple[Any, ...]) -> None:
+    def take_call(self, call: tuple[Any, ...]) -> bool:
         """Take in the call that it was captured with; what leaves a head is there later."""
-        if self.head is None:
-            tensors = self.call.match(call[:1], {})
-            assert tensors is not None, "it was captured from this batch"
-            self.take(tensors)
+        if self.head is not None:
+            return True
+        tensors = self.call.match(call[:1], {})
+        assert tensors is not None, "it was captured from this batch"
+        return self.take(tensors)
 
     def cancel(self) -> None:
+        if self.forked is not None:
+            self.forked.undo()
         for mechanism in self.mechanisms:
             if mechanism.cancel is not None:
                 mechanism.cancel()
@@ -442,6 +458,17 @@ class StepPlan(Plan):
             else:
                 tensor.grad.copy_(gradient)
         owing.clear()
+
+
+def found_for_later(plan: StepPlan | None) -> tuple[StepPlan | None, ...]:
+    """Return the plan of a step that begins later, after hooks; empty: it is to be found then.
+
+    Code of hooks may change what graphs ahead of forks have read already.
+    """
+    if plan is None or plan.forked is None:
+        return (plan,)
+    plan.cancel()
+    return ()
 
 
 # ------------------ Optimizer steps behind the graph

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.device.rules import AFTERMATH, DRAWN, are_noted
-from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
-    NO_LINE,
-    add_line,
     calls_observed,
     definition_of,
-    site_in,
 )
-from lightning_graphs.private.engine import (
-    backward_passes_observed,
-    parameters_in,
-    renew_gradient_nodes,
-)
+from lightning_graphs.private.engine import parameters_in, renew_gradient_nodes
 from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.private.torch import (
     capture_unseen,
@@ -39,18 +27,19 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     version_of,
 )
-from lightning_graphs.regions.behind import Behind, HeadMissed, KeyOf, StepHead
-from lightning_graphs.regions.body import Given, OptimizerNumbers, StepBody, unseen_steps_refused
+from lightning_graphs.regions.attempts import Attempts
+from lightning_graphs.regions.behind import Behind, KeyOf, StepHead
+from lightning_graphs.regions.body import Given, OptimizerNumbers, unseen_steps_refused
 from lightning_graphs.regions.conditions import (
-    Observers,
     Phase,
     ReplayGuards,
     conditions_of,
     refuse_new_seeds,
 )
-from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
-from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
-from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
+from lightning_graphs.regions.context import Recorder
+from lightning_graphs.regions.forked import Forked
+from lightning_graphs.regions.gradients import GradientTargets
+from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
 from lightning_graphs.regions.plan import (
     BatchGradients,
@@ -60,67 +49,16 @@ from lightning_graphs.regions.plan import (
     UpdateBehind,
     batch_written,
 )
-from lightning_graphs.regions.reduction import BucketReduction, reduction_of
+from lightning_graphs.regions.reduction import reduction_of
+from lightning_graphs.regions.segments import Segments
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
-from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
-from lightning_graphs.watch.host_trace import ArenaFull
+from lightning_graphs.watch.environment import Environment, code_captured
 from lightning_graphs.watch.mechanism import Mechanism, Watcher
-from lightning_graphs.watch.numbers import Followed
-from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
-from lightning_graphs.watch.reads import AttributeGuards, UnusedTensors
+from lightning_graphs.watch.reads import UnusedTensors
 from lightning_graphs.watch.side_effects import SideEffects
 from lightning_graphs.watch.user_code import held_elsewhere
-
-# ------------------ Graphs of one step
-
-
-class Segments:
-    """The graphs of one step: one, or more if the capture was cut."""
-
-    def __init__(
-        self,
-        pool: GraphPool,
-        reads: AttributeGuards,
-        seeing: Callable[[], AbstractContextManager[object]],  # surrounds what is captured
-    ) -> None:
-        self._pool = pool
-        self._reads = reads
-        self._seeing = seeing
-        self._open = contextlib.ExitStack()
-        self.graphs: dict[str, CUDAGraph] = {}
-        self.stores: dict[str, Stores] = {}
-
-    @contextlib.contextmanager
-    def capturing(self, name: str) -> Iterator[None]:
-        with self._open:
-            self.cut(name)
-            yield
-
-    def cut(self, name: str) -> None:
-        self._open.close()
-        self._open.push(partial(self._ended, name))
-        self._captured = self._open.enter_context(self._pool.capture())
-        self._open.enter_context(self._seeing())
-
-    def _ended(self, name: str, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:
-            self.graphs[name] = self._captured
-            if stores := self._reads.stored():
-                self.stores[name] = stores
-
-    @property
-    def dropout(self) -> CapturedDropout | None:
-        """cuDNN's random state, if any of the graphs draws from it."""
-        return next((graph.dropout for graph in self.graphs.values() if graph.dropout), None)
-
-    def abandon(self) -> None:
-        while self.graphs:
-            self._pool.release(self.graphs.popitem()[1])
-
-
-# ------------------ Capture of a step
 
 
 class _Begun(NamedTuple):
@@ -142,210 +80,6 @@ class _Begun(NamedTuple):
         """Find what the step has done to its batch."""
         self.written.extend(written_tensors(self.tensors, self.inputs.tensors, self.versions))
         self.asked.finish_capture()
-
-
-class Outcome(enum.Enum):
-    """What a failed attempt to capture a step comes to."""
-
-    LEARNED = enum.auto()  # another one may succeed, with what was learned of the step
-    REFUSED = enum.auto()
-
-
-class Notes:
-    """What attempts refuse, where :func:`~lightning_graphs.device.rules.noting` is entered."""
-
-    def __init__(self) -> None:
-        self.last: Sequence[CaptureError] = ()  # what the last attempt has refused
-        self.answered: list[CaptureError] = []  # what a host program does in place of the graph
-        self._asked: Sequence[CaptureError] = ()  # perhaps the next attempt's program does that
-
-    def take(self, refused: Sequence[CaptureError], *, asks_host: bool = False) -> bool:
-        """Take note of an attempt; return whether another one may go further in the code."""
-        before, self.last = self.last, refused
-        self.answered += [e for e in self._asked if not any(map(partial(_is_alike, e), refused))]
-        self._asked = refused if asks_host else ()
-        texts = [[(e.rule, e.observed) for e in found] for found in (before, refused)]
-        return bool(refused) and not refused[-1].is_noted and texts[0] != texts[1]
-
-
-def _is_alike(one: CaptureError, other: CaptureError) -> bool:
-    return one.rule == other.rule and site_in(one.observed) == site_in(other.observed)
-
-
-class Attempts(StepBody):
-    """Attempts to capture training steps of one fit, which learn of each other."""
-
-    def __init__(
-        self,
-        context: TrainingContext,
-        facts: CaptureFacts,
-        optimizers: Mapping[Optimizer, CapturableOptimizer | None],
-        observers: Observers,
-    ) -> None:
-        super().__init__(context, optimizers, observers)
-        self._facts = facts
-        self.persistent = PersistentGradients()  # the gradients that outlive a replay
-        self._units = context.ranks.units
-        self._hooks, self._registers_hooks = 0, False
-        self._asked: list[str] = []
-        given = context.module, context.watch, facts, context.compiled, context.assertions
-        self._followed = Followed(*given, context.pool.backend.refusal)
-        self._reduction: BucketReduction | None = None  # in place of DDP's own
-        self._unread: UnreadValues | None = None  # the unguarded values of what is captured
-        self._inside = contextlib.ExitStack()  # surrounds the step's own code
-        self._has_several_passes = False  # the capture has seen a backward pass inside of its own
-        self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
-        self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
-        self._behind: list[UpdateBehind] = []
-        # Surrounds what a graph captures
-        self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.notes = Notes()
-
-    def _attempts(self, attempt: Callable[[], StepPlan]) -> StepPlan | None:
-        self._unread = None
-        goes_on = self.context.policy.goes_on if self.context.ranks.are_one else lambda: True
-        while (outcome := self._attempted(attempt)) is Outcome.LEARNED:
-            if not goes_on():
-                return None
-        assert not isinstance(outcome, Outcome), "it is raised if it is refused"
-        return outcome
-
-    def _attempted(self, attempt: Callable[[], StepPlan]) -> StepPlan | Outcome:
-        """Capture the step once.
-
-        Raises:
-            CaptureError: It is refused, whatever was learned.
-        """
-        self._asked.clear()
-        self._followed.caught.clear()
-        self.context.policy.tries_again()
-        compiled, had_program = self.context.compiled.runs, self._facts.has_host_program
-        try:
-            plan = attempt()
-            self.notes.take(())
-            return plan
-        except CaptureError as raised:
-            # Others follow the first one
-            caught = self._followed.caught
-            error = caught[0] if caught and AFTERMATH in raised.observed else raised
-            refused = raised.others or (raised,)
-            try:
-                outcome = self._outcome_of(error, compiled=compiled)
-                if outcome is Outcome.REFUSED and self.client.keeps_back(
-                    error, self._followed.reads
-                ):
-                    self._facts.is_unseen = True  # once more as an eager step, to begin with
-                    outcome = Outcome.LEARNED
-                if are_noted():
-                    asks_host = self._facts.has_host_program and not had_program
-                    if outcome is Outcome.REFUSED and self._learns_of(refused[1:]):
-                        outcome = Outcome.LEARNED
-                    if self.notes.take(refused, asks_host=asks_host):
-                        outcome = Outcome.LEARNED
-                if outcome is Outcome.REFUSED and compiled and error.rule == DRAWN.rule:
-                    self._refuse_draws(attempt)
-                if outcome is Outcome.REFUSED and error is raised:
-                    raise
-                if outcome is Outcome.REFUSED:
-                    raise error from raised
-                return outcome
-            finally:
-                del error, refused  # its traceback refers to this frame, and to gradients
-
-    def _learns_of(self, refused: Iterable[CaptureError]) -> bool:
-        """Learn what further refusals of an attempt show, which were noted."""
-        noted = [error for error in refused if error.is_noted]
-        compiled = self.context.compiled.runs
-        outcomes = [self._outcome_of(error, compiled=compiled) for error in noted]
-        if Outcome.LEARNED in outcomes:
-            return True
-        reads = self._followed.reads
-        return any([self.client.keeps_back(error, reads) for error in noted])
-
-    def _outcome_of(self, error: CaptureError, *, compiled: bool) -> Outcome:
-        """Judge a failed attempt, and learn what it shows of the step."""
-        facts, raised = self._facts, isinstance(error, RaisedInCapture)
-        waits = self.client.waits_for_gradients()
-        # C code says of a tracer that it is no list
-        if raised and facts.places.are_used() and not waits:
-            return Outcome.LEARNED
-        if isinstance(error, HeadMissed):
-            return Outcome.REFUSED
-        if self._unread is not None:
-            self._unread.refuse_read(error.observed if raised else "")
-        if NO_LINE in error.observed:
-            add_line(error, "in the code of", definition_of(self.client.function))
-        if isinstance(error, ArenaFull):
-            self._followed.room_on_device = error.needed
-        if raised or waits or isinstance(error, NoRoomError):
-            return Outcome.REFUSED
-        if compiled != self.context.compiled.runs:
-            return Outcome.LEARNED  # it was followed as if none of it was compiled
-        if isinstance(error, PlaceUsedError):
-            facts.places.are_used(error.place)
-            return Outcome.LEARNED
-        if isinstance(error, ArenaFull) or self._learns() or self.client.learns():
-            return Outcome.LEARNED
-        follows = isinstance(error, UpdateRefused) and error.may_succeed
-        if follows or isinstance(error, LeftBehindError):
-            return Outcome.REFUSED
-        if not (facts.has_host_program or compiled):
-            facts.has_host_program = True
-            self.context.policy.follows_host()
-            return Outcome.LEARNED
-        if facts.is_unseen and self._asked:
-            facts.is_unseen = facts.has_host_program = False
-            return Outcome.LEARNED
-        return Outcome.REFUSED
-
-    def _refuse_draws(self, captured: Callable[[], StepPlan]) -> None:
-        """Refuse the first draw on the host of a step that draws there, with its line."""
-        self._followed.finds_draws = True
-        try:
-            plan = captured()
-        except GraphError as error:
-            if error.rule == DRAWN.rule:
-                raise
-        else:
-            for graph in plan.graphs.values():
-                self.context.pool.release(graph)
-        finally:
-            self._followed.finds_draws = False
-
-    def _learns(self) -> bool:
-        """Whether there are new places to store in, or calls to follow."""
-        places = self._facts.places
-        if places.learn(places.found):
-            return True
-        if self._unforeseen:
-            self.persistent.of(self._unforeseen)
-            self._unforeseen.clear()
-            return True
-        if self._has_several_passes and not self._facts.has_several_passes:
-            self._facts.has_several_passes = True
-            return True
-        return self._followed.learn()
-
-    def was_in_a_branch(self) -> bool:
-        """Whether the first refusal may hold only for the present numbers of the trainer."""
-        return self._followed.was_in_a_branch()
-
-    @contextlib.contextmanager
-    def _passes_counted(self, *, adds: bool) -> Iterator[None]:
-        """Capture again if each of several backward passes adds to gradients by itself."""
-        passes = itertools.count(1)
-
-        def begun(*_: object) -> None:
-            if next(passes) > 1 and adds and not self._facts.has_several_passes:
-                self._has_several_passes = True
-                raise CaptureError(
-                    "A captured step must add the gradients of each backward pass by itself.",
-                    "a backward pass runs inside of another one, or of the step",
-                    "use torch.utils.checkpoint(..., use_reentrant=False)",
-                )
-
-        with backward_passes_observed(begun):
-            yield
 
 
 class StepCapture(Attempts):
@@ -376,7 +110,8 @@ class StepCapture(Attempts):
                 f"{', '.join(self.observers.before_backward)} may read them",
                 "read parameters in on_after_backward or later",
             )
-        return self._attempts(partial(self._captured, given, conditions_of(signature).phase, watch))
+        attempt = partial(self._captured, given, conditions_of(signature).phase, watch)
+        return self._attempts(attempt, tensors)
 
     def numbers_of(self, batch: Any, signature: Signature) -> Mapping[str, Callable[[], Any]]:
         """Return readers of numbers at the top of a batch that stay live, by their keys."""
@@ -427,6 +162,8 @@ class StepCapture(Attempts):
         recorder = self.client.recorder()
         around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
         self._behind = []
+        self._facts.forks.taken.clear()
+        self._facts.forks.ends, self._written_ahead = None, []
         watchers: list[Watcher] = []
 
         def cut(name: str) -> None:
@@ -434,6 +171,14 @@ class StepCapture(Attempts):
                 scaling.update(self.scaling())
             self._begun.effects.look(self._facts.places.adopt)
             segments.cut(name)
+
+        def fork() -> bool:
+            if not segments.can_fork():
+                return False
+            segments.fork()
+            written = (t for t, version in self._versions if version_of(t) != version)
+            self._written_ahead = [*written]
+            return True
 
         def begin(given: Given) -> Sequence[Any]:
             """Begin to capture, at the end of the head if there is one."""
@@ -447,6 +192,11 @@ class StepCapture(Attempts):
             capturing.enter_context(self._passes_counted(adds=begun.targets.adds))
             for watcher in watchers:
                 self._inside.enter_context(watcher.inside())
+            if self._facts.forks.is_on:
+                state = *self.module.parameters(), *self.module.buffers()
+                loose = begun.environment.in_attributes
+                self._versions = [(t, version_of(t)) for t in {*state, *loose}]
+                self._facts.forks.ends = fork
             self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments
 
@@ -480,6 +230,14 @@ class StepCapture(Attempts):
         output.finish_capture()
         effects.finish_capture()
         mechanisms = [m for w in watchers if (m := w.mechanism()) is not None]
+        forked: Forked | None = None
+        if segments.ahead:
+            forks = self._facts.forks
+            mechanisms.append(Mechanism(key=(forks.reads,)))
+            draws = any(graph.dropout for graph in segments.ahead)
+            modules = [*self.module.modules()] if draws else []
+            parts = self._written_ahead, self.module.device, modules
+            forked = Forked(segments.ahead, forks.taken, *parts, partial(forks.went, now=False))
         conditions = replace(conditions_of(begun.signature), attributes=watch.attributes())
         read = itertools.chain.from_iterable(mechanism.key for mechanism in mechanisms)
         return StepPlan(
@@ -503,6 +261,7 @@ class StepCapture(Attempts):
             scaling=scaling,
             present=begun.present,
             head=given.head,
+            forked=forked,
             behind=self._behind,
             surroundings=(environment.held, before),
         )
@@ -633,6 +392,7 @@ class StepCapture(Attempts):
         with contextlib.ExitStack() as self._inside:
             result = super().forward(arguments, recorder)
             self._followed.look_behind(result[1])
+            self._facts.forks.ends = None
             self._registers_hooks = hooks_registered() != self._hooks
         return result
 

@@ -33,7 +33,7 @@ from lightning_graphs.private.torch import (
     hooks_registered,
     storage_reference,
 )
-from lightning_graphs.regions.behind import HeadMissed, StepHead, Undone
+from lightning_graphs.regions.behind import HeadMissed, StepHead, Undone, WayMissed
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.conditions import CaptureKey
 from lightning_graphs.regions.context import Recorder
@@ -409,7 +409,7 @@ class Verification(StepBody):
             stored.add_place(name, owner, name)
         parts: list[Part] = [m.state for m in plan.mechanisms if m.state is not None]
         parts.append(stored)
-        is_whole = plan.head is None and len(plan.graphs) == 1
+        is_whole = plan.head is None and len(plan.captured) == 1
         state = self._state(plan)
         self._leaves = frozenset(map(id, state.parameters.values()))
         ways = Comparison(
@@ -430,8 +430,8 @@ class Verification(StepBody):
             if self._places is not None:
                 self._places.known = self._places.last = None
             self._taking_over = nullcontext  # the graph's memory may be released
-        if plan.head is None and not plan.is_launched:
-            plan.take(batch)
+        if plan.head is None and not plan.is_launched and not plan.take(batch):
+            raise WayMissed
 
     def _random(self) -> RandomState:
         return RandomState(self.module.device, self.module.modules())
@@ -544,11 +544,11 @@ class Verification(StepBody):
         """Replay the step; return results under the names that :meth:`_eager` gives them."""
         with ExitStack() as around:
             given = args[0]
-            if plan.head is None:
-                plan.take(batch)
-            else:
+            if plan.head is not None:
                 undone = around.enter_context(self._undone(args))
                 given, batch = self._leaving(plan, undone.arguments)
+            elif not plan.take(batch):
+                raise WayMissed
             plan.present.batch = given
             return self._launched(plan, given, batch)
 
@@ -559,7 +559,8 @@ class Verification(StepBody):
         found: list[Any] = []
 
         def end(leaving: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-            plan.take(tensors)
+            if not plan.take(tensors):
+                raise WayMissed
             found.extend((leaving, tensors))
             raise HeadEnded
 
@@ -571,8 +572,11 @@ class Verification(StepBody):
         return leaving, tensors
 
     def _launched(self, plan: StepPlan, batch: Any, tensors: Sequence[Tensor]) -> list[Result]:
+        if plan.forked is not None:
+            plan.forked.end()
         for mechanism in plan.mechanisms:
-            for instruction in mechanism.before if mechanism.repeated is None else ():
+            before = mechanism.before if mechanism.repeated is None and not plan.forked else ()
+            for instruction in (*before, *mechanism.noted):
                 instruction()
         for name, graph in plan.graphs.items():
             if name == plan.first_backward:

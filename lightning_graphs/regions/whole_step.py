@@ -198,13 +198,13 @@ class StepRegion(HeadedSteps):
         if plan.trial is not None and self._overlap is not None:
             self._overlap.leave(plan)
         self._kept.track(None)
-        self._statistics.released(plan.graphs["forward"])
+        self._statistics.released(plan.captured[0])
         if plan is self._active:  # its step is not over: the pool keeps its graphs
             return
         self.discard(plan)
 
     def discard(self, plan: StepPlan) -> None:
-        for graph in plan.graphs.values():
+        for graph in plan.captured:
             self._fit.pool.release(graph)
 
     @property
@@ -267,6 +267,8 @@ class StepRegion(HeadedSteps):
         # Libraries choose and load their kernels for a shape in its first step.
         if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return False
+        if len(self._cache) and self._facts.forks.is_refused():
+            return False
         steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
         if steps and not all(one.has_stepped for one in self._in_graphs):
             return False
@@ -302,16 +304,15 @@ class StepRegion(HeadedSteps):
             signature, tensors = self._signature_of(call, self._conditions)
             return self._capture.capture(call, tensors, signature, self._watch)
 
-    def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> None:
+    def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         self._policy.succeeded()
         self._notices.captured(plan.key)
-        graphs = [*plan.graphs.values()]
         words = signature_in_words(plan.key)
-        plan.record = self._statistics.captured(words, graphs, self._cost, scope=self.scope)
+        plan.record = self._statistics.captured(words, plan.captured, self._cost, scope=self.scope)
         self._admit(plan)
-        plan.take_call(call)
         if self._overlap is not None:
             self._overlap.enter(plan)
+        return plan.take_call(call)
 
     def _admit(self, plan: StepPlan) -> None:
         self._kept.count()
@@ -355,6 +356,9 @@ class StepRegion(HeadedSteps):
             self._rebind(_KEEPS)
             return False
         except HeadMissed:
+            if plan.forked is not None and plan.forked.missed:
+                self._cache.drop(plan.key)
+                return False
             return refuse_unlike(plan)
         except VerificationError as error:
             follows = any(one.follows for one in self._in_graphs)
@@ -381,6 +385,8 @@ class StepRegion(HeadedSteps):
                 self._rebind()
             else:
                 self._leave_update(error)
+            return True
+        if self._facts.forks.may_turn_later():
             return True
         return self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error)
 
@@ -553,7 +559,7 @@ class EvaluationCapture(EvaluationBody, StepCapture):
         changed = gradients.changed()
         gradients.restore()
         if changed:
-            for graph in plan.graphs.values():
+            for graph in plan.captured:
                 self.context.pool.release(graph)
             raise GRADIENTS_CHANGED.refused(
                 f"{LIBRARIES.step} runs a backward pass that reaches them"

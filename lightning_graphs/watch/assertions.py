@@ -7,17 +7,14 @@ The error comes late, then: the steps since have been made, and nothing of them 
 
 from __future__ import annotations
 
-import math
 import operator
-import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, SimpleNamespace
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -25,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
-from lightning_graphs.private.torch import in_transform, is_strided, out_of_sight, version_of
+from lightning_graphs.private.torch import in_transform, is_strided, version_of
 from lightning_graphs.watch.branches import (
     NotKept,
     Way,
@@ -35,11 +32,12 @@ from lightning_graphs.watch.branches import (
     way_on,
 )
 from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, chosen, goes_through
+from lightning_graphs.watch.forks import Forks
+from lightning_graphs.watch.on_device import NumberOfDevice, number_in
 from lightning_graphs.watch.tracers import (
     PLAIN_TENSORS,
     Asks,
-    Kind,
-    Operation,
+    Conversion,
     Question,
     ScalarTracer,
     Tracer,
@@ -113,76 +111,6 @@ class _Noted:
     place: int
 
 
-class _NumberOfDevice(ScalarTracer):
-    """The number of a tensor, in code that compares it only to raise, or how that turns out."""
-
-    __class__ = vars(Tracer)["__class__"]
-    __torch_function__ = vars(Tracer)["__torch_function__"]
-
-    def __init__(self, assertions: Assertions, tensor: Tensor) -> None:
-        owner = SimpleNamespace(bounds=[])
-        super().__init__(owner, "the number", lambda: None, None, False, HOST_READ)
-        self._assertions, self._tensor = assertions, tensor
-
-    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if operation.kind is Kind.TRUTH:
-            return self._assertions.holds(self._tensor, sys._getframe(2))
-        return super().use(operation, args, kwargs)
-
-    def refuse(self) -> None:
-        HOST_READ.refuse_here("a number of the device is read")
-
-    def seen(self, function: Callable[..., Any], *args: Any) -> Any:
-        self.refuse()
-        return function(_number_in(self._tensor), *args)
-
-    def converted(self, kind: type, module: str) -> Any:
-        return self.seen(kind)
-
-    def _on_device(self, function: Callable[..., Any], operands: Sequence[Any]) -> Tensor:
-        """Compute with Python's numbers, which have 64 bits."""
-        whole = (
-            not any(type(o) is float for o in operands) and not self._tensor.dtype.is_floating_point
-        )
-        found = []
-        for operand in operands:
-            if isinstance(operand, _NumberOfDevice):
-                operand = operand._tensor.long() if whole else operand._tensor.double()
-            elif isinstance(operand, ScalarTracer):
-                self.refuse()
-            found.append(operand)
-        with torch.no_grad():
-            return function(*found)  # type: ignore[no-any-return]
-
-    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        if function not in _EXACT:
-            self.refuse()
-            given = (o._tensor if isinstance(o, _NumberOfDevice) else o for o in operands)
-            return function(*(_number_in(o) if isinstance(o, Tensor) else o for o in given))
-        return _NumberOfDevice(self._assertions, self._on_device(function, operands))
-
-    def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        return _NumberOfDevice(self._assertions, self._on_device(function, operands))
-
-    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        if function in _TESTS:
-            return self.outcome("", _TESTS[function], *args)
-        return self.computed("", function, *args)
-
-
-_EXACT = (operator.add, operator.sub, operator.mul, operator.neg, abs)
-_TESTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
-    getattr(module, name): getattr(torch, name)
-    for module in (math, numpy)
-    for name in ("isnan", "isinf", "isfinite")
-}
-
-
-def _number_in(tensor: Tensor) -> Any:
-    with out_of_sight():
-        return tensor.item()
-
-
 class MakesError(Protocol):
     """Makes the error of a failed assertion, or warns."""
 
@@ -241,7 +169,7 @@ class Assertions:
         room: Room | None = None,
     ) -> None:
         self._device, self._is_host = device, is_host
-        self._is_over = False
+        self.is_over = False
         self.found: list[Assertion] = []
         self._noted: list[Callable[[], Any]] = []  # give counters in messages
         self._holds, self._times, self._numbers, self._seen = room or Room.on(device)
@@ -250,22 +178,48 @@ class Assertions:
         # Values that the graph has chosen, with their versions then; those that cut gradients off
         self._chosen: list[tuple[Tensor, int, Choice]] = []
         self._cuts: list[Cut] = []
+        self.forks = Forks()
+        self.converts: Callable[[Conversion], object] = id  # hears where bare numbers are made
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
         return tensors_asked(self.answer)
 
     def answer(self, asked: Question) -> Any:
-        """Answer what code asks of tensors; None if it does not ask that to raise or choose."""
-        asks_more = asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER)
-        if self._is_over or asks_more or any(map(self._is_host, asked.tensors)):
+        """Answer what code asks of tensors; None if neither the graph nor a fork can tell."""
+        if self.is_over or any(map(self._is_host, asked.tensors)):
             return None
+        if asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER):
+            return self._forked(asked) if _can_compute(asked, self._device) else None
         if (way := _way(asked, self._device)) is None:
             if _is_compared(asked, self._device):
-                return _NumberOfDevice(self, asked.tensors[0].detach().reshape(()))
+                return NumberOfDevice(self, asked.tensors[0].detach().reshape(()))
             choice = _choice(asked, self._device)
-            return None if choice is None else self._chooses(asked, choice)
+            if choice is not None and choice.place not in self.forks.instead:
+                return self._chooses(asked, choice)
+            return self._forked(asked) if _can_compute(asked, self._device) else None
         return self._asserted(asked, way)
+
+    def _forked(self, asked: Question) -> Any:
+        """Let the graph end where code asks, and answer; None if it may not."""
+        (tensor, *_) = asked.tensors
+        if tensor.dtype is not torch.bool and asked.asks not in (Asks.TRUTH, Asks.EQUALITY):
+            if tensor.numel() != 1 or tensor.is_complex() or not self.forks.ask():
+                return None
+            if asked.asks in (Asks.INT, Asks.FLOAT):  # the next capture follows that, too
+                kind = int if asked.asks is Asks.INT else float
+                self.converts((asked.frame.f_globals.get("__name__", ""), kind))
+                return None
+            with torch.no_grad():
+                return NumberOfDevice(self, tensor.detach().reshape(()).clone())
+        if asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER):
+            return None
+        with torch.no_grad():
+            truth = asked.condition().detach()
+        if truth.numel() != 1:  # torch says so
+            return None
+        called = asked.asks is not Asks.TRUTH
+        return self.forks.answer(truth.reshape(()), asked.frame, called=called)
 
     def _chooses(self, asked: Question, choice: Choice) -> bool | None:
         """Let the graph choose the values of variables; answer by which way code goes on."""
@@ -299,6 +253,8 @@ class Assertions:
         return choice.outcome
 
     def _refuse(self, choice: Choice) -> None:
+        self.forks.instead.add(choice.place)
+        self.forks.ask()
         HOST_READ.refuse(
             f"a condition that chooses more than a graph can is read at {choice.site.describe()}"
         )
@@ -320,10 +276,12 @@ class Assertions:
         """Answer whether a comparison is true that code makes only to raise."""
         asked = Question(frame, Asks.TRUTH, [truth], lambda: truth)
         way = _way(asked, self._device)
-        found = None if way is None or self._is_over else self._asserted(asked, way)
+        found = None if way is None or self.is_over else self._asserted(asked, way)
+        if found is None and not self.is_over:
+            found = self.forks.answer(truth, frame, called=False)
         if found is None:
             HOST_READ.refuse_here("a number of the device is read")
-            return bool(_number_in(truth))
+            return bool(number_in(truth))
         return found
 
     def _asserted(self, asked: Question, way: Way) -> bool | None:
@@ -384,7 +342,7 @@ class Assertions:
 
     def finish(self) -> None:
         """Capture the copy of what was found to the host, at the end of the code."""
-        self._is_over = True
+        self.is_over = True
         self.look_behind(None)
         for value, version, choice in self._chosen:  # eager code would write another tensor
             if version_of(value) != version:

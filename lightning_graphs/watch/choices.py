@@ -54,6 +54,11 @@ class Choice(NamedTuple):
         code = self.frame.f_code
         return CallSite(code.co_filename, self.node.lineno, code.co_name)
 
+    @property
+    def place(self) -> tuple[CodeType, int]:
+        """Its code, and the line of its ``if``."""
+        return self.frame.f_code, self.node.lineno
+
     def of_body(self) -> dict[str, Any]:
         """Compute what the variables would be behind the body."""
         names = dict(self.frame.f_locals)
@@ -87,7 +92,7 @@ class Choice(NamedTuple):
 def choice_of(frame: FrameType, *, called: bool) -> Choice | None:
     """Return the choice of code that asks now whether a value is true; None if it does more."""
     found = landings(frame, called=called) or {}
-    for node in _ifs(frame.f_code) if len(found) == 2 else ():
+    for node in ifs_in(frame.f_code) if len(found) == 2 else ():
         test, statements = node.test, [*node.body, *node.orelse]
         if not test.lineno <= frame.f_lineno <= (test.end_lineno or 0):
             continue
@@ -101,7 +106,7 @@ def choice_of(frame: FrameType, *, called: bool) -> Choice | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _ifs(code: CodeType) -> tuple[ast.If, ...]:
+def ifs_in(code: CodeType) -> tuple[ast.If, ...]:
     tree = tree_of(code)
     return () if tree is None else tuple(n for n in ast.walk(tree) if isinstance(n, ast.If))
 

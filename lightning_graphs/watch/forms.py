@@ -124,7 +124,7 @@ def _binary(
     operate: Any = getattr(Tensor, "mul_" if in_place else "mul") if is_product else function
 
     def compute(given: Numbers) -> Tensor:
-        number = other.computed(f"1 / ({other.name})", _inverse, other) if is_product else other
+        number = other.computed(f"1 / ({other.name})", inverse, other) if is_product else other
         found: Tensor = operate(x.to(wide), given.tensor_of(number, wide))
         if wide == result:
             return found
@@ -133,7 +133,8 @@ def _binary(
     return compute
 
 
-def _inverse(number: float) -> float:
+def inverse(number: float) -> float:
+    """Return what CUDA multiplies with where it divides by a number."""
     return 1 / number if number else math.copysign(math.inf, number)
 
 

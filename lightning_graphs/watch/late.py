@@ -445,7 +445,7 @@ class KeptCalls:
         self.keeps_known |= asks
         if error.rule == self._freezing:
             return self._learn_reads(error, reads) or dropped
-        return bool(answered) or asks
+        return bool(answered) or asks or dropped
 
     def declines(self, frame: FrameType) -> bool:
         """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""

@@ -37,6 +37,7 @@ class Mechanism:
     cancel: Instruction | None = None  # undoes what ``takes`` have done, since there is no replay
     why_missed: Callable[[], str] | None = None  # why ``takes`` gave False last; empty if they fit
     before: Sequence[Instruction] = ()
+    noted: Sequence[Instruction] = ()  # after ``before``, once the step is known to be replayed
     before_update: Sequence[Instruction] = ()  # ahead of the optimizer step, if that is a part
     after: Sequence[Instruction] = ()
     last: Sequence[Instruction] = ()  # after those of all mechanisms, in their order

@@ -45,6 +45,7 @@ from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.watch.assertions import Assertions, MakesError, OpenAssertions, Room
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Client
+from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.forms import PARTS, Form, form_of, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
 from lightning_graphs.watch.host_trace import HostTracer
@@ -350,6 +351,7 @@ class Facts(Protocol):
 
     reads: AttributeGuards
     mirrors: Mirrors
+    forks: Forks
     has_host_program: bool
 
 
@@ -530,7 +532,8 @@ class Followed:
 
     def _of_graph(self) -> Assertions:
         if self._assertions is None:
-            self._assertions = self._fit.begin(self._device, self._knows)
+            self._assertions = found = self._fit.begin(self._device, self._knows)
+            found.forks, found.converts = self._facts.forks, self.numbers.asked.add
         return self._assertions
 
     def _answer(self, asked: Question) -> Any:
@@ -551,4 +554,4 @@ class Followed:
         if pending is None:
             return Mechanism(last=last)
         enter = partial(setattr, self._fit, "is_used", True)
-        return Mechanism(before=(pending.note,), last=(*last, pending.look), enter=enter)
+        return Mechanism(noted=(pending.note,), last=(*last, pending.look), enter=enter)

@@ -252,7 +252,7 @@ class CachingAndRefused(Caching):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        return loss * (2.0 if loss.item() > 1.0 else 1.0)
+        return loss * (2.0 if loss.tolist() > 1.0 else 1.0)
 
 
 class CachingLayer(nn.Linear):
@@ -369,7 +369,7 @@ ROWS = (
     | table(Quiet, logger=False, **NOTED)
     # A cache holds no memory of a capture.
     | table(Caching, CachingInSubmodules, said=None, **SIX, **NOTED)
-    | table(CachingAndRefused, said="if loss.item", also="auto", **SIX, **NOTED)
+    | table(CachingAndRefused, said="if loss.tolist", also="auto", **SIX, **NOTED)
 )  # fmt: skip
 
 

@@ -220,7 +220,7 @@ def replays_validations(fit: Fit) -> bool:
 
 def inside_of_try(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     try:
-        factor = 2.0 if batch["x"].mean().item() > 0.0 else 1.0  # read
+        factor = 2.0 if batch["x"].mean().tolist() > 0.0 else 1.0  # read
         return self.loss(batch) * factor
     finally:
         self.tried = True
@@ -232,7 +232,7 @@ def computed_before(self: Any, batch: Batch, batch_idx: int) -> Tensor:
 
 def behind(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     loss = self.loss(batch)
-    return loss if loss.item() > 1.0 else loss * 2.0  # read
+    return loss if loss.tolist() > 1.0 else loss * 2.0  # read
 
 
 SCALES = itertools.cycle([1.0, 0.5])

@@ -389,10 +389,8 @@ ROWS = (
     | table(FilledInPlace, WrittenOnTheHost, said=None, graphs=range(2), **TWELVE)
     # Ahead of the graph they run as they are.
     | table(Kept, Returned, Appended, ReadOfTheDevice, found=None, validation=0, **TWELVE)
-    | table(
-        ReturnedAndRead, ReadOfAParameter, ReadOfWhatWasWritten, said=".", placed=False,
-        found=None, **TWELVE,
-    )
+    | table(ReturnedAndRead, said=".", placed=False, found=None, **TWELVE)
+    | table(ReadOfAParameter, ReadOfWhatWasWritten, **TWELVE)  # the host waits for the answer
     # In a rehearsal its tensor is one of the device, which is stored by replays.
     | table(KeptAndUsed, said=None, **TWELVE)
     # Numbers that never come back are not captured for ever.

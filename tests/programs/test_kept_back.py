@@ -88,7 +88,7 @@ def masked(self: Any, batch: Any, batch_idx: int) -> Any:
 
 def branched(self: Any, batch: Any, batch_idx: int) -> Any:
     loss, logits = self.predicted(batch)
-    top = logits.amax().item()  # read
+    top = logits.amax().item()
     return loss * 2 if top > 100 else loss
 
 
@@ -177,7 +177,7 @@ ROWS = stepping(
     data=lambda: batches(6),
 ) | stepping(
     Predicting, computed_further, converted, read_as_arrays, masked, text_scores,
-    changed_afterwards, each={branched: "host", in_the_loss: "in_the_loss", by_its_type: "host"},
+    changed_afterwards, branched, each={in_the_loss: "in_the_loss", by_its_type: "host"},
     max_epochs=3, data=lambda: batches(6),
 ) | stepping(
     Handing, returned, also="verified; cut", max_epochs=3, data=lambda: batches(6),

@@ -1,0 +1,114 @@
+"""Graphs ahead of the forks of a step: a replay launches them, and looks which way its code goes.
+
+Where that is another way than the captured one, all that they have written is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_graphs.device.graph import CUDAGraph
+from lightning_graphs.private.engine import plain
+from lightning_graphs.private.generators import RandomState
+from lightning_graphs.private.torch import is_strided
+from lightning_graphs.values.memory import bytes_of, copy_all
+from lightning_graphs.values.snapshot import Snapshot
+from lightning_graphs.watch.forks import Fork
+from lightning_graphs.watch.mechanism import Instruction
+
+
+class Forked:
+    """The graphs ahead of the forks of a plan.
+
+    Args:
+        graphs: In their order; each ends where code asks which way to go on.
+        forks: What it asks there, and the answer of the capture.
+        written: Tensors from before the capture that these graphs write.
+        device: Where they run.
+        modules: Recurrent layers among them draw from cuDNN's random state in these graphs.
+        went: Hears the answers of a step that goes another way.
+    """
+
+    def __init__(
+        self,
+        graphs: Sequence[CUDAGraph],
+        forks: Sequence[Fork],
+        written: Sequence[Tensor],
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        went: Callable[[list[bool]], object],
+    ) -> None:
+        self.graphs = [*graphs]
+        self.missed: list[bool] = []  # the answers of the last step that went another way
+        self._parts = [(g.launch, f.truth, f.goes) for g, f in zip(graphs, forks, strict=True)]
+        self._device, self._modules, self._went = device, modules, went
+        self._before: Sequence[Instruction] = ()
+        self._cancels: Sequence[Instruction] = ()
+        self._random: RandomState | None = None  # as it was; None: they were not launched
+        self._written: dict[int, Tensor] = {}
+        self._own: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # with room for copies
+        self.undoes(written)
+
+    def begin(self, before: Sequence[Instruction], cancels: Sequence[Instruction]) -> None:
+        """Take over what the plan does ahead of its graphs, and what undoes its preparations."""
+        self._before, self._cancels = before, cancels
+
+    def undoes(self, written: Sequence[Tensor]) -> None:
+        """Let these tensors, too, be put back where a step goes another way."""
+        with torch.inference_mode(False), torch.no_grad():
+            for tensor in written:
+                if id(tensor) not in self._written:
+                    self._written[id(tensor)] = tensor
+                    kind = tensor.device, tensor.dtype
+                    own, copies = self._own.setdefault(kind, ([], []))
+                    own.append(tensor.data)  # with a version counter of its own
+                    copies.append(torch.empty_like(tensor))
+
+    def learn(self, before: Snapshot, state: Iterable[Tensor]) -> None:
+        """Find which tensors of a snapshot the graphs have written, and undo them from now on."""
+        pairs = ((t, before.saved(t)) for t in plain(state) if is_strided(t))
+        self.undoes([t for t, saved in pairs if not torch.equal(_bits_of(t), _bits_of(saved))])
+
+    @torch.no_grad()
+    def take(self, _: object = None) -> bool:
+        """Launch the graphs, as far as the step goes their way; else undo them."""
+        self.undo()
+        for instruction in self._before:
+            instruction()
+        self._random = RandomState(self._device, self._modules)
+        for own, copies in self._own.values():
+            copy_all(copies, own)
+        answers = []
+        for launch, truth, goes in self._parts:
+            launch()
+            answers.append(bool(truth.item()))
+            if answers[-1] is not goes:
+                self.missed = answers
+                self._went(answers)
+                self.undo()
+                for instruction in self._cancels:
+                    instruction()
+                return False
+        return True
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Undo what the graphs have done, unless the rest of the step was replayed."""
+        if self._random is not None:
+            for own, copies in self._own.values():
+                copy_all(own, copies)
+            self._random.restore()
+            self._random = None
+
+    def end(self) -> None:
+        """Note that the rest of the step is replayed."""
+        self._random = None
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as bytes, on the host."""
+    return bytes_of(tensor.detach().cpu().clone().untyped_storage())
