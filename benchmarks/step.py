@@ -80,6 +80,8 @@ step of Lightning's loop takes 350."""
 OVERLAP_LIMIT, OVERLAP_MEMORY = 1.01, 1.15
 """Of the same in one stream: the slower graph is never kept."""
 LOOP = 350
+OF_THE_LOOP = 0.15
+"""The part of the time of Lightning's loop that a replayed step of one tensor takes the CPU."""
 HOST_LIMIT = 30
 LOSSES_DIFFER = 5e-3  # by more than rounding
 
@@ -454,7 +456,7 @@ def whole_steps(lab: Lab, *, overlap: bool = False) -> GraphCapture:
 
 def cpu_time(lab: Lab) -> dict[str, Any]:
     """Microseconds per step of Lightning's loop alone, and what the callback adds to them."""
-    loops, added = [], {}
+    loops, added, parts = [], {}, {}
     for count in ADDED:
         # Nothing reads a value on the host, so that the CPU never waits for the GPU
         measure = partial(fit, f"tiny{count}", bar=False, lab=lab)
@@ -467,13 +469,17 @@ def cpu_time(lab: Lab) -> dict[str, Any]:
                     captured.append(measure(whole_steps(lab))["cpu_us"])
         loops.append(min(alone))
         added[count] = min(captured) - min(alone)
+        parts[count] = min(captured) / min(alone)
     slower = max(1.0, min(loops) / LOOP)
     limits = {count: None if lab.dry else limit * slower for count, limit in ADDED.items()}
     rows = [Row(f"{n} tensors", added[n], "us", limits[n], correct=True) for n in ADDED]
+    one, *_ = ADDED
+    rows.append(Row("of the loop", parts[one], "x", None if lab.dry else OF_THE_LOOP, correct=True))
     return {
         "row": "loop",
         "loop_us": min(loops),
         "added_us": added,
+        "of the loop": parts,
         "limits": limits,
         "verdict": verdict_of(rows),
     }
@@ -512,9 +518,11 @@ def line(found: dict[str, Any]) -> str:
             f"{added:.0f} with {count} parameter tensors (limit {found['limits'][count] or 0:.0f})"
             for count, added in found["added_us"].items()
         )
+        parts = ", ".join(f"{part:.3f}" for part in found["of the loop"].values())
         return (
             f"{row}{found['verdict']}: Lightning's loop takes the CPU {found['loop_us']:.0f} us "
-            f"per step; the callback adds {shown}"
+            f"per step; the callback adds {shown}; a replayed step takes {parts} of the loop "
+            f"(limit {OF_THE_LOOP} of the first)"
         )
     if "host_us" in found:
         return (
