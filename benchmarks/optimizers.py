@@ -1,4 +1,4 @@
-"""Optimizers of torch and timm: whose step is a part of the graph, is it right, and if not, why?
+"""Optimizers of torch, timm and transformers: whose step is in the graph, is it right, else why?
 
 Each row trains a small network three times from the same weights: twice eagerly, once eagerly with
 the kernels that graphs choose (`fused`, or `capturable`), and once with graphs. A row says whether
@@ -51,6 +51,15 @@ def _of_timm(name: str) -> Make:
     return make
 
 
+def _of_transformers(**how: Any) -> Make:
+    def make(parameters: Any) -> Any:
+        from transformers.optimization import Adafactor
+
+        return Adafactor(parameters, **how)
+
+    return make
+
+
 TORCH = [
     "Adam", "AdamW", "SGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "LBFGS", "NAdam",
     "RAdam", "RMSprop", "Rprop",
@@ -63,6 +72,8 @@ ROWS: dict[str, Make] = {
     **{n: lambda p, n=n: getattr(optim, n)(p, lr=2**-7) for n in TORCH},  # type: ignore[misc]
     "AdamW, foreach": lambda p: optim.AdamW(p, lr=2**-7, foreach=True),
     "SGD with momentum": lambda p: optim.SGD(p, lr=2**-7, momentum=0.9),
+    "transformers: Adafactor": _of_transformers(),
+    "transformers: Adafactor with a rate": _of_transformers(lr=2**-7, relative_step=False),
     **{f"timm: {name}": _of_timm(name) for name in TIMM},
 }
 

@@ -204,11 +204,14 @@ def _together(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def kept_in_place(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
     """Make a step that writes what it binds anew in its state (``state["rms"] = p.norm()``).
 
-    A captured one copies it to the tensor that was there, which the next replay reads.
+    A captured one copies it to the tensor that was there, which the next replay reads, and so do
+    eager ones after it.
     """
+    binds = False
 
     def stepped(*args: Any) -> Any:
-        if not is_current_stream_capturing():
+        nonlocal binds
+        if not (binds or is_current_stream_capturing()):
             return step(*args)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         here = {parameter.device for parameter in parameters}
@@ -230,6 +233,7 @@ def kept_in_place(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..
                 with torch.no_grad():
                     own.copy_(made)
                 table[key] = own
+                binds = True
         return returned
 
     return stepped

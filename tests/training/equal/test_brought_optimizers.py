@@ -16,7 +16,7 @@ from lightning_graphs import capture
 from lightning_graphs.device.trace import OperatorsSeen
 from lightning_graphs.regions.tried import HostState
 from tests.training.equal.test_optimizers import RATE, Own, in_scope, lion, muon
-from tests.training.fits import Net, compare, prepare
+from tests.training.fits import Net, batches, compare, prepare
 
 
 def _averages(state: Any, g: Tensor, *names: str) -> list[Tensor]:
@@ -430,3 +430,17 @@ def test_a_step_of_a_plain_loop_that_reads_is_left_behind_the_graph(backend: str
     line = r"AdamW: .*test_brought_optimizers.py:\d+ in stepped"
     assert re.search(line if backend == "emulated" else "AdamW: ", said)
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_eager_steps_leave_graphs_what_they_bind_anew(backend: str, tmp_path: Path) -> None:
+    row = ROWS["scaled by norms"]
+    options: dict[str, Any] = {
+        "module": network(row, False), "data": lambda: batches(8, last=5), "max_epochs": 4,
+        "validation": 0, "capture": {"max_graphs": 1, "on_failure": "eager"},
+    }  # fmt: skip
+    eager = prepare(backend, tmp_path, False, **options).run()
+    captured = prepare(backend, tmp_path, True, **options).run()
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 10
+    assert captured.statistics.captures == 1
