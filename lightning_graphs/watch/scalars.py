@@ -27,7 +27,7 @@ from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.forms import of_single, one_by_one
+from lightning_graphs.watch.forms import inverse, of_single, one_by_one
 from lightning_graphs.watch.tracers import (
     OURS,
     PLAIN_TENSORS,
@@ -203,6 +203,7 @@ _IN_64_BITS: dict[Any, Callable[..., Tensor]] = {
     operator.neg: torch.neg,
     abs: torch.abs,
     math.sqrt: torch.sqrt,
+    inverse: lambda a: torch.ones_like(a) / a,
     max: lambda a, b: torch.where(b > a, b, a),
     min: lambda a, b: torch.where(b < a, b, a),
 }
