@@ -25,7 +25,7 @@ from lightning_graphs.regions.conditions import CaptureKey, ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.lifecycle import EAGER, Ranks
 from lightning_graphs.regions.optimizer import capture_obstacle
-from lightning_graphs.regions.plan import StepPlan
+from lightning_graphs.regions.plan import StepOutputs, StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore
 from lightning_graphs.regions.step import StepCapture, refuse_iterator
 from lightning_graphs.regions.verify import Verifier
@@ -53,6 +53,10 @@ class FunctionCapture(StepCapture):
             for key, value in batch.items()
             if type(value) in (int, float) and name_of(key) in unread
         }
+
+    def _outputs(self, returned: Any) -> StepOutputs:
+        own = {id(p) for p in self.module.parameters()}  # which callers may go on to write
+        return StepOutputs(returned, own=own)
 
 
 class FunctionSteps(StepRegion):

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.loops.processes import Processes
-from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN
+from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN, OUTSIDE
 from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, Recorder
@@ -145,9 +145,18 @@ class Program(nn.Module):
         self.others = nn.ModuleDict({n.replace(".", "_"): m for n, m in others.items()})
 
     @property
+    def kinds(self) -> list[type]:
+        """Classes whose method the function is, or that it was given."""
+        return [one for one in self.owners if isinstance(one, type)]
+
+    @property
     def watched(self) -> list[tuple[str, Any]]:
         """Objects whose attributes the function reads as modules' are read."""
-        owners = [(f"self.owners[{i}]", one) for i, one in enumerate(self.owners)]
+        own = self.function  # a callable object is found as that
+        names = (
+            "self.function" if o is own else f"self.owners[{i}]" for i, o in enumerate(self.owners)
+        )
+        owners = [*zip(names, self.owners, strict=True)]
         return [(name, one) for name, one in owners if is_object(one)]
 
 
@@ -161,6 +170,9 @@ def _owners_of(function: Any) -> list[Any]:
 
 
 # ------------------ The client
+
+
+_OUTSIDE = "a backward pass goes through what was computed ahead of the call"
 
 
 class ProgramWatch(Client):
@@ -190,9 +202,10 @@ class ProgramWatch(Client):
         """Call the function.
 
         Raises:
-            CaptureError: It returns what a backward pass behind the call could begin with.
+            CaptureError: It returns what a backward pass behind the call could begin with, or runs
+                one through what was computed ahead of the call.
         """
-        with backward_passes_noted() as passes:
+        with backward_passes_noted(partial(OUTSIDE.refuse_here, _OUTSIDE)) as passes:
             returned = self._call(given)
         if not passes and any(t.requires_grad for t in leaves_of(returned, Tensor)):
             error = HISTORY.refused("a tensor that requires gradients")
@@ -244,7 +257,10 @@ class ProgramWatch(Client):
         return [name_of(key) for key in keys if error.observed.startswith(f"{key} is ")]
 
     def environment(self, modules: Sequence[nn.Module] | None = None) -> Environment:
-        return Environment(self._program, self, modules=modules)
+        found = Environment(self._program, self, modules=modules)
+        for kind in self._program.kinds:
+            found.outside.look_into(kind)
+        return found
 
     def reading(
         self, reads: AttributeGuards, number: AsRead | None

@@ -50,6 +50,13 @@ HISTORY = Obstacle(
     code="@torch.no_grad()\ndef evaluate(batch): ...  # of which no gradients are wanted",
 )
 
+OUTSIDE = Obstacle(
+    "A backward pass in a captured function goes through nothing from ahead of the call.",
+    "compute the loss in the function: run the model there on what the loop has kept",
+    kind="autograd",
+    code="loss = -(Categorical(logits=policy(states)).log_prob(actions) * returns).sum()",
+)
+
 CONFIGURATION = Obstacle(
     "capture() can capture functions on one device, under DDP or FSDP2 (fully_shard) where several "
     "processes train together, and without anomaly detection.",

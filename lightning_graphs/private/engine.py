@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.exchange import exchanged, nothing, replaced
+from lightning_graphs.private.leaves import next_sequence_number, sequence_number
 from lightning_graphs.private.torch import (
     has_gradient_hooks,
     hide_modes,
@@ -124,16 +125,20 @@ def backward_passes_observed(
 
 
 @contextlib.contextmanager
-def backward_passes_noted() -> Iterator[list[object]]:
-    """Yield a list that is empty until code in the body runs a backward pass.
+def backward_passes_noted(goes_outside: Callable[[], object] = _nothing) -> Iterator[list[object]]:
+    """Yield a list that is empty until code in the body runs a backward pass, or ``grad``.
 
-    ``torch.autograd.grad`` is one, too. Where torch has another engine the list is not empty.
+    Where torch has another engine the list is not empty. ``goes_outside`` is called ahead of a pass
+    through nodes from before the body, which it frees.
     """
     passes: list[object] = []
+    begin = next_sequence_number()
 
-    def run(engine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(engine: Callable[..., Any], roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        if any(sequence_number(node) < begin for node in nodes_behind(roots)):
+            goes_outside()
         passes.append(engine)
-        return engine(*args, **kwargs)
+        return engine(roots, *args, **kwargs)
 
     exchanged = _exchanged_engine(run)
     if isinstance(exchanged, contextlib.nullcontext):

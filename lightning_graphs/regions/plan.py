@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -130,9 +130,16 @@ class StepOutputs(OutputPlan):
     kept back.
     """
 
-    def __init__(self, value: Any, comes_late: Callable[[str], bool] = lambda _: False) -> None:
+    def __init__(
+        self,
+        value: Any,
+        comes_late: Callable[[str], bool] = lambda _: False,
+        own: Container[int] = (),  # the ``id`` of tensors that are handed out themselves
+    ) -> None:
         leaves: list[tuple[str, Any]] = []
         flatten(value, "output", leaves)
+        itself = {name: leaf for name, leaf in leaves if id(leaf) in own}
+        leaves = [(name, leaf) for name, leaf in leaves if name not in itself]
         objects = [n for n, leaf in leaves if comes_late(n) and not isinstance(leaf, Tensor)]
         numbers = {name: leaf for name, leaf in leaves if isinstance(leaf, Tracer)}
         # Those that are not there where graphs are compared, with what is inside of them
@@ -140,10 +147,10 @@ class StepOutputs(OutputPlan):
         self._late = {*late}
         self._in_late = tuple(f"{name}{end}" for name in late for end in (" = ", "[", "."))
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        absent = dict.fromkeys([*numbers, *objects])
+        absent = dict.fromkeys([*numbers, *objects, *itself])
         super().__init__(substitute(value, tensors, "output", absent), static=False)
-        if numbers:
-            self._build = partial(_with_numbers, self._build, numbers)
+        if numbers or itself:
+            self._build = partial(_with_numbers, self._build, numbers, itself)
 
     def results(self, returned: Any) -> list[Result]:
         """List what a step has returned, without what comes late here, to compare it."""
@@ -163,9 +170,10 @@ _LOSSES = ("output", "output['loss']", 'output["loss"]')
 def _with_numbers(
     build: Callable[[Sequence[Tensor]], Any],
     numbers: Mapping[str, Tracer],
+    itself: Mapping[str, Any],
     tensors: Sequence[Tensor],
 ) -> Any:
-    now = {
+    now = dict(itself) | {
         name: tracer.at_end() if isinstance(tracer, LateTracer) else tracer.now()
         for name, tracer in numbers.items()
     }

@@ -325,7 +325,7 @@ class _Substitution:  # no nested function: as a cycle it would keep tensors unt
 
     def of(self, value: Any, name: str) -> Any:
         if isinstance(value, Tensor):
-            return next(self._supply)
+            return self._proxies[name] if name in self._proxies else next(self._supply)
         if isinstance(value, weakref.ref) and (clone := self._clones.get(id(value()))) is not None:
             return weakref.ref(clone)  # a part of an object that knows the whole
         if name in self._proxies:

@@ -414,7 +414,7 @@ class GlobalReads:
         self._classes = self.contents.classes
         self._listeners = (self.contents.add, *listeners)
         for child in tree:
-            self._look_into_class(type(child))
+            self.look_into(type(child))
             self._look_inside(vars(child).get("forward"))
             for hook in module_hooks(child):
                 self.assume(hook)
@@ -548,7 +548,7 @@ class GlobalReads:
     def _look(self, name: str, value: Any) -> None:
         """Record a value and its contents."""
         if isinstance(value, type):
-            self._look_into_class(value)
+            self.look_into(value)
         elif isinstance(value, _LRU_CACHE):
             self._caches.setdefault(value, value.cache_info().misses)
             self._look_inside(value.__wrapped__)
@@ -574,7 +574,7 @@ class GlobalReads:
             return
         function = function_of(value)
         if is_object(value):
-            self._look_into_class(kind)
+            self.look_into(kind)
         elif not isinstance(function, FunctionType):
             return
         elif not self._is_own(function):
@@ -591,7 +591,8 @@ class GlobalReads:
             if function.__code__ in self._known:
                 self._look_into_cells(function)
 
-    def _look_into_class(self, kind: type) -> None:
+    def look_into(self, kind: type) -> None:
+        """Record what user code finds in a class."""
         if kind in self._kinds:
             return
         self._kinds[kind] = None

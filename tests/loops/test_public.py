@@ -364,6 +364,72 @@ def frozen_and_copied(lab: Lab) -> Any:
     return losses
 
 
+def rewards(lab: Lab) -> Any:
+    """REINFORCE as published: the loop has kept logarithms with the graphs behind them."""
+    policy, likely = net_of(lab, 4, 16, 2), []
+    optimizer = adamw(policy)
+
+    def finish() -> Tensor:
+        loss = -torch.stack(likely).sum()
+        update(optimizer, loss)
+        likely.clear()
+        return loss.detach()
+
+    step, losses = lab.capture(finish, policy, optimizer, on_failure="eager"), []
+    for _ in range(12):
+        state = torch.zeros(4, device=lab.device)
+        for _ in range(4):
+            chosen = torch.distributions.Categorical(logits=policy(state), validate_args=False)
+            action = chosen.sample()
+            likely.append(chosen.log_prob(action))
+            state = 0.9 * state + action - 0.5
+        losses.append(step())
+    return losses
+
+
+class Called:
+    """A learner that is called, and returns a parameter, which the loop writes."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.model = net_of(lab, 8, 16, 3)
+        self.optimizer, self.count = adamw(self.model), 0
+        self.mean = torch.zeros((), device=lab.device)
+
+    def __call__(self, batch: Any) -> Any:
+        self.count += 1
+        self.mean = 0.9 * self.mean + 0.1 * update(self.optimizer, loss_of(self.model, batch))
+        return self.mean, self.model[0].weight
+
+
+def called(lab: Lab) -> Any:
+    learner, found = Called(lab), []
+    step = lab.capture(learner, learner.model, learner.optimizer)
+    for batch in lab.batches(24):
+        mean, weight = step(batch)
+        assert weight is learner.model[0].weight
+        with torch.no_grad():
+            weight.mul_(0.99)
+        found.append(mean)
+    return found, learner.count, learner.mean
+
+
+def of_class(lab: Lab) -> Any:
+    """A class counts, of whose method only its name is known."""
+
+    class Counted:
+        model, count = net_of(lab, 8, 16, 3), 0
+        optimizer = adamw(model)
+
+        @classmethod
+        def train_step(cls, batch: Any) -> Tensor:
+            cls.count += 1
+            return update(cls.optimizer, loss_of(cls.model, batch))
+
+    parts = Counted.train_step, Counted.model, Counted.optimizer
+    step = lab.capture(*parts, on_failure="eager")
+    return [step(batch) for batch in lab.batches(12)], Counted.count
+
+
 ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "own_optimizer": (own_optimizer, 20),
     "inner_loop": (inner_loop, 25),
@@ -379,6 +445,9 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "recurrent": (recurrent, 25),
     "number_alone": (number_alone, 20),
     "frozen_and_copied": (frozen_and_copied, 20),
+    "rewards": (rewards, r"goes through .*test_public.py:\d+ in update: loss.backward\(\)"),
+    "called": (called, 15),
+    "of_class": (of_class, r"Counted.count, named at .*test_public.py:\d+ in train_step"),
     "scaler_off": (scaler_off, 12),
 }
 """Loops, with how many calls must be replayed, or with what is said instead."""
