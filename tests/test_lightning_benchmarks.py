@@ -345,3 +345,11 @@ def test_peers_that_are_slower_or_wrong_fail(script: Any, lab: Any) -> None:
     assert [verdict(row, ours) for row in ("bert", "gpt2")] == ["PASS", "FAIL"]
     assert verdict("bert", {**ours, "losses": "other"}) == "WRONG RESULT"
     assert peers.compared([1.0, 2.0], [1.0, float("nan")])["losses"] == "other"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_phases_of_a_capture_are_timed(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    captures = script("captures")
+    assert captures.main(["--tiny"]) == 0
+    printed = capsys.readouterr().out
+    assert [label for _, _, label in captures.PHASES if label not in printed] == []
