@@ -292,9 +292,12 @@ def _author_of(kind: type) -> str:
 
 
 def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
-    """List names of values that are iterators, except open files."""
-    kinds = ((name, isinstance(v, Iterator) and not isinstance(v, io.IOBase)) for name, v in held)
-    return [name for name, is_iterator in kinds if is_iterator]
+    """List names of values that are iterators, except open files.
+
+    Nor are objects of user code, whose ``__next__`` is followed like any method of theirs.
+    """
+    kinds = ((name, v) for name, v in held if isinstance(v, Iterator) and not is_object(v))
+    return [name for name, v in kinds if not isinstance(v, io.IOBase)]
 
 
 def _refuse_iterator(name: str) -> NoReturn:

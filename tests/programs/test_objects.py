@@ -264,6 +264,20 @@ class Streaming(Net):
         return super().training_step(batch, batch_idx) * self.take(self.stream)
 
 
+class Sampler:
+    """An iterator of user code: it draws on the device, and counts."""
+
+    def __init__(self) -> None:
+        self.calls, self.scales = 0, [0.5, 0.25]
+
+    def __iter__(self) -> Sampler:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.calls += 1
+        return torch.rand(3).mean() + self.scales[self.calls % 2]
+
+
 STREAMS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "in an object": (Stream, Stream.next),
     "in a list": (lambda: [itertools.cycle([1.0, 2.0, 3.0])], lambda held: next(held[0])),
@@ -411,7 +425,7 @@ ROWS = {
     ),
     # A GPU's thread of the backward pass is not followed: each new tensor is another key there.
     **table(
-        InBackward, InHook, found=None, placed=False, validation=0,
+        InBackward, InHook, replayed=0, found=None, placed=False, validation=0,
         said=r"self.normalizer.center: another Tensor float32\[scalar\]",
     ),
     # Its tables are inputs of the step from the second graph on, however many epochs there are.
@@ -428,6 +442,17 @@ ROWS |= {
         validation=0,
     )
     for place, how in STREAMS.items()
+}
+ROWS |= {
+    f"an iterator of user code, {how}": row(
+        partial(Streaming, Sampler, take),
+        placed=False,
+        validation=0,
+        graphs=2,
+        also="unverified",
+        check=lambda fit: fit.module.stream.calls == fit.trainer.global_step,
+    )
+    for how, take in {"by next": next, "by for": lambda held: next(x for x in held)}.items()
 }
 for frozen in (False, True):
     cached, without = (
