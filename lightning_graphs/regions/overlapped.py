@@ -251,6 +251,7 @@ class Overlap:
         why = mode.why_not or self._unlike(plan, rival, mode) or self._takes_more(memory)
         if why:
             self._steps.discard(rival)
+        flow.ranges = mode.ranges  # of the graph that a third one is compared with
         return why or rival, flow
 
     def _takes_more(self, before: int) -> str:
