@@ -98,8 +98,8 @@ class EnteredByValidation(Entered):
     on_train_batch_end = on_train_batch_start
 
 
-@pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Entered:
+@pytest.fixture(scope="module")
+def entered(request: pytest.FixtureRequest) -> Entered:
     """The files that each step of a fit has entered on the emulated backend."""
     found, original = getattr(request, "param", Entered)(), EmulatedGraph.replay
 
@@ -110,27 +110,23 @@ def entered(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         finally:
             found.is_replaying = False
 
-    monkeypatch.setattr(EmulatedGraph, "replay", replay)
-    Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        callbacks=[GraphCapture(backend="emulated"), found],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        limit_val_batches=STEPS if type(found) is EnteredByValidation else 0,
-    ).fit(Logging(), *(DataLoader(batches(STEPS), batch_size=None) for _ in range(2)))  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EmulatedGraph, "replay", replay)
+        Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[GraphCapture(backend="emulated"), found],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=STEPS if type(found) is EnteredByValidation else 0,
+        ).fit(Logging(), *(DataLoader(batches(STEPS), batch_size=None) for _ in range(2)))  # type: ignore[arg-type]
     return found
 
 
 def test_a_replayed_step_enters_nine_files_from_top_to_bottom(entered: Entered) -> None:
     assert entered.steps[-1] == list(REPLAYED)
-
-
-@pytest.mark.parametrize("entered", [EnteredByValidation], indirect=True)
-def test_a_replayed_validation_step_enters_the_files_of_its_kind(entered: Entered) -> None:
-    assert entered.steps[-1] == list(EVALUATED)
 
 
 def test_a_captured_and_verified_step_enters_few_files(entered: Entered) -> None:
@@ -139,3 +135,8 @@ def test_a_captured_and_verified_step_enters_few_files(entered: Entered) -> None
     assert "regions/step" in captured
     files = [name for name in captured if name not in EMULATION]
     assert len(files) <= CAPTURED, files
+
+
+@pytest.mark.parametrize("entered", [EnteredByValidation], indirect=True)
+def test_a_replayed_validation_step_enters_the_files_of_its_kind(entered: Entered) -> None:
+    assert entered.steps[-1] == list(EVALUATED)
