@@ -79,7 +79,10 @@ def in_trainer(
 ) -> Figures:
     made = None if graphs is None else graphs(lab)
     how: Mapping[str, Any] = {"bar": False, "lab": lab, "size": size, "blocks": blocks}
-    return step.fit(row, made, compiled=compiled, **how)
+    found = step.fit(row, made, compiled=compiled, **how)
+    if made is not None and made.report.eager > made.report.replayed:
+        found["why"] = f"{made.report}"[:1000]
+    return found
 
 
 def modules(lab: Lab) -> GraphCapture:
@@ -225,12 +228,12 @@ def _measured(peer: str, row: str, size: int | None, lab: Lab) -> Figures:
     try:
         one = PEERS[peer](row, size, lab, blocks=blocks)
     except ImportError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "missing": True}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:400]}
     finally:
         torch._dynamo.reset()
-    kept = {name: one[name] for name in ("ms", "losses", "peak") if name in one}
+    kept = {name: one[name] for name in ("ms", "losses", "peak", "why") if name in one}
     if one.get("floor"):
         kept["floor"] = one["floor"]
     return {**kept, "seconds": time.monotonic() - began}
@@ -251,7 +254,7 @@ def rows_of(row: str, found: Mapping[str, Figures], lab: Lab) -> list[Row]:
     """What is compared of the peers of a row, as far as it is known."""
     made = []
     for ours, (other, limit) in LIMITS.items():
-        if ours not in found:
+        if ours not in found or found[ours].get("missing"):
             continue
         if ours == "step, compiled":
             limit = 1 / AHEAD.get(row, 1 / limit)
@@ -277,7 +280,8 @@ def _shown(figures: Figures) -> str:
     words = [f"{figures['ms']:.3f}"]
     words += [f"floor {figures['floor']:.3f}"] if "floor" in figures else []
     words += [figures.get("losses", ""), f"{figures['apart']:.1e}" if "apart" in figures else ""]
-    return " ".join([word for word in words if word] + [f"({figures['seconds']:.0f} s)"])
+    words += [f"({figures['seconds']:.0f} s)", figures.get("why", "")]
+    return " ".join(word for word in words if word)
 
 
 # ------------------ Results
@@ -485,7 +489,7 @@ def plot(rows: Rows, path: Path) -> None:
         label = HEADINGS[peer].replace("`", "")
         left.bar([x + (i - 2) * 0.16 for x, _ in at], heights, 0.16, label=label)
     left.axhline(1.0, color="gray", linewidth=1)
-    left.set_xticks(range(len(mine)), list(mine))
+    left.set_xticks(range(len(mine)), list(mine), fontsize="small")
     left.set_ylabel("eager step under Lightning / step")
     left.legend(fontsize="small")
     for name, of in gains(rows).items():
