@@ -156,7 +156,7 @@ def test_the_notebook_shows_what_it_says(tmp_path: Path) -> None:
     assert names["with_graphs"] == names["without"] != names["refused"] == names["mended"]
     assert names["doctor"].report.replayed == 0
     [(place, remedy)] = found
-    assert "if loss.item() > 0.5" in place
+    assert "if loss.tolist() > 0.5" in place
     assert "torch.where" in remedy
 
 

@@ -43,6 +43,7 @@ class Forked:
         went: Callable[[list[bool]], object],
     ) -> None:
         self.graphs = [*graphs]
+        self.lines = [*dict.fromkeys(fork.site.describe() for fork in forks)]  # that ask
         self.missed: list[bool] = []  # the answers of the last step that went another way
         self._parts = [(g.launch, f.truth, f.goes) for g, f in zip(graphs, forks, strict=True)]
         self._device, self._modules, self._went = device, modules, went

@@ -309,6 +309,7 @@ class StepRegion(HeadedSteps):
         self._notices.captured(plan.key)
         words = signature_in_words(plan.key)
         plan.record = self._statistics.captured(words, plan.captured, self._cost, scope=self.scope)
+        plan.record.waits = [] if plan.forked is None else plan.forked.lines
         self._admit(plan)
         if self._overlap is not None:
             self._overlap.enter(plan)

@@ -44,6 +44,8 @@ class GraphRecord:
         replay_ms: Median time of a replayed step; None if none was timed.
         overlap: Whether its graph runs in one stream or in two, and why; empty if two were not
             tried.
+        waits: Lines of the step at which each replay waits for the device: code branches there
+            by its values.
         launches: With ``annotate=True``, the nodes of each graph that was captured, in the order of
             their capture, each with the submodule, operator and line that launched it.
     """
@@ -60,6 +62,7 @@ class GraphRecord:
     eager_ms: float | None = None
     replay_ms: float | None = None
     overlap: str = ""
+    waits: Sequence[str] = ()
     launches: Sequence[Sequence[GraphNode]] = ()
 
     @property
@@ -354,6 +357,9 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
         said.append(_TIMES_OF_A_REHEARSAL)
     if report.head_ms and report.times_mean_something:
         said.append(f"{report.head_ms:.3f} ms of Python run ahead of the graph in each step.")
+    if report.busiest is not None and report.busiest.waits:
+        said.append(f"Each replay waits for the GPU, as eager steps do: {report.busiest.waits[0]}")
+        said += [f"  and {line}" for line in report.busiest.waits[1:]]
     if report.busiest is not None and report.busiest.overlap:
         said.append(f"Overlap, {report.busiest.overlap}.")
     if report.verdict:

@@ -169,7 +169,7 @@ class Assertions:
         room: Room | None = None,
     ) -> None:
         self._device, self._is_host = device, is_host
-        self.is_over = False
+        self.is_over = self.is_captured = False
         self.found: list[Assertion] = []
         self._noted: list[Callable[[], Any]] = []  # give counters in messages
         self._holds, self._times, self._numbers, self._seen = room or Room.on(device)
@@ -357,6 +357,7 @@ class Assertions:
 
     def pending(self, fit: OpenAssertions) -> PendingAssertions | None:
         """Return what a plan with the captured graph has to look at; None if there is nothing."""
+        self.is_captured = True
         if not self.found:
             return None
         count = len(self.found) + 1

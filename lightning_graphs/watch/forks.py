@@ -21,8 +21,10 @@ from lightning_graphs.watch.branches import landings
 from lightning_graphs.watch.choices import ifs_in
 from lightning_graphs.watch.host import HostReads
 
-_MOST = 8
+_MOST = 32
 """Forks of one step: each is a graph, and a wait in every replay."""
+_TURNS = 6
+"""Ways that are tried of one step, until more is learned of it."""
 _TRIES = 4
 """Steps that are captured in vain, since they go a way that cannot be."""
 _ENDINGS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -48,6 +50,7 @@ class Forks:
     instead: set[tuple[CodeType, int]] = field(default_factory=set)
     first_refusal: CaptureError | None = None  # of the ways that were tried for a step
     _refused: set[tuple[bool, ...]] = field(default_factory=set)  # ways of steps, for good
+    _turns: int = 0  # so many ways of the present step were refused
     _tries: int = 0  # so many steps went such ways
     _was_asked: bool = False  # a capture was, and has not answered
     _known: list[bool] = field(default_factory=list)  # answers in the step that is captured
@@ -58,6 +61,7 @@ class Forks:
         """Begin with captures of another step."""
         self._known, self.first_refusal = [], None
         self._dead.clear()
+        self._turns = 0
 
     def ask(self) -> bool:
         """Note that code asks; tell whether it may be answered."""
@@ -83,11 +87,12 @@ class Forks:
         return goes
 
     def turn(self, error: CaptureError) -> bool:
-        """Let the next capture go another way than the refused one; False if all were tried."""
+        """Let the next capture go another way than the refused one; False if enough were tried."""
+        self._turns += 1
         self.first_refusal = self.first_refusal or error
         answers = [fork.goes for fork in self.taken]
         self._dead.add(tuple(answers))
-        while len(answers) > len(self._known):
+        while len(answers) > len(self._known) and self._turns <= _TURNS:
             last = answers.pop()
             other = [*answers, not last]
             if tuple(other) not in self._dead:
@@ -99,6 +104,7 @@ class Forks:
     def learned(self) -> None:
         """Note that the next capture follows more than those before, whose refusals are void."""
         self._dead.clear()
+        self._turns = 0
         self.first_refusal = None
         self._way = [*self._known]
 

@@ -27,8 +27,8 @@ from lightning_graphs.watch.tracers import Kind, Operation, ScalarTracer
 class Owner(Protocol):
     """The capture that numbers are read in."""
 
-    is_over: bool
-    """Whether its code has ended."""
+    is_captured: bool
+    """Whether it has ended."""
 
     def holds(self, truth: Tensor, frame: FrameType) -> bool:
         """Answer whether a comparison is true."""
@@ -73,7 +73,7 @@ class NumberOfDevice(ScalarTracer):
 
     def now(self) -> Any:
         """Return the number, behind a replay; a capture has none yet."""
-        return self.tensor.item() if self._owner.is_over else self.value
+        return self.tensor.item() if self._owner.is_captured else self.value
 
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
         self.refuse()

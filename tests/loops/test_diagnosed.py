@@ -22,7 +22,7 @@ from tests.training.fits import line
 def many(model: Any, optimizer: Any, batch: Any) -> Any:
     optimizer.zero_grad()
     loss = loss_of(model, batch)
-    if loss.item() > 100:  # item
+    if loss.tolist() > 100:  # item
         for _ in range(int(loss)):
             loss = loss + 1
     chosen = torch.masked_select(batch["x"], batch["x"] > loss).sum()  # masked_select

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.programs.table import Promises, stepping
-from tests.training.fits import Net, batches
+from tests.training.fits import Fit, Net, batches
 
 
 class Forking(Net):
@@ -75,9 +75,15 @@ def uses_numbers(self: Any, batch: Any, batch_idx: int) -> Any:
     return {"loss": loss / loss.item() + loss * value * 0.5, "count": count + 1}
 
 
+def tells_its_waits(fit: Fit) -> bool:
+    lines = [line for record in fit.capture.report.graphs for line in record.waits]
+    return bool(lines) and all(f"{__file__}:" in line for line in lines)
+
+
 ROWS = stepping(
     Forking, skips, goes_both_ways, several, uses_numbers,
     also="verified; cut; accumulated; bf16; unverified", max_epochs=3, data=lambda: batches(8),
+    check=tells_its_waits,
 ) | stepping(
     Forking, skips_some, also="verified; cut; accumulated", said=None, found=None, max_epochs=3,
     data=lambda: batches(8), replayed=2,

@@ -138,7 +138,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Modul
     folder = tmp_path / "site-packages" / "foreign_losses"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(
-        "def checked(loss):\n    return loss if loss.item() < 1e9 else loss * 0\n"
+        "def checked(loss):\n    return loss if loss.tolist() < 1e9 else loss * 0\n"
     )
     monkeypatch.syspath_prepend(str(folder.parent))
     import foreign_losses  # type: ignore[import-not-found]

@@ -217,7 +217,7 @@ class Reading(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
-        return x * 2 if x.sum().item() > 100 else x
+        return x * 2 if x.sum().tolist() > 100 else x
 
 
 class ManyReads(Net):
@@ -251,7 +251,7 @@ class ReadsInBranches(Net):
         loss = self.loss(batch)
         if batch_idx % 2 == 0:
             loss = loss * 1.5
-        return loss * 2 if loss.item() > 100 else loss
+        return loss * 2 if loss.tolist() > 100 else loss
 
 
 def test_a_refusal_of_a_branch_and_of_the_whole_step_is_one_sentence(
@@ -317,7 +317,7 @@ def test_a_step_that_calls_no_submodule_is_told_of_the_other_scope(
 class Branching(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
-        return loss * 2 if loss.item() > 0.5 else loss
+        return loss * 2 if loss.tolist() > 0.5 else loss
 
 
 @pytest.mark.parametrize("scope", ["auto", "step", "modules"])
