@@ -205,7 +205,7 @@ _SURE = 0.67
 """An estimate is sure to be too high beyond so much of it."""
 _FURTHER_CAPTURE = 0.5
 """What another one is expected to cost, as a part of the first, which loads what they find."""
-_DEARER, _FURTHER_DEARER = 2.0, 1.5
+_DEARER, _BY_CALL, _FURTHER_DEARER = 2.0, 3.5, 1.5
 """How many times more steps a capture costs in which every operator is looked at, or call by
 call; of further ones the host looks at its own operators only."""
 _SAVED = 0.7
@@ -405,7 +405,7 @@ class CapturePolicy:
 
     def goes_on_with_part(self, part: float) -> bool:
         """Whether captures are still worth it if a part of each step at least has graphs."""
-        self._part, self._dearer = max(part, _LEAST_SAVED), _DEARER
+        self._part, self._dearer = max(part, _LEAST_SAVED), _BY_CALL
         if self._step_times is None or not self._step_times.eager:
             return True
         least = max(_MARGIN * self.break_even, self._safe(self._step_times))

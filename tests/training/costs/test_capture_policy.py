@@ -398,7 +398,7 @@ def test_a_part_of_each_step_is_worth_less(
     fit.run(["x"] * 3)
     fit.done = len(fit.steps) - left
     assert fit.cache.is_due("x") is True
-    # Twice 3 steps and 80 ms, 3 and 20 ms to compare, one and a half times, at that part of
+    # 3.5 times 3 steps and 80 ms, 3 and 20 ms to compare, one and a half times, at that part of
     # 42 ms a step; the first two are 5 % of the fit at most.
     assert fit.policy.goes_on_with_part(part) is goes_on
     assert fit.cache.is_due("x") is goes_on
