@@ -241,7 +241,7 @@ class GraphCapture(Callback):
             handler = StrategyHandler(*runners, fit.recovery, fit.statistics, *timed)
             stack.callback(handler.close)
             handler.take_over(trainer.strategy)
-            if self._evaluates(trainer):
+            if trainer.enable_validation and self._evaluates(trainer):
                 evaluation = EvaluationHandler(fit, "validation_step", beside=handler)
                 stack.callback(evaluation.close)
                 evaluation.take_over(trainer.strategy)
