@@ -3,7 +3,8 @@
 torch's watchdog of NCCL knows of collectives that it has started, not of those in graphs that are
 replayed. If the process of a rank ends, the device of another waits for its data in a graph for
 ever, and so does the host in whatever it reads there. So a thread of each rank waits for the others
-to end. It sleeps in a system call, and a replayed step does nothing for it.
+to end. It sleeps in a system call, and a replayed step does nothing for it. Where a connection is
+silent, the system asks for a sign of life: a node without power is noticed, too.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NoReturn
 
 import torch
 
 from lightning_graphs.errors import GraphError
 
 PATIENCE = 10.0
-"""Seconds in which a device ends the work that it has, unless it waits for a rank that is gone."""
+"""Seconds in which a device ends the work that it has, or the host an exchange with others, unless
+it waits for a rank that is gone."""
+_LOOKS = 1.0
+"""Seconds between two looks whether it does."""
+_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds of silence, and between questions of the host; how many stay without an answer."""
 _TOLD = 2.0
 """Seconds in which a rank is told which one is gone, when it has noticed that one is."""
+_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _LEAVES = -1
 _KEY = 16  # bytes that only the ranks know
 _NUMBER = struct.Struct("!i")
@@ -58,6 +67,7 @@ class Peers:
         self._is_connected, self._is_told = threading.Event(), threading.Event()
         self._is_closed, self._is_ended = threading.Event(), False
         self._ends = threading.Lock()
+        self._program = threading.get_ident()
         self._asked: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         if self._device is not None:
@@ -154,6 +164,7 @@ class Peers:
         """Return a connection to another rank; None if it is from elsewhere."""
         one, _ = server.accept()
         self._open.append(one)
+        _keep_alive(one)
         one.settimeout(_TOLD)
         rank = _heard(one)
         with contextlib.suppress(OSError):
@@ -168,6 +179,7 @@ class Peers:
         address = "127.0.0.1" if host == socket.gethostname() else address
         one = socket.create_connection((address, port))
         self._open.append(one)
+        _keep_alive(one)
         one.sendall(hello)
         if one.recv(_KEY, socket.MSG_WAITALL) != hello[-_KEY:]:  # something else listens there
             return
@@ -189,21 +201,31 @@ class Peers:
 
     def _look(self) -> None:
         """Look again and again, until the program has handled it."""
-        while not self._is_closed.wait(1.0):
+        place, since = None, perf_counter()
+        while not self._is_closed.wait(_LOOKS):
             self._end_if_stuck()
+            before, place = place, _exchanging(self._program)
+            if place is None or place != before:
+                since = perf_counter()
+            if perf_counter() - since > PATIENCE:
+                self._end()
 
     def _end_if_stuck(self) -> None:
-        """End this process if its device waits for what never comes; no state in it is whole."""
+        """End this process if its device waits for what never comes."""
         if self._device is None:
             return
         ended = threading.Event()
         self._asked.put(ended)
         if not ended.wait(PATIENCE):
-            self._ends.acquire()  # one thread says it
-            try:
-                self._say()
-            finally:
-                os._exit(1)
+            self._end()
+
+    def _end(self) -> NoReturn:
+        """End this process; no state in it is whole."""
+        self._ends.acquire()  # one thread says it
+        try:
+            self._say()
+        finally:
+            os._exit(1)
 
 
 def parted(rank: int | None) -> PartedError:
@@ -228,6 +250,22 @@ def _wait_for_device(device: int, asked: queue.SimpleQueue[threading.Event | Non
         with contextlib.suppress(RuntimeError):  # an error of the device ends its work, too
             torch.cuda.synchronize()
         ended.set()
+
+
+def _exchanging(thread: int) -> tuple[Any, int] | None:
+    """Return the place in torch.distributed at which a thread is; None if it is elsewhere."""
+    frame = sys._current_frames().get(thread)
+    if frame is None or _DISTRIBUTED not in frame.f_code.co_filename:
+        return None
+    return frame.f_code, frame.f_lasti
+
+
+def _keep_alive(one: socket.socket) -> None:
+    """Let the host close a connection whose other end does not answer."""
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _ALIVE.items():
+        if hasattr(socket, name):  # not on every system
+            one.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _addresses() -> tuple[str, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_graphs.regions import peers as connections
 from lightning_graphs.regions.peers import Peers
 from tests.processes import forks, in_one_process
 from tests.ranks import RankError, run_on_ranks
@@ -105,7 +106,11 @@ def test_a_rank_that_is_gone_ends_all_with_one_sentence(several: Any, ranks: int
 
 
 def hearing(rank: int, root: Path) -> None:
-    """Hear of rank 2, which is killed while a child of its own lives on; rank 3 just leaves."""
+    """Hear of rank 2, which is killed while a child of its own lives on; rank 3 just leaves.
+
+    Rank 0 goes on to a group that never comes about.
+    """
+    connections.PATIENCE = connections._LOOKS = 0.5
     torch.distributed.init_process_group("gloo")
     peers = Peers(torch.distributed.group.WORLD)
     if rank == 3:
@@ -121,9 +126,14 @@ def hearing(rank: int, root: Path) -> None:
     if rank < 2:
         peers._is_told.wait(20.0)
         (root / f"lost to {rank}").write_text(str(peers.lost))
+    if rank == 0:
+        os.dup2(os.open(root / "said", os.O_WRONLY | os.O_CREAT), 2)
+        torch.distributed.new_group()
 
 
 def test_ranks_hear_which_one_is_gone_and_of_none_that_leaves(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"^rank 2: its process has ended$"):
+    gone = "rank {}: its process has ended"
+    with pytest.raises(RankError, match=rf"^{gone.format(0)}\n{gone.format(2)}$"):
         run_on_ranks(hearing, tmp_path, ranks=4)
     assert [(tmp_path / f"lost to {rank}").read_text() for rank in range(2)] == ["2", "2"]
+    assert (tmp_path / "said").read_text().count("gone: rank 2 has ended") == 1
