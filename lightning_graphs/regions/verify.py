@@ -62,8 +62,8 @@ from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
 _Result = TypeVar("_Result")
 _RULE = "A replay must compute what the eager step computes, to the bit or within its rounding."
 _REMEDY = (
-    "look for Python values that the step reads and that change out of sight (an environment "
-    "variable, the state of a library, a file), and make them tensors or attributes"
+    "look for Python values that the step reads and that change out of sight (the state of a "
+    "library, a file), and make them tensors or attributes"
 )
 
 

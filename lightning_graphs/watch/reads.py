@@ -377,6 +377,7 @@ def reached_by(root: nn.Module, function: Any, own: UserCode) -> list[tuple[str,
 
 _DEFAULTS = attrgetter("__defaults__")
 _COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that run as no Python
+_OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
@@ -633,6 +634,8 @@ class GlobalReads:
         for value in self._values():
             reads.add(*value)
         reads.read(self.words)
+        if not self.words.isdisjoint(_OF_ENVIRONMENT):
+            reads.add("os.environ", vars(os.environ).get, "_data", os.environ)
         # A graph may read tensors in a cache after they have gone. The collector's view is the only
         # one that shows what is in it.
         found = [held for cache in self._caches for held in gc.get_referents(cache)]

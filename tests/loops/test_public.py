@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import re
 from collections import defaultdict
@@ -345,6 +346,21 @@ def recurrent(lab: Lab) -> Any:
     return trained(lab, take, model=Reader().to(lab.device)), hidden
 
 
+def environment(lab: Lab) -> Any:
+    """The step reads a variable of the environment, which the loop sets."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        return update(optimizer, float(os.environ["SCALE_OF_LOSS"]) * loss_of(model, batch))
+
+    model = net_of(lab, 8, 16, 3)
+    optimizer, losses = adamw(model), []
+    step = lab.capture(lambda batch: take(model, optimizer, batch, 0), model, optimizer)
+    for i, batch in enumerate(lab.batches(30)):
+        os.environ["SCALE_OF_LOSS"] = "1.0" if i < 15 else "0.5"
+        losses.append(step(batch))
+    return losses
+
+
 def frozen_and_copied(lab: Lab) -> Any:
     """A target network is replaced by a copy, and a layer is frozen in between."""
     model = net_of(lab, 8, 16, 3)
@@ -444,6 +460,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "mixed": (mixed, 20),
     "recurrent": (recurrent, 25),
     "number_alone": (number_alone, 20),
+    "environment": (environment, 15),
     "frozen_and_copied": (frozen_and_copied, 20),
     "rewards": (rewards, r"goes through .*test_public.py:\d+ in update: loss.backward\(\)"),
     "called": (called, 15),
