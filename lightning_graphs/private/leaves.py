@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from itertools import islice
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.optim import Optimizer
 
 from lightning_graphs.private.callsite import is_library, package_of
 from lightning_graphs.private.torch import out_of_sight
@@ -26,66 +29,75 @@ def leaves_alive() -> Iterator[Tensor]:
     yield from [tensor for tensor in found if type(tensor) in _PLAIN]
 
 
-_LEAF_LOOKS = 4096
-"""Objects that are looked at one by one at most: a look at all that there are takes no longer."""
+_LOOKS, _DEPTH, _ENTRIES, _DATA = 2048, 4, 512, 2**14
+"""Objects that are looked into at most, how deep inside of others, and of how many in a container;
+and where in one of more there are tensors. A look at all that there are takes no longer."""
 
-_HAS_NO_LEAF = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range})
-_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+_HAS_NONE = frozenset({type(None), bool, int, float, str, bytes, type, ModuleType})
+
+
+def _is_tensor(value: object) -> bool:
+    return issubclass(type(value), Tensor)  # what it says to be its class may be another one
 
 
 def leaves_in_reach(frame: FrameType | None) -> Iterator[Tensor]:
-    """Yield the tensors that may be leaves of autograd, and that a frame and its callers can reach.
+    """Yield the tensors that may be leaves of autograd, and that an author's frames can reach.
 
-    By variables, closures, containers, and attributes of objects. Where that is much, those are all
-    that are alive. What is missing, CUDA refuses.
+    By variables, closures, containers, modules, and attributes of objects. Where these are many, it
+    yields all that are alive. What is missing, CUDA refuses.
     """
-    pending: list[Any] = []
+    pending: deque[tuple[int, Any]] = deque()
     while frame is not None:
-        if _is_of_author(frame.f_code):
-            pending += (frame.f_locals, frame.f_globals)
+        file = frame.f_code.co_filename
+        if not (is_library(file) or package_of(file)):
+            pending += [(0, frame.f_locals), (0, frame.f_globals)]
         frame = frame.f_back
     found: dict[int, Tensor] = {}
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # with each, so that an ``id`` stays its own
     while pending:
-        value = pending.pop()
-        if id(value) in seen or type(value) in _HAS_NO_LEAF:
+        depth, value = pending.popleft()
+        if id(value) in seen:
             continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            found[id(value)] = value
-        elif len(seen) > _LEAF_LOOKS:
+        seen[id(value)] = value
+        if issubclass(type(value), nn.Module):
+            pending += [(depth, child) for child in value._modules.values() if child is not None]
+        for held in _held_by(value):
+            if _is_tensor(held):
+                found[id(held)] = held
+            elif depth < _DEPTH and type(held) not in _HAS_NONE:
+                pending.append((depth + 1, held))
+        if len(seen) > _LOOKS:
             yield from leaves_alive()
             return
-        else:
-            pending += _held_by(value)
     yield from found.values()
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    """List what a value refers to."""
-    if isinstance(value, nn.Module):
-        return [held for key, held in vars(value).items() if key not in _OF_MODULES]
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return value
-    if isinstance(value, partial):
-        return value.func, value.args, value.keywords
-    if isinstance(value, MethodType):
+    """List what a value refers to; of modules, tensors alone."""
+    kind = type(value)
+    if issubclass(kind, nn.Module):
+        held = (*value._parameters.values(), *vars(value).values())
+        return filter(_is_tensor, held)
+    if issubclass(kind, Optimizer):
+        return [parameter for group in value.param_groups for parameter in group["params"]]
+    if issubclass(kind, (dict, list, tuple, set)):
+        entries = value.values() if issubclass(kind, dict) else value
+        is_short = len(value) <= _ENTRIES
+        return entries if is_short else filter(_is_tensor, islice(entries, _DATA))
+    if kind is FunctionType:
+        return value.__closure__ or ()
+    if kind is MethodType:
         return value.__self__, value.__func__
-    if isinstance(value, FunctionType):
-        if not _is_of_author(value.__code__):
-            return ()
-        return value.__closure__ or (), value.__defaults__, value.__kwdefaults__, value.__globals__
-    if isinstance(value, CellType):
-        with contextlib.suppress(ValueError):  # it is not filled yet
+    if kind is partial:
+        return value.func, value.args, value.keywords
+    if issubclass(kind, (type, ModuleType)):
+        return ()
+    with contextlib.suppress(AttributeError, ValueError):  # there is none; a cell is not filled yet
+        if kind is CellType:
             return (value.cell_contents,)
-    table = None if isinstance(value, (type, ModuleType)) else getattr(value, "__dict__", None)
-    return table.values() if isinstance(table, dict) else ()
-
-
-def _is_of_author(code: CodeType) -> bool:
-    return not package_of(code.co_filename) and not is_library(code.co_filename)
+        table = object.__getattribute__(value, "__dict__")
+        return table.values() if type(table) is dict else ()
+    return ()
 
 
 # ------------------ The age of nodes

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_graphs.device.graph import without_garbage_collection
 from lightning_graphs.device.rules import GRADIENTS_CHANGED, Obstacle, may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, VerificationError
 from lightning_graphs.policy.options import Options
@@ -278,6 +279,7 @@ class StepRegion(HeadedSteps):
     def _is_unseen(self, signature: Signature) -> bool:
         return self._policy.measures and self._cache.is_new(signature)
 
+    @without_garbage_collection()  # from the look at what surrounds the step on
     def capture(self, call: tuple[Any, ...], key: Signature) -> StepPlan | None:
         if self._is_in_head:
             self._capture_later(key)
