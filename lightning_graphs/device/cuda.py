@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 
 from lightning_graphs.device.inspect import GraphInfo, capture_frontier, count_kinds, from_cuda
-from lightning_graphs.device.memsets import zero_by_kernels
 from lightning_graphs.device.rules import (
     AFTERMATH,
     LINEAR_ALGEBRA,
@@ -190,7 +189,6 @@ class CudaGraph:
         self._checks_liveness = False
         self._called: int | None = 0  # collectives, ahead of the capture
         self._inspection: GraphInfo | None = None
-        self._nodes: Sequence[Any] | None = None  # in order of launch, if that is not known else
         self._lives_in: PoolHandle | None = None
         self._renew()
 
@@ -299,17 +297,12 @@ class CudaGraph:
         self.replay = self._native.replay  # type: ignore[method-assign]
         self._draws = DropoutCapture()
         self.dropout = None
-        self._trace = self._inspection = self._nodes = self._pool = None
+        self._trace = self._inspection = self._pool = None
         if self._lives_in is not None:
             self._backend.drop(self._lives_in, self)
             self._lives_in = None
         for generator in self._generators:
             self._native.register_generator_state(generator)
-
-    def shorten(self) -> None:
-        """Let the work of the captured graph, which is not instantiated yet, take less time."""
-        with torch.cuda.device(self._device):
-            self._nodes = zero_by_kernels(self.raw_cuda_graph(), self._device)
 
     def instantiate(self) -> None:
         self._native.instantiate()
@@ -358,7 +351,7 @@ class CudaGraph:
         self._native.register_generator_state(generator)
 
     def inspection(self) -> GraphInfo:
-        return self._inspection or from_cuda(self.raw_cuda_graph(), handles=self._nodes)
+        return self._inspection or from_cuda(self.raw_cuda_graph())
 
     def node_counts(self) -> Mapping[str, int]:
         try:

@@ -564,9 +564,6 @@ class EmulatedGraph:
             self._leave_capture(self._capture).poison()
         self.reset()
 
-    def shorten(self) -> None:
-        """Do nothing: a recording takes as long as its operators."""
-
     def instantiate(self) -> None:
         """Do nothing: a recording is executable."""
 

@@ -171,11 +171,6 @@ class CUDAGraph:
         self._require_capture("instantiate()", template=True)
         self._captured.instantiate()
 
-    def shorten(self) -> None:
-        """Let the same work take less time, where that is known; ahead of the first replay."""
-        if self._keep_graph:
-            self._captured.shorten()
-
     def replay(self) -> None:
         """Launch the captured work on the current stream.
 
@@ -462,7 +457,6 @@ class GraphPool:
         keeps_cache = bool(self._graphs) and self.is_roomy()
         with capture._captured(_may_be_empty, keeps_cache=keeps_cache):
             yield captured
-        captured.shorten()
         self._graphs.append(captured)
 
     @property

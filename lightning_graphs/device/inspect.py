@@ -313,8 +313,7 @@ def driver() -> ModuleType:
         ) from error
 
 
-def driver_call(name: str, *args: object) -> Any:
-    """Call a function of the driver; return what it returns besides its status."""
+def _call(name: str, *args: object) -> Any:
     function = getattr(driver(), name)
     try:
         status, *values = function(*args)
@@ -336,7 +335,7 @@ def driver_call(name: str, *args: object) -> Any:
 
 def driver_version() -> tuple[int, int]:
     """Return the newest CUDA version of the installed driver, as (major, minor)."""
-    version = int(driver_call("cuDriverGetVersion"))
+    version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
 
@@ -361,7 +360,7 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
     name = "cuStreamGetCaptureInfo_v3"
     if not hasattr(driver(), name):
         name = "cuStreamGetCaptureInfo"
-    status, _, graph, *_ = driver_call(name, stream_handle)
+    status, _, graph, *_ = _call(name, stream_handle)
     if int(status) != _CAPTURE_ACTIVE:
         raise GraphError(
             "Nodes can be counted only while the stream is capturing.",
@@ -371,59 +370,50 @@ def capture_frontier(stream_handle: int) -> tuple[int, int]:
     return int(graph), _count(int(graph))
 
 
-def from_cuda(
-    raw_graph: int, places: Sequence[tuple[str, str]] = (), handles: Sequence[Any] | None = None
-) -> GraphInfo:
-    """Read nodes in order of creation, or as they are given, and edges.
+def from_cuda(raw_graph: int, places: Sequence[tuple[str, str]] = ()) -> GraphInfo:
+    """Read nodes in order of creation, and edges.
 
     The given places, scopes and lines, belong to the first nodes.
     """
     require_driver((12, 3), "Reading the nodes of a CUDA graph")
-    handles = handles_of(raw_graph) if handles is None else handles
+    handles = _handles(raw_graph)
     named = (*places, *[("", "")] * (len(handles) - len(places)))
     nodes = (
         replace(_describe(i, handle), scope=scope, line=line)
         for i, (handle, (scope, line)) in enumerate(zip(handles, named, strict=False))
     )
-    edges = edges_of(raw_graph, {int(handle): i for i, handle in enumerate(handles)})
+    edges = _edges(raw_graph, {int(handle): i for i, handle in enumerate(handles)})
     return GraphInfo("cuda", tuple(nodes), tuple(sorted(edges)))
 
 
 def count_kinds(raw_graph: int) -> Counter[str]:
     """Count nodes by kind, without reading their names."""
-    return Counter(map(kind_of, handles_of(raw_graph)))
+    return Counter(_KINDS.get(_label(handle), "empty") for handle in _handles(raw_graph))
 
 
-def handles_of(raw_graph: int) -> Sequence[Any]:
-    """List the nodes of a graph in order of creation."""
+def _handles(raw_graph: int) -> Sequence[Any]:
     count = _count(raw_graph)
-    return driver_call("cuGraphGetNodes", raw_graph, count)[0] if count else []
-
-
-def kind_of(handle: Any) -> str:
-    """Return which of :data:`KINDS` a node is."""
-    return _KINDS.get(_label(handle), "empty")
+    return _call("cuGraphGetNodes", raw_graph, count)[0] if count else []
 
 
 def _label(handle: Any) -> str:
-    return str(driver_call("cuGraphNodeGetType", handle).name).removeprefix("CU_GRAPH_NODE_TYPE_")
+    return str(_call("cuGraphNodeGetType", handle).name).removeprefix("CU_GRAPH_NODE_TYPE_")
 
 
 def _count(graph: int) -> int:
-    return int(driver_call("cuGraphGetNodes", graph, 0)[-1])
+    return int(_call("cuGraphGetNodes", graph, 0)[-1])
 
 
-def edges_of(graph: int, position: Mapping[int, int]) -> list[Edge]:
-    """List the edges of a graph by the positions of its nodes."""
+def _edges(graph: int, position: dict[int, int]) -> list[tuple[int, int]]:
     # `_v2` in the bindings of CUDA 12 is the plain function of 13. The edge data it returns is
     # freed memory in 13.0.3 to 13.2.0 (NVIDIA/cuda-python#1804) and stays untouched.
     name = "cuGraphGetEdges_v2"
     if not hasattr(driver(), name):
         name = "cuGraphGetEdges"
-    count = int(driver_call(name, graph, 0)[-1])
+    count = int(_call(name, graph, 0)[-1])
     if not count:
         return []
-    sources, targets, *_ = driver_call(name, graph, count)
+    sources, targets, *_ = _call(name, graph, count)
     return [
         (position[int(source)], position[int(target)])
         for source, target in zip(sources, targets, strict=True)
@@ -434,30 +424,28 @@ def _describe(index: int, handle: Any) -> GraphNode:
     label = _label(handle)
     node = GraphNode(index, _KINDS.get(label, "empty"), label.lower())
     if label == "KERNEL":
-        params = driver_call("cuGraphKernelNodeGetParams", handle)
+        params = _call("cuGraphKernelNodeGetParams", handle)
         grid = (int(params.gridDimX), int(params.gridDimY), int(params.gridDimZ))
         block = (int(params.blockDimX), int(params.blockDimY), int(params.blockDimZ))
         return replace(node, name=demangle(_kernel_name(params)), grid=grid, block=block)
     if label == "MEMCPY":
-        params = driver_call("cuGraphMemcpyNodeGetParams", handle)
+        params = _call("cuGraphMemcpyNodeGetParams", handle)
         ends = (int(params.srcMemoryType), int(params.dstMemoryType))
         source, target = (_MEMORY_TYPES.get(end, "?") for end in ends)
         size = params.WidthInBytes * max(1, params.Height) * max(1, params.Depth)
         return replace(node, name=f"memcpy {source} to {target}", bytes=size)
     if label == "MEMSET":
-        params = driver_call("cuGraphMemsetNodeGetParams", handle)
+        params = _call("cuGraphMemsetNodeGetParams", handle)
         return replace(node, bytes=params.elementSize * params.width * max(1, params.height))
     if label == "MEM_ALLOC":
-        return replace(
-            node, bytes=int(driver_call("cuGraphMemAllocNodeGetParams", handle).bytesize)
-        )
+        return replace(node, bytes=int(_call("cuGraphMemAllocNodeGetParams", handle).bytesize))
     return node
 
 
 def _kernel_name(params: Any) -> str:
     # Kernels of a lazily loaded library carry only `kern`, those of a module only `func`.
     if int(params.kern):
-        name = driver_call("cuKernelGetName", params.kern)
+        name = _call("cuKernelGetName", params.kern)
     else:
-        name = driver_call("cuFuncGetName", params.func)
+        name = _call("cuFuncGetName", params.func)
     return str(name.decode())

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lightning_graphs.device import inspect as driver
-from lightning_graphs.device.memsets import zero_by_kernels
 from lightning_graphs.errors import GraphError, UnsupportedError
 
 GRAPH, STREAM = 1, 77
@@ -166,10 +165,10 @@ class TestErrors:
     def test_a_call(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bindings = SimpleNamespace(cuCall=lambda *result: result)
         monkeypatch.setattr(driver, "driver", lambda: bindings)
-        assert driver.driver_call("cuCall", OK, 4) == 4
-        assert driver.driver_call("cuCall", OK, 4, 5) == (4, 5)
+        assert driver._call("cuCall", OK, 4) == 4
+        assert driver._call("cuCall", OK, 4, 5) == (4, 5)
         with pytest.raises(GraphError, match=r"cuCall .*: CUDA_ERROR_INVALID_VALUE"):
-            driver.driver_call("cuCall", INVALID, None)
+            driver._call("cuCall", INVALID, None)
 
     def test_driver_version(self, install: Callable[..., None]) -> None:
         install(13, version=13020)
@@ -201,44 +200,3 @@ class TestErrors:
         monkeypatch.setattr(torch.version, "cuda", cuda)
         with pytest.raises(UnsupportedError, match=f'pip install "cuda-python{wanted}"'):
             driver.driver()
-
-
-@pytest.mark.parametrize("major", [12, 13])
-def test_what_zeroes_memory_becomes_a_kernel_with_the_same_edges(
-    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, major: int
-) -> None:
-    install(major)
-    module: Any = sys.modules["cuda.bindings.driver"]
-    calls: list[tuple[Any, ...]] = []
-
-    def added(graph: int, before: list[int], count: int, params: Any) -> tuple[Any, ...]:
-        calls.append(("add", before, params.gridDimX, params.kernelParams[0]))
-        return OK, 30
-
-    def noted(what: str) -> Callable[..., tuple[Any, ...]]:
-        def call(*args: Any) -> tuple[Any, ...]:
-            calls.append((what, *args))
-            return (OK,)
-
-        return call
-
-    zeroed = SimpleNamespace(elementSize=4, width=100, height=1, value=0, dst=4096)
-    edges = "cuGraphAddDependencies_v2" if major == 12 else "cuGraphAddDependencies"
-    for name, function in {
-        "cuGraphMemsetNodeGetParams": lambda node: (OK, zeroed),
-        "CUpointer_attribute": SimpleNamespace(CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9),
-        "cuPointerGetAttribute": lambda which, place: (OK, major),
-        "cuModuleLoadData": lambda source: (OK, 40),
-        "cuModuleGetFunction": lambda found, name: (OK, 41),
-        "CUDA_KERNEL_NODE_PARAMS": SimpleNamespace,
-        "cuGraphAddKernelNode": added,
-        "cuGraphDestroyNode": noted("destroy"),
-        edges: noted("edges"),
-    }.items():
-        monkeypatch.setattr(module, name, function, raising=False)
-    assert zero_by_kernels(GRAPH, major) == [10, 11, 30, 13, 20, 21]
-    assert calls == [
-        ("add", [11], 2, (4096, 400)),
-        ("edges", GRAPH, [30], [20], None, 1),
-        ("destroy", 12),
-    ]
