@@ -121,7 +121,6 @@ def fit_context(
     budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer, alone=not is_fit)
     pool.is_roomy = lambda: budget.is_roomy
     stack.callback(ranks.close)
-    budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
     assertions = OpenAssertions(
         partial(getattr, trainer, "global_step"),
         partial(updates_loggers, trainer),

@@ -449,7 +449,6 @@ class Calls:
         if not ranks.are_one:
             close = weakref.WeakMethod(self.close)
             self._open.enter_context(ahead_of_destruction(lambda: (close() or nothing)()))
-        budget.shares = ranks.are_one  # NCCL's thread keeps what was reduced until it looks
         self._assertions = OpenAssertions(
             lambda: watch.calls,
             bool if ranks.are_one else lambda: watch.calls % _LOOK == 0,

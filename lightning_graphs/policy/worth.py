@@ -6,7 +6,6 @@ A capture costs time once, and every replay saves some of it.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -599,7 +598,7 @@ class MemoryBudget:
     def memory_of(self, graph: CUDAGraph) -> Iterator[None]:
         """Let the body take its memory from the pool of a graph, which lies idle between replays.
 
-        All that the body makes must be gone by the next replay; see :meth:`nothing_kept`.
+        All that the body makes must be gone by the next replay.
         """
         if self._device is None or not self.shares:
             yield
@@ -610,19 +609,9 @@ class MemoryBudget:
         with torch.autograd.set_multithreading_enabled(False), pool:
             yield
 
-    @contextlib.contextmanager
-    def nothing_kept(self) -> Iterator[None]:
-        """Raise :class:`MemoryKept` if a tensor of the body lives on in the memory of graphs."""
-        before = 0 if self._device is None else torch.cuda.memory_allocated(self._device)
-        yield
-        if self._device is None or not self.shares:
-            return
-        for generation in (1, 2):  # what refers to itself: to look at all takes long
-            if torch.cuda.memory_allocated(self._device) > before:
-                gc.collect(generation)
-        if torch.cuda.memory_allocated(self._device) > before:
-            self.shares = False
-            raise MemoryKept
+    @property
+    def allocated(self) -> int:
+        return 0 if self._device is None else torch.cuda.memory_allocated(self._device)
 
 
 def defragment(tensors: Iterable[Tensor]) -> None:

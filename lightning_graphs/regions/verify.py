@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from time import perf_counter, sleep
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +27,7 @@ from lightning_graphs.errors import (
     first_line,
     is_out_of_memory,
 )
-from lightning_graphs.policy.worth import MemoryBudget
+from lightning_graphs.policy.worth import MemoryBudget, MemoryKept
 from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.private.torch import (
@@ -148,6 +150,28 @@ class Comparison:
     alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
+_OF_NCCL = 1.0
+"""Seconds in which torch's thread for NCCL lets go of what was reduced; it looks ten times."""
+
+
+@contextmanager
+def nothing_kept(budget: MemoryBudget, ranks: Ranks) -> Iterator[None]:
+    """Raise :class:`MemoryKept` on all ranks if a tensor of the body lives on in a graph's pool."""
+    before = budget.allocated
+    yield
+    if not budget.shares:
+        return
+    for generation in (1, 2):  # what refers to itself: to look at all takes long
+        if budget.allocated > before:
+            gc.collect(generation)
+    until = 0.0 if ranks.are_one else perf_counter() + _OF_NCCL
+    while budget.allocated > before and perf_counter() < until:
+        sleep(0.01)
+    if ranks.any(budget.allocated > before):
+        budget.shares = False
+        raise MemoryKept
+
+
 class Verifier:
     """Decides which steps are verified, and compares a region of one with its replay.
 
@@ -205,7 +229,7 @@ class Verifier:
                 elif written is not None and (written.is_found or self.ranks.wrappers):
                     shown = partial(self._run_unreduced, ways.eager)
                     run = partial(self.ranks.all_or_none, exchanges=True)
-                    with ways.alone():
+                    with nullcontext() if written.is_found else ways.alone():
                         written.add_to(state, shown, ways.spare, run)
                     written = None
                 self._require(ways, state, tolerance or self._tolerance, written)
@@ -421,7 +445,7 @@ class Verification(StepBody):
             [] if self.client.optimizes_itself else plan.gradients.buffers,
             plan.gradients.pool_bytes,  # they lie where the eager step would compute
             goes_on=is_whole and all(m.repeated is None for m in plan.mechanisms),
-            alone=self._verifier.budget.nothing_kept,
+            alone=partial(nothing_kept, self._verifier.budget, self._verifier.ranks),
         )
         try:
             plan.is_launched = self._verifier.compare(ways, "a captured step was not verified")

@@ -10,6 +10,8 @@ import torch
 
 from lightning_graphs.errors import NoRoomError
 from lightning_graphs.policy.worth import MemoryBudget, MemoryKept
+from lightning_graphs.regions.lifecycle import Ranks
+from lightning_graphs.regions.verify import nothing_kept
 
 MIB = 2**20
 
@@ -128,9 +130,9 @@ def test_small_models_may_take_a_twentieth_of_the_gpu(allocator: dict[str, int])
 def test_only_memory_of_graphs_must_be_let_go_of(allocator: dict[str, int], shares: bool) -> None:
     budget = MemoryBudget(torch.device("cuda"))
     budget.shares = shares
-    with pytest.raises(MemoryKept) if shares else nullcontext(), budget.nothing_kept():
+    with pytest.raises(MemoryKept) if shares else nullcontext(), nothing_kept(budget, Ranks()):
         allocator["allocated"] += 1
-    with budget.nothing_kept():
+    with nothing_kept(budget, Ranks()):
         allocator["allocated"] += 1  # a graph's memory is no longer used
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_h
 from lightning_graphs import CaptureError
 from lightning_graphs.lightning.ranks import why_not_captured
 from lightning_graphs.policy.options import Options
-from lightning_graphs.policy.worth import MemoryBudget, MemoryKept
+from lightning_graphs.policy.worth import MemoryBudget
+from lightning_graphs.regions import verify
 from tests.processes import in_one_process
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import (
@@ -61,19 +62,13 @@ def test_two_nodes(tmp_path: Path, launcher: str, name: str) -> None:
     assert found[0][2] >= 10
 
 
-@contextlib.contextmanager
-def _late(budget: MemoryBudget) -> Iterator[None]:
-    """As on a GPU where NCCL's thread has yet to let go of what was reduced."""
-    yield
-    if budget.shares:
-        raise MemoryKept
-
-
 def trained_with_memory_in_use(rank: int, root: Path) -> Any:
-    """Fit both ways; on one rank something takes memory while steps are verified."""
+    """Fit both ways; one rank finds more memory in use each time that it asks."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(MemoryBudget, "nothing_kept", _late)
+            taken = itertools.count()
+            patch.setattr(verify, "_OF_NCCL", 0.01)
+            patch.setattr(MemoryBudget, "allocated", property(lambda _: next(taken)))
         return trained_twice(rank, "emulated", root, "plain")
 
 
