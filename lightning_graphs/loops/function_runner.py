@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,7 +18,7 @@ from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
 from lightning_graphs.errors import GraphError, first_line
 from lightning_graphs.loops.processes import OWN_COLLECTIVE, Collectives
 from lightning_graphs.loops.program import Program, ProgramWatch, Several, name_of
-from lightning_graphs.loops.remedies import OPTIMIZER, WORDS
+from lightning_graphs.loops.remedies import OPTIMIZER, OUTSIDE, WORDS
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
 from lightning_graphs.private.exchange import replaced
@@ -215,7 +216,10 @@ class FunctionSteps(StepRegion):
         several = args[0].values() if isinstance(args[0], Several) else ()
         for value in (*self._bound, *several):
             refuse_iterator(value)
-        return super()._signature_of(args, conditions)
+        signature, tensors = super()._signature_of(args, conditions)
+        if torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors):
+            raise OUTSIDE.refused("an argument has a graph of autograd behind it")
+        return signature, tensors
 
     def key(self, call: tuple[Any, ...]) -> Signature | None:
         if self._is_apart and self._client.processes.sync():

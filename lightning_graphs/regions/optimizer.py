@@ -384,14 +384,18 @@ class CapturableOptimizer:
 
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
-        taken = kept_in_place(self.optimizer, step) if self._is_tried else step
+
+        def called(closure: Callable[[], Any] | None = None) -> Any:
+            return step() if closure is None else step(closure)  # an author's may take none
+
+        taken = kept_in_place(self.optimizer, called) if self._is_tried else called
         if not self.unscales:
             taken = unless_overflowed(self.optimizer, taken)
 
         @wraps(step)
         def stand_in(closure: Callable[[], Any] | None = None) -> Any:
             if self._is_restored:  # in the middle of a step, which is taken once more
-                return step(closure)
+                return called(closure)
             self.calls += 1
             if self._is_tried:
                 return self._step_as_it_is(taken, closure)

@@ -289,10 +289,11 @@ def _on_default_stream(step: Callable[..., Any], device: torch.device) -> Callab
     @wraps(step)
     def stepped(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         current = torch.cuda.current_stream(device)
+        given = () if closure is None else (closure,)
         if current == default:
-            return step(closure, **kwargs)
-        own = closure and moved(current, default, closure)
-        return moved(default, current, step)(own, **kwargs)
+            return step(*given, **kwargs)
+        own = (moved(current, default, each) for each in given)
+        return moved(default, current, step)(*own, **kwargs)
 
     return stepped
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -153,7 +154,8 @@ class Signature:
                 is_read = has_device and value.device.type == "cpu"
                 is_read |= host_values and name.endswith(_PACKED)
                 return spec.with_values(value, name) if is_read else spec
-            if name in unread:
+            # Code tells enums apart by `is`, of which no stand-in hears
+            if name in unread and not (isinstance(value, Enum) and unread is not EVERYTHING):
                 return Unread(object if unread is EVERYTHING else type(value))
             return Constant.of(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import os
 import random
 import re
@@ -57,7 +58,7 @@ class Momentum(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -346,6 +347,39 @@ def recurrent(lab: Lab) -> Any:
     return trained(lab, take, model=Reader().to(lab.device)), hidden
 
 
+class Mode(enum.Enum):
+    WHOLE, HALF = 1, 2
+
+
+def told_apart(lab: Lab) -> Any:
+    """An argument is one of an enumeration, which code compares by ``is``."""
+    model = net_of(lab, 8, 16, 3)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any, mode: Mode) -> Tensor:
+        return update(optimizer, loss_of(model, batch) * (1.0 if mode is Mode.WHOLE else 0.5))
+
+    step = lab.capture(train_step, model, optimizer)
+    modes = (Mode.WHOLE if i % 3 else Mode.HALF for i in range(40))
+    return [step(batch, mode) for batch, mode in zip(lab.batches(40), modes, strict=True)]
+
+
+def with_graph(lab: Lab) -> Any:
+    """The batch comes with a graph behind it, through which the gradients go on."""
+    encoder, decoder = net_of(lab, 8, 8), net_of(lab, 8, 3)
+    of_encoder, of_decoder = adamw(encoder), adamw(decoder)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        return update(of_decoder, F.cross_entropy(decoder(x), y))
+
+    step, losses = lab.capture(train_step, decoder, of_decoder, on_failure="eager"), []
+    for batch in lab.batches(12):
+        of_encoder.zero_grad()
+        losses.append(step(encoder(batch["x"]), batch["y"]))
+        of_encoder.step()
+    return losses, encoder.state_dict()
+
+
 def environment(lab: Lab) -> Any:
     """The step reads a variable of the environment, which the loop sets."""
 
@@ -460,6 +494,8 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "mixed": (mixed, 20),
     "recurrent": (recurrent, 25),
     "number_alone": (number_alone, 20),
+    "told_apart": (told_apart, 25),
+    "with_graph": (with_graph, "an argument has a graph of autograd behind it"),
     "environment": (environment, 15),
     "frozen_and_copied": (frozen_and_copied, 20),
     "rewards": (rewards, r"goes through .*test_public.py:\d+ in update: loss.backward\(\)"),
