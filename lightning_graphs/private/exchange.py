@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from enum import Enum
-from functools import wraps
-from types import FrameType, FunctionType, ModuleType
+from functools import partial, wraps
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 
@@ -141,6 +142,58 @@ def standing_in(
 
     vars(call)[FOR_A_WHILE] = True
     return call
+
+
+@contextlib.contextmanager
+def called_instead(instead: Mapping[FunctionType, Callable[..., Any]]) -> Iterator[None]:
+    """Have calls of these functions call others while the body runs, in this thread.
+
+    Exchanged is the code of a function: names, containers and partials that hold it stay. What is
+    called gets a function that does what it did, the frame that calls, and the arguments.
+    """
+    try:
+        for function, call in instead.items():
+            again, own = _copy_of(function), function.__code__
+            _codes[function] = own
+            led = standing_in(again, partial(_led, call, again))
+            function.__code__ = _code_that_calls(led, own)
+        yield
+    finally:
+        for function in instead:
+            function.__code__ = _codes.pop(function, function.__code__)
+
+
+_codes: dict[FunctionType, CodeType] = {}
+"""The own code of functions that call others for a while."""
+
+
+def code_of(function: FunctionType) -> CodeType:
+    """Return the code that is a function's own, whatever it calls for a while."""
+    return _codes.get(function, function.__code__)
+
+
+def _led(call: Callable[..., Any], again: Any, frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+    return call(again, frame.f_back, *args, **kwargs)  # past the function's own frame
+
+
+def _copy_of(function: FunctionType) -> FunctionType:
+    name, defaults = function.__name__, function.__defaults__
+    again = FunctionType(
+        function.__code__, function.__globals__, name, defaults, function.__closure__
+    )
+    again.__kwdefaults__ = function.__kwdefaults__
+    return again
+
+
+def _code_that_calls(call: Callable[..., Any], own: CodeType) -> CodeType:
+    """Make code that passes its arguments on, for a function that has this code and its cells."""
+    constants = tuple(call if value is ... else value for value in _PASSING.co_consts)
+    return _PASSING.replace(co_consts=constants, co_freevars=own.co_freevars)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", SyntaxWarning)  # that a constant is called
+    _PASSING: CodeType = eval("lambda *args, **kwargs: (...)(*args, **kwargs)").__code__
 
 
 def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:

@@ -38,7 +38,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs.private.callsite import is_library, is_of_library
-from lightning_graphs.private.exchange import Absence, in_slot
+from lightning_graphs.private.exchange import Absence, code_of, in_slot
 
 # ------------------ Closures and defaults
 
@@ -56,7 +56,7 @@ def brought_along(value: Any) -> list[tuple[str, Any]] | None:
         return [] if isinstance(owner, ModuleType) else pairs
     if not isinstance(value, FunctionType):
         return None
-    code, keywords = value.__code__, value.__kwdefaults__ or {}
+    code, keywords = code_of(value), value.__kwdefaults__ or {}
     defaults = value.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
     cells = list(map(_content, value.__closure__ or ()))

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, NoReturn
@@ -31,7 +33,12 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.engine import plain
-from lightning_graphs.private.exchange import Member, bound, exchanged, standing_in
+from lightning_graphs.private.exchange import (
+    Member,
+    called_instead,
+    exchanged,
+    standing_in,
+)
 from lightning_graphs.private.source import instruction_at
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.memory import RETURNED, clone_all, storage_address
@@ -392,7 +399,7 @@ class _Kept:
 
     name: str
     error: Texts  # the refusal inside of it
-    members: Sequence[tuple[Any, str]]  # where its function is found; nowhere if it is in C
+    functions: Sequence[FunctionType]  # that run its code; none if it is in C
     module: str  # whose code calls it
     is_used: bool = False  # a capture needs its value
 
@@ -480,16 +487,21 @@ class KeptCalls:
         frame, offset, line = frames[inside[-1]]
         site = _site(frame.f_code, offset)
         callee = next((f for f, *_ in frames[inside[-1] + 1 :]), None)
-        if site in self.known or site in self._unfit:
+        known = self.known.get(site)
+        if site in self._unfit or (known is not None and (known.is_used or not known.functions)):
             return ""
         if not anyway and (callee is None or not _is_given_late(callee)):
             return ""
-        members: list[tuple[Any, str]] = []
+        functions: list[FunctionType] = []
         if callee is not None and not callee.f_globals.get("__name__", "").startswith(OURS):
-            members = _members_of(callee)
-            if not members:
+            functions = _functions_of(callee)
+            if not functions:
                 return ""
-        return self._keep_at(CallAt.of((frame, offset, line)), error, members)
+        if known is not None:  # one that calls several functions in turn
+            new = [function for function in functions if function not in known.functions]
+            known.functions = [*known.functions, *new]
+            return known.name if new else ""
+        return self._keep_at(CallAt.of((frame, offset, line)), error, functions)
 
     def _learn_reads(self, error: CaptureError, reads: Iterable[CallAt]) -> bool:
         texts = error.rule, error.observed, error.remedy
@@ -499,17 +511,16 @@ class KeptCalls:
             self._keep_at(at, texts, ())
         return bool(new) and len(self.known) < _MOST
 
-    def _keep_at(self, at: CallAt, error: Texts, members: Sequence[tuple[Any, str]]) -> str:
+    def _keep_at(self, at: CallAt, error: Texts, functions: Sequence[FunctionType]) -> str:
         name = f"what is kept back at {at.code.co_filename}:{at.line}"
-        self.known[_site(at.code, at.offset)] = _Kept(name, error, members, at.module)
+        self.known[_site(at.code, at.offset)] = _Kept(name, error, functions, at.module)
         return name
 
     @contextlib.contextmanager
     def exchanged(self, keep: Keep) -> Iterator[None]:
         """Keep back the known calls of Python functions in the body, a capture."""
-        members = dict.fromkeys(m for kept in self.known.values() for m in kept.members)
-        instead = [(o, name, self._instead(o, name, keep)) for o, name in members]
-        with exchanged(instead):
+        functions = dict.fromkeys(f for kept in self.known.values() for f in kept.functions)
+        with called_instead({function: partial(self._instead, keep) for function in functions}):
             yield
 
     @contextlib.contextmanager
@@ -523,7 +534,7 @@ class KeptCalls:
             by_methods: Only calls of the methods that most often read. For a mode of functions
                 compiled code in the body would be compiled again, in the capture.
         """
-        asking = {kept.module for kept in self.known.values() if not kept.members}
+        asking = {kept.module for kept in self.known.values() if not kept.functions}
         if not asking:
             yield
             return
@@ -556,16 +567,11 @@ class KeptCalls:
             return None
         return Use(kept.name, functools.partial(_refuse, kept), self.own.runs_in, keep)
 
-    def _instead(self, owner: Any, name: str, keep: Keep) -> Any:
-        held = bound(owner, name)
-        function = getattr(owner, name) if isinstance(owner, type) else held
-
-        def instead(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
-            use = self.use_at(frame, keep)
-            return function(*args, **kwargs) if use is None else keep(function, (args, kwargs), use)
-
-        call = standing_in(function, instead)
-        return staticmethod(call) if isinstance(held, staticmethod) else call
+    def _instead(
+        self, keep: Keep, function: Callable[..., Any], frame: FrameType, *args: Any, **kwargs: Any
+    ) -> Any:
+        use = self.use_at(frame, keep)
+        return function(*args, **kwargs) if use is None else keep(function, (args, kwargs), use)
 
 
 _READING = frozenset(
@@ -644,25 +650,29 @@ def _entries(error: BaseException) -> Iterator[Entry]:
         traceback = traceback.tb_next
 
 
-def _members_of(callee: FrameType) -> list[tuple[Any, str]]:
-    """List where the function of a frame is found."""
+def _functions_of(callee: FrameType) -> list[FunctionType]:
+    """List the functions whose code a frame runs, of those that a class or module of Python holds.
+
+    None where it may compute with modules.
+    """
     code = callee.f_code
     first = callee.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    if isinstance(first, nn.Module) or _holds_modules(callee.f_locals.values()):
+    is_special = code.co_name.startswith("__") or code.co_flags & _OF_GENERATORS
+    if is_special or isinstance(first, nn.Module) or _holds_modules(callee.f_locals.values()):
         return []
-    found: list[tuple[Any, str]] = []
-    if first is not None:
-        kinds = first.__mro__ if isinstance(first, type) else type(first).__mro__
-        found += [(k, n) for k in kinds for n, v in vars(k).items() if _code_of(v) is code]
-    for module in list(sys.modules.values()):
-        table = getattr(module, "__dict__", {})
-        found += [(module, n) for n, v in list(table.items()) if _code_of(v) is code]
-    return [(owner, name) for owner, name in found if not name.startswith("__")]
+    kinds = first.__mro__ if isinstance(first, type) else type(first).__mro__
+    tables: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
+    tables += [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    held = (_function_in(value) for table in tables for value in list(table.values()))
+    return [*{f: None for f in held if f is not None and f.__code__ is code}]
 
 
-def _code_of(value: Any) -> CodeType | None:
+def _function_in(value: Any) -> FunctionType | None:
     value = value.__func__ if type(value) is staticmethod else value
-    return value.__code__ if type(value) is FunctionType else None
+    return value if type(value) is FunctionType else None
+
+
+_OF_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _holds_modules(values: Iterable[Any]) -> bool:

@@ -27,7 +27,7 @@ from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.device.trace import FunctionMode, tensors_in
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
 from lightning_graphs.private.engine import modules_in, parameters_in
-from lightning_graphs.private.exchange import Absence, bind, bound, is_exchanged, replaced
+from lightning_graphs.private.exchange import Absence, bind, bound, code_of, is_exchanged, replaced
 from lightning_graphs.private.generators import OF_TORCH
 from lightning_graphs.private.torch import (
     accumulation_hooks,
@@ -496,22 +496,22 @@ class GlobalReads:
                 self.on_iterator(label)
 
     def _look_into_cells(self, function: FunctionType) -> None:
-        code = function.__code__
+        code = code_of(function)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             if name != _OF_SUPER:
                 self._add(name, cell, "cell_contents", code.co_names)
 
     def _is_own(self, function: FunctionType) -> bool:
-        return self._own.has(function.__code__.co_filename, function.__module__ or "")
+        return self._own.has(code_of(function).co_filename, function.__module__ or "")
 
     def assume(self, value: Any) -> None:
         """Read a function that runs unfollowed, and user functions that it names."""
         function = function_of(value)
-        if not isinstance(function, FunctionType) or function.__code__ in self._known:
+        if not isinstance(function, FunctionType) or code_of(function) in self._known:
             return
         if not self._is_own(function):
             return
-        code, known = function.__code__, len(self.contents.bindings)
+        code, known = code_of(function), len(self.contents.bindings)
         self._functions[code][function] = None
         self._read(code, function.__globals__)
         for found in list(self.contents.bindings.values())[known:]:
@@ -587,12 +587,12 @@ class GlobalReads:
                 self.assume(wrapped)
             else:  # of an optimizer, as a rule, which may not be called; else it is followed
                 self._look_inside(wrapped)
-        elif function not in self._functions[function.__code__]:
-            self._functions[function.__code__][function] = None
+        elif function not in self._functions[code_of(function)]:
+            self._functions[code_of(function)][function] = None
             self._tell(function.__name__, function)
             for key in vars(function):
                 self._add(f"{function.__qualname__}.{key}", vars(function), key, ())
-            if function.__code__ in self._known:
+            if code_of(function) in self._known:
                 self._look_into_cells(function)
 
     def look_into(self, kind: type) -> None:
