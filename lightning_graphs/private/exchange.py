@@ -1,4 +1,4 @@
-"""Exchanges members of other objects, and puts them back.
+"""Exchanges members of other objects, and modes of torch, and puts them back.
 
 Functions, methods, attributes and classes that are exchanged while code is captured or a fit runs
 pass through here. Several threads may fit: what they exchange in classes and modules is put back
@@ -17,6 +17,9 @@ from enum import Enum
 from functools import partial, wraps
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
 
 
 class Absence(Enum):
@@ -214,3 +217,33 @@ def subclassed(owner: Any, members: Mapping[str, Any]) -> Iterator[None]:
 
 def nothing(*_: Any, **__: Any) -> None:
     """Replace a method that must not run a second time."""
+
+
+# ------------------ Modes of torch
+
+# torch leaves modes only in the reverse order of their entry; its stacks of them are private.
+
+
+def modes_entered() -> tuple[int, int]:
+    """Return how many dispatch modes and function modes are entered in this thread."""
+    return len(
+        _python_dispatch._get_current_dispatch_mode_stack()
+    ), torch._C._len_torch_function_stack()
+
+
+@contextlib.contextmanager
+def modes_left(entered: tuple[int, int]) -> Iterator[None]:
+    """Leave modes that were entered after these for the body, which exchanges the others.
+
+    A capture ends, and another one begins, while modes are entered that watch its code.
+    """
+    dispatching, functions = modes_entered()
+    inner = [_python_dispatch._pop_mode() for _ in range(dispatching - entered[0])]
+    others = [torch._C._pop_torch_function_stack() for _ in range(functions - entered[1])]
+    try:
+        yield
+    finally:
+        for mode in reversed(others):
+            torch._C._push_on_torch_function_stack(mode)
+        for mode in reversed(inner):
+            _python_dispatch._push_mode(mode)

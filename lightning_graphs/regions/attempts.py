@@ -113,7 +113,8 @@ class Attempts(StepBody):
             call: What the plan takes in of the step that is captured; None: that comes later.
         """
         self._unread = None
-        self._facts.forks.begin_step()
+        if self._facts.forks.is_on:
+            self._facts.forks.begin_step()
         goes_on = self.context.policy.goes_on if self.context.ranks.are_one else lambda: True
         while (outcome := self._attempted(attempt, call)) is Outcome.LEARNED:
             if not goes_on():
