@@ -479,8 +479,8 @@ def plot(rows: Rows, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, swept = Figure(figsize=(10, 4.5), layout="constrained"), gains(rows)
+    left, *rest = figure.subplots(1, 2 if swept else 1, squeeze=False)[0]
     mine = {n: rows[n]["peers"] for n in MODELS if "lightning" in rows.get(n, {}).get("peers", ())}
     shown = ("compile", "reduce-overhead", "whole-step graph", "step", "step, compiled")
     for i, peer in enumerate(shown):
@@ -492,14 +492,14 @@ def plot(rows: Rows, path: Path) -> None:
     left.set_xticks(range(len(mine)), list(mine), fontsize="small")
     left.set_ylabel("eager step under Lightning / step")
     left.legend(fontsize="small")
-    for name, of in gains(rows).items():
-        right.plot([*of], [*of.values()], marker="o", label=name)
-    right.axhline(1.0, color="gray", linewidth=1)
-    right.set_xscale("log", base=2)
-    right.set_ylim(bottom=0)
-    right.set_xlabel("size of a batch")
-    right.set_ylabel("eager step / captured step")
-    if right.get_lines()[1:]:
+    for right in rest:
+        for name, of in swept.items():
+            right.plot([*of], [*of.values()], marker="o", label=name)
+        right.axhline(1.0, color="gray", linewidth=1)
+        right.set_xscale("log", base=2)
+        right.set_ylim(bottom=0)
+        right.set_xlabel("size of a batch")
+        right.set_ylabel("eager step / captured step")
         right.legend(fontsize="small")
     cards = {row["about"]["card"] for row in rows.values()}
     figure.suptitle(", ".join(sorted(cards)))
