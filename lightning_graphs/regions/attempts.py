@@ -139,7 +139,6 @@ class Attempts(StepBody):
             self.notes.take(())
             if call is None or plan.forked is None or are_noted() or self._goes(plan, call):
                 return plan
-            self._release(plan)
             return Outcome.LEARNED
         except CaptureError as raised:
             # Others follow the first one
@@ -211,9 +210,10 @@ class Attempts(StepBody):
         if goes:
             plan.forked.learn(before, state)
             plan.cancel()
-        else:
-            self._facts.forks.went(plan.forked.missed, now=True)
         before.restore()
+        if not goes:
+            self._release(plan)
+            self._facts.forks.went(plan.forked.missed, now=True)
         return goes
 
     def _release(self, plan: StepPlan) -> None:

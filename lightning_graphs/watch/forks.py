@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.watch.branches import landings
@@ -50,6 +51,7 @@ class Forks:
     instead: set[tuple[CodeType, int]] = field(default_factory=set)
     first_refusal: CaptureError | None = None  # of the ways that were tried for a step
     _refused: set[tuple[bool, ...]] = field(default_factory=set)  # ways of steps, for good
+    _trials: int = 0  # so often was another one assumed than the present step gives
     _turns: int = 0  # so many ways of the present step were refused
     _tries: int = 0  # so many steps went such ways
     _was_asked: bool = False  # a capture was, and has not answered
@@ -59,7 +61,7 @@ class Forks:
 
     def begin_step(self) -> None:
         """Begin with captures of another step."""
-        self._known, self.first_refusal = [], None
+        self._known, self.first_refusal, self._trials = [], None, 0
         self._dead.clear()
         self._turns = 0
 
@@ -114,10 +116,17 @@ class Forks:
         Args:
             answers: The answers.
             now: They are those of the step that is captured.
+
+        Raises:
+            CaptureError: They are others each time.
         """
         self._way = [*answers]
         if now:
+            self._trials += 1
             self._known, self.first_refusal = [*answers], None
+            if self._trials > _MOST:
+                line = self.taken[len(answers) - 1].site.describe()
+                raise HOST_READ.refused(f"a value that is another one each time is read at {line}")
 
     def may_turn_later(self) -> bool:
         """Whether a later step may go a way that can be captured, as the present one does not."""
