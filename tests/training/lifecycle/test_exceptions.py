@@ -169,7 +169,7 @@ def test_refused_capture_raises_when_asked_to(backend: str, tmp_path: Path, grap
     class Reading(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
-            return loss * 2 if loss.item() > 1 else loss
+            return loss * 2 if loss.tolist() > 1 else loss
 
     captured = prepare(backend, tmp_path, True, module=Reading)
     with pytest.raises(RuntimeError, match=r"(?s)item|local_scalar"):
@@ -183,7 +183,7 @@ def test_refused_capture_changes_nothing(backend: str, tmp_path: Path) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self.loss(batch)
             self.log("loss", loss)
-            return loss * 2 if loss.item() > 1 else loss
+            return loss * 2 if loss.tolist() > 1 else loss
 
     options: dict[str, Any] = {"module": Reading, "capture": {"on_failure": "eager"}}
     for accumulate in (1, 3):
