@@ -22,7 +22,7 @@ from lightning_graphs.watch.branches import landings
 from lightning_graphs.watch.choices import ifs_in
 from lightning_graphs.watch.host import HostReads
 
-_MOST = 32
+_MOST = 12
 """Forks of one step: each is a graph, and a wait in every replay."""
 _TURNS = 6
 """Ways that are tried of one step, until more is learned of it."""
