@@ -389,7 +389,9 @@ class Verification(StepBody):
         if known is None or self._places is None:
             self._held = [*iter_objects(self.module)]
         else:
-            self._held, self._places.known = [*known[0]], known[1]
+            self._held = [*known[0]]
+            if not self._verifier.ranks.wrappers:  # runs without a reduction set attributes of DDP
+                self._places.known = known[1]
         return UnregisteredTensors(self.module, self._held).small
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
