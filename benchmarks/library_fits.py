@@ -519,6 +519,166 @@ def rl4co(model: str, device: str, steps: int) -> Any:
     RL4COTrainer(**_quiet(steps, device), max_epochs=1, limit_val_batches=0).fit(net)
 
 
+# ---------------------------------------------------------------------- tables and physics
+
+
+def _frame(rows: int) -> Any:
+    """Five numbers and two categories a row, and a class that two of the numbers decide."""
+    import pandas as pd
+
+    random = np.random.default_rng(0)
+    numbers = {f"n{i}": random.standard_normal(rows).astype("float32") for i in range(5)}
+    kinds = {f"c{i}": random.integers(0, 4, rows).astype(str) for i in range(2)}
+    frame = pd.DataFrame({**numbers, **kinds})
+    frame["y"] = (frame.n0 + frame.n1 > 0).astype(int)
+    return frame
+
+
+def pytorch_tabular(model: str, device: str, steps: int) -> Any:
+    import pytorch_tabular.config as config
+    from pytorch_tabular import TabularModel, models
+
+    attention = {"num_heads": 2, "num_attn_blocks": 2, "input_embed_dim": 8}
+    kind, options = {
+        "CategoryEmbedding": ("CategoryEmbeddingModelConfig", {"layers": "32-16"}),
+        "FTTransformer": ("FTTransformerConfig", attention),
+        "TabTransformer": ("TabTransformerConfig", attention),
+        "GANDALF": ("GANDALFConfig", {"gflu_stages": 2}),
+        "AutoInt": ("AutoIntConfig", {}),
+        "NODE": ("NodeConfig", {"num_trees": 8, "depth": 3}),
+    }[model]
+    frame = _frame(32 * (steps // 2 + 4))
+    quiet = {"accelerator": device, "devices": 1, "progress_bar": "none", "load_best": False}
+    library = TabularModel(
+        data_config=config.DataConfig(
+            target=["y"], continuous_cols=[f"n{i}" for i in range(5)],
+            categorical_cols=["c0", "c1"], num_workers=0,
+        ),
+        model_config=getattr(models, kind)(task="classification", **options),
+        optimizer_config=config.OptimizerConfig(),
+        trainer_config=config.TrainerConfig(
+            batch_size=32, max_epochs=2, early_stopping=None, checkpoints=None,
+            trainer_kwargs={"enable_model_summary": False}, **quiet,
+        ),
+        verbose=False, suppress_lightning_logger=True,
+    )  # fmt: skip
+    library.fit(train=frame[128:], validation=frame[:128])
+    found = library.predict(frame[:128]).select_dtypes("number")
+    return [torch.tensor(found.to_numpy(dtype="float64").copy())]
+
+
+def deeptab(model: str, device: str, steps: int) -> Any:
+    from deeptab import models
+
+    frame = _frame(32 * steps // 2)
+    options = {k: v for k, v in _quiet(-1, device).items() if k not in ("max_steps",)}
+    options.pop("enable_checkpointing")
+    library = getattr(models, f"{model}Classifier")()
+    library.fit(frame.drop(columns="y"), frame.y.to_numpy(), max_epochs=2, batch_size=32, **options)
+    return [torch.tensor(library.predict_proba(frame.drop(columns="y")))]
+
+
+def torchphysics(model: str, device: str, steps: int) -> None:
+    import torchphysics as library
+
+    plane, line = library.spaces.R2("x"), library.spaces.R1("u")
+    square = library.domains.Parallelogram(plane, [0, 0], [1, 0], [0, 1])
+    net = library.models.FCN(input_space=plane, output_space=line, hidden=(16, 16))
+    points = library.samplers.RandomUniformSampler
+    inside, border = points(square, n_points=64), points(square.boundary, n_points=16)
+    if model == "static points":
+        inside, border = inside.make_static(), border.make_static()
+    conditions = [
+        library.conditions.PINNCondition(net, inside, lambda u, x: library.utils.laplacian(u, x)),
+        library.conditions.PINNCondition(net, border, lambda u, x: u - x[:, :1]),
+    ]
+    setting = library.OptimizerSetting(torch.optim.Adam, lr=1e-3)
+    solver = library.solver.Solver(conditions, optimizer_setting=setting)
+    _trainer_of(solver)(**_quiet(steps, device)).fit(solver)
+
+
+def _trainer_of(module: Any) -> Any:
+    """The Trainer of the package whose LightningModule this is."""
+    import lightning.pytorch as pl
+
+    if isinstance(module, pl.LightningModule):
+        return pl.Trainer
+    import pytorch_lightning
+
+    return pytorch_lightning.Trainer
+
+
+def pina(model: str, device: str, steps: int) -> None:
+    import pina as library
+    from pina.domain import CartesianDomain
+    from pina.equation import Equation, FixedValue
+    from pina.model import FeedForward
+    from pina.operator import laplacian
+    from pina.problem import SpatialProblem
+    from pina.solver import PINN
+
+    square = CartesianDomain({"x": [0, 1], "y": [0, 1]})
+    top = CartesianDomain({"x": [0, 1], "y": 1})
+    poisson = Equation(lambda x, u: laplacian(u, x, components=["u"], d=["x", "y"]))
+    attributes = {
+        "output_variables": ["u"],
+        "spatial_domain": square,
+        "domains": {"D": square, "top": top},
+        "conditions": {
+            "top": library.Condition(domain="top", equation=FixedValue(0.0)),
+            "D": library.Condition(domain="D", equation=poisson),
+        },
+    }
+    problem = type("Poisson", (SpatialProblem,), attributes)()
+    problem.discretise_domain(64, "random", domains=["D"])
+    problem.discretise_domain(16, "grid", domains=["top"])
+    net = FeedForward(input_dimensions=2, output_dimensions=1, layers=[16, 16])
+    quiet = _quiet(steps, device)
+    quiet.pop("devices")
+    library.Trainer(solver=PINN(problem=problem, model=net), batch_size=16, **quiet).train()
+
+
+# ---------------------------------------------------------------------- uncertainty
+
+
+def torch_uncertainty(model: str, device: str, steps: int) -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+    from torch_uncertainty import TUTrainer
+    from torch_uncertainty.routines import ClassificationRoutine
+
+    x = torch.randn(32 * steps // 2, 8)
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 2))
+    options: dict[str, Any] = {}
+    if model == "mixup":
+        options = {"mixup_params": {"mixtype": "mixup", "mixup_alpha": 0.3}}
+    routine = ClassificationRoutine(
+        model=net, num_classes=2, loss=nn.CrossEntropyLoss(),
+        optim_recipe=torch.optim.AdamW(net.parameters()), **options,
+    )  # fmt: skip
+    loader = DataLoader(data, batch_size=32, shuffle=True)
+    TUTrainer(**_quiet(steps, device)).fit(routine, loader, DataLoader(data, batch_size=64))
+
+
+def lightning_uq_box(model: str, device: str, steps: int) -> None:
+    import lightning.pytorch as pl
+    from lightning_uq_box import uq_methods as methods
+
+    x = torch.randn(32 * steps // 2, 4)
+    data: Any = [{"input": row, "target": row[:1] * 2} for row in x]
+    outputs = {"MVERegression": 2, "QuantileRegression": 3, "DER": 4, "DeterministicRegression": 1}
+    last = nn.Linear(16, outputs[model])
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), last)
+    options: dict[str, Any] = {
+        "MVERegression": {"burnin_epochs": 1},
+        "QuantileRegression": {"quantiles": [0.1, 0.5, 0.9]},
+        "DeterministicRegression": {"loss_fn": nn.MSELoss()},
+    }.get(model, {})
+    module = getattr(methods, model)(net, optimizer=partial(torch.optim.Adam, lr=1e-3), **options)
+    loader = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
+    pl.Trainer(**_quiet(steps, device)).fit(module, loader, loader)
+
+
 MODELS: dict[Callable[[str, str, int], Any], tuple[str, ...]] = {
     gluonts: (
         "DeepAR", "SimpleFeedForward", "TemporalFusionTransformer", "PatchTST", "DLinear", "LagTST",
@@ -540,6 +700,14 @@ MODELS: dict[Callable[[str, str, int], Any], tuple[str, ...]] = {
     scvi: ("SCVI", "LinearSCVI", "PEAKVI", "SCANVI"),
     litgpt: ("GPT", "Llama"),
     rl4co: ("AttentionModel", "POMO"),
+    pytorch_tabular: (
+        "CategoryEmbedding", "FTTransformer", "TabTransformer", "GANDALF", "AutoInt", "NODE",
+    ),
+    deeptab: ("MLP", "FTTransformer", "ResNet", "TabM"),
+    torchphysics: ("random points", "static points"),
+    pina: ("PINN",),
+    torch_uncertainty: ("classification", "mixup"),
+    lightning_uq_box: ("MVERegression", "QuantileRegression", "DER", "DeterministicRegression"),
 }  # fmt: skip
 """Libraries -> their models."""
 
