@@ -134,6 +134,28 @@ def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
+_HOLDERS = 3
+"""References to the table of a frame that nothing but the frame holds, where code counts them."""
+
+
+def variables_of(frame: types.FrameType) -> dict[str, Any]:
+    """Return the variables of a frame without having the frame hold their values.
+
+    Up to Python 3.12 a frame that is asked for its variables keeps the table, and with it the
+    values, until it ends: a tensor would outlive its ``del``. What code stored in the table itself
+    stays, and all of it while a function of Python traces (the table is written back then).
+    """
+    table, code = frame.f_locals, frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED:
+        return table  # the namespace itself
+    found = dict(table)
+    is_tracing = sys.gettrace() is not None or sys.getprofile() is not None
+    if type(table) is dict and sys.getrefcount(table) == _HOLDERS and not is_tracing:
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            table.pop(name, None)
+    return found
+
+
 @functools.cache
 def is_library(filename: str) -> bool:
     """Return whether a file is part of torch, of the client's framework or of this package."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
-from lightning_graphs.private.callsite import is_library, package_of
+from lightning_graphs.private.callsite import is_library, package_of, variables_of
 from lightning_graphs.private.torch import out_of_sight
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -50,7 +50,7 @@ def leaves_in_reach(frame: FrameType | None) -> Iterator[Tensor]:
     while frame is not None:
         file = frame.f_code.co_filename
         if not (is_library(file) or package_of(file)):
-            pending += [(0, frame.f_locals), (0, frame.f_globals)]
+            pending += [(0, variables_of(frame)), (0, frame.f_globals)]
         frame = frame.f_back
     found: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}  # with each, so that an ``id`` stays its own

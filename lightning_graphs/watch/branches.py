@@ -28,6 +28,7 @@ from lightning_graphs.private.callsite import (
     is_installed,
     is_library,
     raises_by_itself,
+    variables_of,
 )
 from lightning_graphs.private.source import Listing, compiled, listing_of, names_in, tree_of
 
@@ -428,7 +429,7 @@ def _found_by(node: ast.expr, frame: FrameType) -> Any:
         return None
     with contextlib.suppress(Exception):  # the frame may have bound a name again
         code = compile(ast.Expression(node), frame.f_code.co_filename, "eval", dont_inherit=True)
-        return eval(code, frame.f_globals, frame.f_locals)
+        return eval(code, frame.f_globals, variables_of(frame))
     return None
 
 

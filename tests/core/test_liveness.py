@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_graphs import ReplayError
 from lightning_graphs.core import BackendName, CUDAGraph, graph, graph_pool_handle
+from lightning_graphs.private.leaves import leaves_in_reach
 
 
 def _line(function: object, text: str) -> int:
@@ -148,3 +151,23 @@ def test_an_output_of_a_graph_that_is_gone_is_dead() -> None:
     first.reset()
     with pytest.raises(ReplayError, match=r"float32\[4\] on cpu"):
         second.replay()
+
+
+def test_a_look_for_leaves_keeps_no_tensor_alive() -> None:
+    """Captures with torch up to 2.11 look; up to Python 3.12 a frame keeps what it is asked for."""
+    x = torch.ones(3)
+    alive = weakref.ref(x)
+
+    def called() -> set[int]:
+        return {id(leaf) for leaf in leaves_in_reach(sys._getframe())}
+
+    assert id(x) in called()
+    del x
+    assert alive() is None
+
+
+def test_a_look_for_leaves_takes_nothing_from_a_table_that_code_holds() -> None:
+    x = torch.ones(3)
+    table = locals()
+    assert id(x) in {id(leaf) for leaf in leaves_in_reach(sys._getframe())}
+    assert table["x"] is x
