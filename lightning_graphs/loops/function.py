@@ -538,7 +538,7 @@ class Calls:
             self._ranks.leave(f"calls run eagerly from now on: {verdict}")
 
     def _leave(self, reason: str) -> None:
-        self.close()
+        self._end()  # the present call goes on
         self._messages.note(reason)
 
     def settle(self) -> None:
@@ -549,6 +549,10 @@ class Calls:
 
     def close(self) -> None:
         """Release the graphs, and hand the optimizers back; may be called again."""
+        self._end()
+        self._watch.given = None  # the arguments of the last call
+
+    def _end(self) -> None:
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()

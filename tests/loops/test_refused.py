@@ -188,7 +188,11 @@ def test_a_closed_function_hands_its_optimizer_back(backend: str, device: torch.
     assert "step" in vars(optimizer)
     step.close()
     assert "step" not in vars(optimizer)
-    step(batch)
+    gone = weakref.ref(batch["x"])
+    del batch
+    gc.collect()
+    assert gone() is None
+    step(next(lab.batches(1)))
     assert step.report.eager == 6
 
 
