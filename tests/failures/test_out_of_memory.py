@@ -184,7 +184,7 @@ class Parts(Logging):
         self.steps += self.training
         hidden = self.net(batch["x"]) * (1 + torch.rand(()).item() * random.random())
         loss = nn.functional.cross_entropy(self.head(hidden).float(), batch["y"])
-        return loss * 2 if loss.item() > 0.5 else loss
+        return loss * 2 if loss.tolist() > 0.5 else loss
 
 
 class Manual(Parts):
