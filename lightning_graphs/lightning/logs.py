@@ -335,8 +335,8 @@ class LogRecorder(Recorder):
         else:
             now = value.now if isinstance(value, Tracer) else self.live(value)
         if now is None and isinstance(value, Number):
-            site = None if self._numbers is None else self._numbers.changing.get(name)
-            if site is not None:
+            site = CallSiteFinder().here()
+            if self._numbers is not None and (name, site) in self._numbers.changing:
                 what = f"self.log({name!r}, ...) logged different numbers during warm-up"
                 LOGGED_NUMBER.refuse(f"{what}, at {site.describe()}")
             value = _tensor_of(value, device)
@@ -481,8 +481,9 @@ class LoggedNumbers:
     behind a replay. Else such a number is a part of the key.
     """
 
-    values: dict[str, Any] = field(default_factory=dict)  # name -> number that was logged last
-    changing: dict[str, CallSite] = field(default_factory=dict)
+    # The number that was logged last, by its name and where: branches may log constants in turn
+    values: dict[tuple[str, CallSite], Any] = field(default_factory=dict)
+    changing: set[tuple[str, CallSite]] = field(default_factory=set)
     # The same of batch sizes, by the name that is logged, and of what is returned, by its key
     others: dict[Any, Any] = field(default_factory=dict)
     frozen: dict[Any, CallSite] = field(default_factory=dict)
@@ -495,9 +496,9 @@ class LoggedNumbers:
         self, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any
     ) -> None:
         if isinstance(value, Number):
-            if self.values.get(name, value) != value:
-                self.changing[name] = CallSiteFinder().here()
-            self.values[name] = value
+            here = name, CallSiteFinder().here()
+            if self.values.setdefault(here, value) != value:
+                self.changing.add(here)
         if type(size := kwargs.get("batch_size")) is int:
             self._compare(name, size, CallSiteFinder().here)
         log(name, value, *args, **kwargs)
