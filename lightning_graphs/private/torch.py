@@ -60,7 +60,7 @@ def asked_without(kind: type[TorchFunctionMode]) -> AbstractContextManager[None]
 
     ``nn.MultiheadAttention`` and layers of ``nn.TransformerEncoder`` have a kernel for evaluation
     that they leave for others where functions are overridden, and a mode overrides all. They ask
-    ``torch.overrides``; functions of torch, which a mode has to see, ask under names of their own.
+    ``torch.overrides``, as higher-order operators do; functions of torch ask under their own names.
     """
     own = torch.overrides.has_torch_function
     none = torch._C._disabled_torch_function_impl
@@ -71,7 +71,8 @@ def asked_without(kind: type[TorchFunctionMode]) -> AbstractContextManager[None]
 
     def has(values: Iterable[Any]) -> bool:
         modes = torch.overrides._get_current_function_mode_stack()
-        if not all(isinstance(mode, kind) for mode in modes):
+        others = not all(isinstance(mode, kind) for mode in modes)
+        if others or sys._getframe(1).f_globals is vars(torch._ops):
             return own(values)
         return any(type(value) not in plain and overrides(value) for value in values)
 
