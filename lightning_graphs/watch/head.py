@@ -110,7 +110,7 @@ class Head:
 
     def __init__(self, ending: Ending) -> None:
         self.ending = ending
-        self.leaving: dict[str, Any] = {}  # variables, as they were when it ended last
+        self.numbers_left: dict[str, int | float] = {}  # in variables, when it ended last
         # The ``id`` of each module, parameter, buffer, optimizer and scheduler: a variable that is
         # one of them, or wraps an optimizer, stays it
         self.state: Container[int] = ()
@@ -130,7 +130,7 @@ class Head:
             table = frame.f_locals  # each look at it before Python 3.13 would undo changes of it
             if (leaving := self._leaving(frame, table)) is None:
                 return line
-            self.leaving = leaving
+            self._note(leaving)
             sys.settrace(before)
             frame.f_trace = None
             table.update(at_end(leaving) or {})
@@ -161,8 +161,14 @@ class Head:
         if waits is not None and waits[0] == get_ident():
             leaving = self._leaving(frame, frame.f_locals)
             if leaving is not None:
-                self.leaving, self._waits = leaving, None
+                self._note(leaving)
+                self._waits = None
                 waits[1](leaving)
+
+    def _note(self, leaving: Mapping[str, Any]) -> None:
+        """Keep no tensor: what a compared step makes may lie in the memory of a graph."""
+        left = {name: value for name, value in leaving.items() if isinstance(value, (int, float))}
+        self.numbers_left = left
 
     def _leaving(self, frame: FrameType, table: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the variables of callers, and those at the end; None if others have called."""
@@ -214,7 +220,7 @@ class Head:
         return found
 
     def _now(self, name: str) -> Any:
-        return self.leaving.get(name)
+        return self.numbers_left.get(name)
 
 
 CALLER = "caller "

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_graphs.device.graph import is_current_stream_capturing
+from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.values.snapshot import RegionState
-from tests.training.fits import FullTrace, Net, Trace, compare, prepare
+from tests.programs.test_host import Returned
+from tests.training.fits import FullTrace, Net, Trace, compare, fit_twice, prepare
 from tests.training.guards.test_verification import HIDDEN, Everything
 
 
@@ -54,3 +58,20 @@ def test_an_eager_run_without_memory(backend: str, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="a captured step was not verified: Tried to allocate 2"):
         captured.run()
     compare(eager, captured)
+
+
+def _bytes_of_tensors(_: MemoryBudget) -> int:
+    storages = (t.untyped_storage() for t in gc.get_objects() if isinstance(t, Tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def test_of_a_compared_step_with_a_head_nothing_is_kept(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may lie in the memory of a graph, which would be captured once more without that."""
+    if backend == "emulated":
+        monkeypatch.setattr(MemoryBudget, "allocated", property(_bytes_of_tensors))
+    eager, captured = fit_twice(backend, tmp_path, module=Returned, validation=0)
+    compare(eager, captured)
+    assert captured.capture.report.head_ms > 0
+    assert captured.statistics.recaptures == []
