@@ -36,7 +36,7 @@ class Unsupported(nn.Module):
 
 class Reading(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if x.sum().item() > 0 else x
+        return x * 2 if x.sum().tolist() > 0 else x  # no fork, as item() would be
 
 
 class Large(nn.Module):
@@ -57,7 +57,7 @@ class Unwilling(nn.Module):
 LINE = r"(?s:.*)test_refusals\.py:\d+"
 OBSTACLES: dict[str, tuple[type[nn.Module], str]] = {
     "unsupported operator": (Unsupported, rf"(?=(?s:.*)(nonzero|index|x > 0)){LINE}"),
-    "host read": (Reading, rf"(?=(?s:.*)(item|local_scalar)){LINE}"),
+    "host read": (Reading, rf"(?=(?s:.*)(tolist|local_scalar)){LINE}"),
     "no memory": (Large, r"needs memory of its own(?s:.*)allocate 2 GiB"),
     "raises": (Unwilling, "on purpose"),
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
-from tests.training.fits import Net, examined, prepare
+from tests.training.fits import Net, compare, examined, fit_twice, prepare
 
 
 class Masked(Net):
@@ -81,10 +82,12 @@ class Factored(Correlated):
         return MultivariateNormal(mean, scale_tril=factor).rsample()
 
 
-CASES = [
-    (Correlated, "give MultivariateNormal a scale_tril", Factored),
-    (Masked, "is_causal=True or False", Told),
-    (Averaged, "give the BatchNorm a momentum", Moving),
+# A whole step waits for what torch reads from a mask; a submodule alone does not.
+BY_MODULE = {"scope": "modules", "modules": ["encoder"]}
+CASES: list[tuple[type[Net], str, type[Net], dict[str, Any]]] = [
+    (Correlated, "give MultivariateNormal a scale_tril", Factored, {}),
+    (Masked, "is_causal=True or False", Told, BY_MODULE),
+    (Averaged, "give the BatchNorm a momentum", Moving, {}),
 ]
 
 
@@ -99,19 +102,36 @@ REHEARSED = [
 def test_the_remedy_for_what_a_rehearsal_sees(
     tmp_path: Path, refused: type[Net], remedy: str, mended: type[Net]
 ) -> None:
-    test_the_remedy_is_that_of_the_call_and_it_helps("emulated", tmp_path, refused, remedy, mended)
+    test_the_remedy_is_that_of_the_call_and_it_helps(
+        "emulated", tmp_path, refused, remedy, mended, {}
+    )
 
 
-@pytest.mark.parametrize(("refused", "remedy", "mended"), CASES)
+@pytest.mark.filterwarnings("ignore:GraphCapture. steps run eagerly:UserWarning")
+@pytest.mark.parametrize(("refused", "remedy", "mended", "scope"), CASES)
 def test_the_remedy_is_that_of_the_call_and_it_helps(
-    backend: str, tmp_path: Path, refused: type[Net], remedy: str, mended: type[Net]
+    backend: str,
+    tmp_path: Path,
+    refused: type[Net],
+    remedy: str,
+    mended: type[Net],
+    scope: dict[str, Any],
 ) -> None:
-    options = {"on_failure": "eager"}
+    options = {"on_failure": "eager", **scope}
     with pytest.warns(UserWarning, match=remedy):
         eager = prepare(backend, tmp_path, True, capture=options, module=refused).run()
     assert eager.statistics.replayed == 0
-    found = examined(backend, tmp_path, module=refused).capture.report.diagnosis
+    found = examined(backend, tmp_path, module=refused, capture=scope).capture.report.diagnosis
     assert found is not None
     assert found.obstacles
     assert all(remedy in row.remedy for row in found.obstacles)
-    assert prepare(backend, tmp_path, True, module=mended).run().statistics.replayed > 0
+    captured = prepare(backend, tmp_path, True, module=mended, capture=scope)
+    assert captured.run().statistics.replayed > 0
+
+
+def test_a_whole_step_waits_for_what_torch_reads_from_a_mask(backend: str, tmp_path: Path) -> None:
+    eager, captured = fit_twice(backend, tmp_path, module=Masked, validation=0)
+    compare(eager, captured)
+    (record,) = captured.capture.report.graphs
+    assert any("_detect_is_causal_mask" in line for line in record.waits), record.waits
+    assert prepare(backend, tmp_path, True, module=Told).run().capture.report.graphs[0].waits == []

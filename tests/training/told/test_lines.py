@@ -47,7 +47,7 @@ class ReturnsList(Net):
 
 RETURNED: list[tuple[type[Net], str, str]] = [
     (ReturnsObject, "is a object, in which", "return the tensors in that object instead"),
-    (ReturnsNothing, "got NoneType", "return a loss for every batch"),
+    (ReturnsNothing, "got NoneType", "return a loss for most batches"),
 ]
 
 
