@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSite
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.watch.branches import landings
 from lightning_graphs.watch.choices import ifs_in
 from lightning_graphs.watch.host import HostReads
@@ -84,7 +84,8 @@ class Forks:
             return None
         place, code = len(self.taken), frame.f_code
         goes = self._way[place] if place < len(self._way) else _likely(frame, called=called)
-        site = CallSite(code.co_filename, frame.f_lineno, code.co_name)
+        here = CallSiteFinder().here()  # in code of a package it is the line that calls that
+        site = here if here.line else CallSite(code.co_filename, frame.f_lineno, code.co_name)
         self.taken.append(Fork(truth, goes, site))
         return goes
 
