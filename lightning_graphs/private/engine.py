@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.exchange import exchanged, nothing, replaced
-from lightning_graphs.private.leaves import next_sequence_number, sequence_number
 from lightning_graphs.private.torch import (
     has_gradient_hooks,
     hide_modes,
@@ -78,7 +77,7 @@ def _unwarned_of_streams() -> Iterator[None]:
         warn(before)
 
 
-def _exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
+def exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
     """Route each backward pass through this function, which gets torch's own one first.
 
     ``backward`` and ``grad`` end in that one function, which has no hook. Where torch has another,
@@ -118,33 +117,10 @@ def backward_passes_observed(
         return found
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_exchanged_engine(run))
+        stack.enter_context(exchanged_engine(run))
         if valid is not None:
             stack.enter_context(replaced(torch.autograd, "_is_checkpoint_valid", is_valid))
         yield
-
-
-@contextlib.contextmanager
-def backward_passes_noted(goes_outside: Callable[[], object] = _nothing) -> Iterator[list[object]]:
-    """Yield a list that is empty until code in the body runs a backward pass, or ``grad``.
-
-    Where torch has another engine the list is not empty. ``goes_outside`` is called ahead of a pass
-    through nodes from before the body, which it frees.
-    """
-    passes: list[object] = []
-    begin = next_sequence_number()
-
-    def run(engine: Callable[..., Any], roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if any(sequence_number(node) < begin for node in nodes_behind(roots)):
-            goes_outside()
-        passes.append(engine)
-        return engine(roots, *args, **kwargs)
-
-    exchanged = _exchanged_engine(run)
-    if isinstance(exchanged, contextlib.nullcontext):
-        passes.append(exchanged)
-    with exchanged:
-        yield passes
 
 
 def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
@@ -289,7 +265,7 @@ def nodes_out_of_sight(
             while shown:  # a node has raised
                 shown.pop()()
 
-    return _exchanged_engine(run)
+    return exchanged_engine(run)
 
 
 def after_backward(call: Callable[[], None]) -> None:

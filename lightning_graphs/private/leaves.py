@@ -1,4 +1,4 @@
-"""Leaves of autograd that are alive, or that code can reach; which of its nodes are older."""
+"""Leaves of autograd that are alive, or that code can reach."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from itertools import islice
 from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from lightning_graphs.private.callsite import is_library, package_of, variables_of
-from lightning_graphs.private.torch import out_of_sight
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -98,19 +95,3 @@ def _held_by(value: Any) -> Iterable[Any]:
         table = object.__getattribute__(value, "__dict__")
         return table.values() if type(table) is dict else ()
     return ()
-
-
-# ------------------ The age of nodes
-
-
-def sequence_number(node: Node) -> int:
-    """Return a number that is larger for each further node of a thread, and largest for leaves."""
-    number: int = node._sequence_nr()
-    return number
-
-
-def next_sequence_number() -> int:
-    """Return the number of a node that is made now, and soon gone."""
-    with out_of_sight(), torch.enable_grad(), torch.inference_mode(False):
-        node = torch.zeros((), requires_grad=True).view(()).grad_fn
-    return 0 if node is None else sequence_number(node)
