@@ -185,7 +185,7 @@ class Named(Tensor):
 
     def requires_grad_(self, mode: bool = True) -> Named:
         made = super().requires_grad_(mode)
-        made.names = self.names  # type: ignore[attr-defined,has-type]
+        made.labels = self.labels  # type: ignore[attr-defined,has-type]
         return made
 
 
@@ -301,7 +301,7 @@ class OfTracked(OfSignals):
 
 class OfNamed(OfTracked):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        batch["x"].names = "x"
+        batch["x"].labels = ["x"]
         return batch
 
 
