@@ -196,7 +196,8 @@ def _code_that_calls(call: Callable[..., Any], own: CodeType) -> CodeType:
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # that a constant is called
-    _PASSING: CodeType = eval("lambda *args, **kwargs: (...)(*args, **kwargs)").__code__
+    _EXPRESSION = compile("lambda *args, **kwargs: (...)(*args, **kwargs)", __file__, "eval")
+_PASSING = next(code for code in _EXPRESSION.co_consts if isinstance(code, CodeType))
 
 
 def replaced(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:

@@ -425,11 +425,12 @@ def _is_of_exits(handler: ast.ExceptHandler) -> bool:
 def _found_by(node: ast.expr, frame: FrameType) -> Any:
     """Return what makes a context, or the context itself; None if its expression is not plain."""
     node = node.func if isinstance(node, ast.Call) else node
-    if not all(isinstance(n, (ast.Name, ast.Attribute, ast.Load)) for n in ast.walk(node)):
-        return None
-    with contextlib.suppress(Exception):  # the frame may have bound a name again
-        code = compile(ast.Expression(node), frame.f_code.co_filename, "eval", dont_inherit=True)
-        return eval(code, frame.f_globals, variables_of(frame))
+    if isinstance(node, ast.Attribute):
+        owner = _found_by(node.value, frame)
+        with contextlib.suppress(Exception):  # a property may raise
+            return getattr(owner, node.attr)
+    if isinstance(node, ast.Name):  # which the frame may have bound again
+        return {**frame.f_builtins, **frame.f_globals, **variables_of(frame)}.get(node.id)
     return None
 
 
