@@ -173,7 +173,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
 
     def capture(self, call: tuple[Any, ...], key: Any) -> StepPlan | None:
         called = self._collectives
-        with replaced(LIBRARIES, "step", self.client.name):
+        with LIBRARIES.calling(self.client.name):
             if called is not None and called.are_called:
                 raise COLLECTIVE_ALONE.refused(f"{self.client.name} calls some")
             plan = super().capture(call, key)
@@ -184,7 +184,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         return plan
 
     def compare(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
-        with replaced(LIBRARIES, "step", self.client.name):
+        with LIBRARIES.calling(self.client.name):
             return super().compare(plan, call)
 
     def refuse(self, error: GraphError) -> None:

@@ -21,7 +21,6 @@ from lightning_graphs.loops.program import Program, ProgramWatch, Several, name_
 from lightning_graphs.loops.remedies import OPTIMIZER, OUTSIDE, WORDS
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed
-from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.conditions import CaptureKey, ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.lifecycle import EAGER, Ranks
@@ -205,7 +204,7 @@ class FunctionSteps(StepRegion):
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
         """Let messages about the body speak of plain loops."""
-        with replaced(LIBRARIES, "step", self._name), speaking(WORDS), on_behalf_of_graphs():
+        with LIBRARIES.calling(self._name), speaking(WORDS), on_behalf_of_graphs():
             yield
 
     # ------------------------------------------------------------------ what the engine asks for

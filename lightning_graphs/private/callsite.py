@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_graphs.errors import OF_PACKAGE, GraphError, causes_of
+from lightning_graphs.private.exchange import TURN
 from lightning_graphs.private.source import listing_of
 
 
@@ -60,6 +61,16 @@ class Libraries:
         self.opaque = frozenset({"torch", "lightning_graphs", "transformers"})
         self.roots = _own_roots()
         self.step = "the step"  # what user code calls the function that is captured as a step
+
+    @contextlib.contextmanager
+    def calling(self, step: str) -> Iterator[None]:
+        """Name the captured function otherwise in the body, while other threads wait for it."""
+        with TURN:
+            before, self.step = self.step, step
+            try:
+                yield
+            finally:
+                self.step = before
 
     def add(self, framework: Iterable[str], opaque: Iterable[str] = ()) -> None:
         """Take code of these packages for that of libraries, too; the client names its own."""

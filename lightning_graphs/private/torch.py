@@ -63,18 +63,17 @@ def asked_without(kind: type[TorchFunctionMode]) -> AbstractContextManager[None]
     ``torch.overrides``, as higher-order operators do; functions of torch ask under their own names.
     """
     own = torch.overrides.has_torch_function
-    none = torch._C._disabled_torch_function_impl
-    plain = (Tensor, torch.nn.Parameter)
+    none = torch._C._disabled_torch_function_impl  # that of parameters, too
 
-    def overrides(value: Any) -> bool:
-        return getattr(type(value), "__torch_function__", none) is not none
+    def overrides(kind: Any) -> bool:
+        return kind is not Tensor and getattr(kind, "__torch_function__", none) is not none
 
     def has(values: Iterable[Any]) -> bool:
         modes = torch.overrides._get_current_function_mode_stack()
         others = not all(isinstance(mode, kind) for mode in modes)
         if others or sys._getframe(1).f_globals is vars(torch._ops):
             return own(values)
-        return any(type(value) not in plain and overrides(value) for value in values)
+        return any(map(overrides, map(type, values)))
 
     return replaced(torch.overrides, "has_torch_function", has)
 
@@ -380,12 +379,13 @@ Where it lacks the function there seem to be none.
 
 
 def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """List the hooks of a module, and those of all modules that are no capture's."""
     found: list[Callable[..., Any]] = []
     for name in _HOOKS:
         if table := getattr(module, name, None):
             found += table.values()
     for table in filter(None, _OF_ALL_MODULES):
-        found += table.values()
+        found += (h for h in table.values() if not h.__module__.startswith("lightning_graphs."))
     return found
 
 
