@@ -154,16 +154,19 @@ def called_instead(instead: Mapping[FunctionType, Callable[..., Any]]) -> Iterat
     Exchanged is the code of a function: names, containers and partials that hold it stay. What is
     called gets a function that does what it did, the frame that calls, and the arguments.
     """
+    before = {function: function.__code__ for function in instead}
     try:
         for function, call in instead.items():
-            again, own = _copy_of(function), function.__code__
-            _codes[function] = own
+            again = _copy_of(function)
+            own = _codes.setdefault(function, function.__code__)
             led = standing_in(again, partial(_led, call, again))
             function.__code__ = _code_that_calls(led, own)
         yield
     finally:
-        for function in instead:
-            function.__code__ = _codes.pop(function, function.__code__)
+        for function, code in before.items():
+            function.__code__ = code
+            if _codes.get(function) is code:  # the outermost exchange of it ends
+                del _codes[function]
 
 
 _codes: dict[FunctionType, CodeType] = {}
