@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from core import environment, show
-from harness import Lab, Row
+from harness import Lab, Row, of_trainers
 from lightning.pytorch import Callback, Trainer, seed_everything
 from step import Module, be_quiet, workload
 from torch import Tensor
@@ -117,13 +117,7 @@ def fit(lab: Lab, verified: bool | None) -> Clock:
     own = None if verified is None else GraphCapture(verify=verified, **how)
     clock = Clock(lab, own)
     trainer = Trainer(
-        accelerator="cpu" if lab.dry else "gpu",
-        devices=1,
-        max_epochs=1,
-        precision="bf16-mixed",
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
+        **of_trainers(lab),
         enable_progress_bar=False,
         callbacks=[clock, *([own] if own is not None else [])],
     )

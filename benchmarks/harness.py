@@ -193,6 +193,19 @@ class Lab:
         before.wait_stream(stream)
 
 
+def of_trainers(lab: Lab) -> dict[str, Any]:
+    """Options of a trainer on one device, in bf16, that writes and shows nothing but its bar."""
+    return {
+        "accelerator": "cpu" if lab.dry else "gpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "precision": "bf16-mixed",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
+
+
 # ---------------------------------------------------------------------- several processes
 
 

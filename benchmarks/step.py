@@ -53,6 +53,7 @@ from harness import (
     Row,
     gpu_time,
     measure_rows,
+    of_trainers,
     peak_memory,
     verdict_of,
 )
@@ -353,13 +354,7 @@ def fit(
         lab.clean()
         peak_memory()
         trainer = Trainer(
-            accelerator="cpu" if lab.dry else "gpu",
-            devices=1,
-            max_epochs=1,
-            precision="bf16-mixed",
-            logger=False,
-            enable_checkpointing=False,
-            enable_model_summary=False,
+            **of_trainers(lab),
             enable_progress_bar=bar,
             callbacks=[probe, *([graphs] if graphs is not None else []), *callbacks],
         )

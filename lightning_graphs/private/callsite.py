@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_graphs.errors import OF_PACKAGE, GraphError, causes_of
-from lightning_graphs.private.exchange import TURN
+from lightning_graphs.private.exchange import TURN, replaced
 from lightning_graphs.private.source import listing_of
 
 
@@ -65,12 +65,8 @@ class Libraries:
     @contextlib.contextmanager
     def calling(self, step: str) -> Iterator[None]:
         """Name the captured function otherwise in the body, while other threads wait for it."""
-        with TURN:
-            before, self.step = self.step, step
-            try:
-                yield
-            finally:
-                self.step = before
+        with TURN, replaced(self, "step", step):
+            yield
 
     def add(self, framework: Iterable[str], opaque: Iterable[str] = ()) -> None:
         """Take code of these packages for that of libraries, too; the client names its own."""

@@ -24,9 +24,7 @@ from lightning_graphs.private.callsite import (
 from lightning_graphs.private.engine import backward_passes_observed
 from lightning_graphs.regions.behind import HeadMissed
 from lightning_graphs.regions.body import OptimizerNumbers, StepBody
-from lightning_graphs.regions.conditions import (
-    Observers,
-)
+from lightning_graphs.regions.conditions import Observers
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.gradients import PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused

@@ -13,9 +13,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.autograd.backward import empty_gradient, is_dense, write_all
-from lightning_graphs.errors import (
-    CaptureError,
-)
+from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.engine import (
     buckets_of,
     removed,

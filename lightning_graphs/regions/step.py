@@ -23,7 +23,7 @@ from lightning_graphs.private.callsite import (
 )
 from lightning_graphs.private.engine import parameters_in, renew_gradient_nodes
 from lightning_graphs.private.exchange import modes_entered, modes_left
-from lightning_graphs.private.generators import CapturedDropout
+from lightning_graphs.private.generators import CapturedDropout, draws_in_cudnn
 from lightning_graphs.private.torch import (
     capture_unseen,
     deepcopies_cloned,
@@ -237,7 +237,7 @@ class StepCapture(Attempts):
             forks = self._facts.forks
             mechanisms.append(Mechanism(key=(forks.reads,)))
             draws = any(graph.dropout for graph in segments.ahead)
-            modules = [*self.module.modules()] if draws else []
+            modules = [*filter(draws_in_cudnn, self.module.modules())] if draws else []
             parts = self._written_ahead, self.module.device, modules
             forked = Forked(segments.ahead, forks.taken, *parts, partial(forks.went, now=False))
         conditions = replace(conditions_of(begun.signature), attributes=watch.attributes())
