@@ -39,7 +39,7 @@ _PARTED = {aten.convolution_backward.default: 10}
 """Operators that compute gradients of the input and of the parameters by kernels of their own, and
 which argument tells those that are wanted.
 
-That of `LayerNorm` is no such one: its kernels are short, and each fork takes time (H200, one step
+That of `LayerNorm` is no such one: its kernels are short, and each wait takes time (H200, one step
 in three streams: ViT 4.32 ms, and 4.84 with it, BERT 6.86 and 7.24, GPT-2 4.12 and 4.09).
 """
 
@@ -449,13 +449,13 @@ class Overlapping(_Seen):
         self._streams.join()
         self._holds.clear()
 
-    def difference(self, chain: GraphInfo, forked: GraphInfo) -> str:
+    def difference(self, chain: GraphInfo, beside: GraphInfo) -> str:
         """Tell how its work differs from that of the chain; empty if it does not.
 
         The nodes must be the same, in order of launch. An operator that takes many tensors has
         others for a few, of the same kernels.
         """
-        ours, theirs = [*chain.nodes], [*forked.nodes]
+        ours, theirs = [*chain.nodes], [*beside.nodes]
         shared = {w.operator for w in self._found.works if w.part is Part.SHARE}
         for operator in sorted({*shared, *self._weights}, reverse=True):
             here, there = self._alone[operator], self.ranges[operator]

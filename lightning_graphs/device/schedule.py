@@ -1,9 +1,9 @@
 """Which operators of a step run beside the others, and what waits for what.
 
 A graph that is captured on one stream is a chain: each kernel waits for the one before. Nothing but
-the optimizer waits for the gradients of weights and biases. They go to a side stream, which the
-same graph forks and joins again. What runs there, and each wait between the two streams, is chosen
-ahead of the capture, from the data flow of one that is not kept.
+the optimizer waits for the gradients of weights and biases. They go to a side stream, which leaves
+the main one in the same graph and joins it again. What runs there, and each wait between the two
+streams, is chosen ahead of the capture, from the data flow of one that is not kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ optimizer, at most: sum over a view, cast, sum of two uses."""
 _HEAVY = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "sum", "embedding_dense_backward")
 )
-"""Operators that are worth a fork. Of others what follows from these runs beside, too."""
+"""Operators that are worth a stream's waits. Of others what follows from these runs beside, too."""
 
 _COUNTS = ("aten::_foreach_add_", "aten::add_")
 """Operators that count an optimizer's steps."""
@@ -100,12 +100,6 @@ class Schedule:
     def beside(self) -> int:
         """How many works run on other streams than the main one."""
         return len(self.streams) - self.streams.count(MAIN)
-
-    @property
-    def forks(self) -> int:
-        """How often the side stream waits for the main one."""
-        pairs = zip(self.streams, self.waits, strict=True)
-        return sum(bool(waits) for stream, waits in pairs if stream == SIDE)
 
     def of_operators(self) -> list[list[int]]:
         """List the works of each operator."""
@@ -310,7 +304,7 @@ class _Clocks:
             if wait >= 0:
                 needs[streams[wait]] = max(needs[streams[wait]], wait)
         if stream != MAIN and max(self._known[stream]) < 0 and max(needs) < 0 and i > 0:
-            needs[streams[0]] = 0  # the fork itself
+            needs[streams[0]] = 0  # where it leaves the main one
         waits = self._missing(stream, needs)
         known = self._known[stream]
         for wait in waits:

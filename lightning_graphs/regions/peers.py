@@ -299,7 +299,7 @@ _alive: weakref.WeakSet[Peers] = weakref.WeakSet()
 
 
 def _forget() -> None:
-    """Close connections in a forked process: else a rank would not seem to end while it lives."""
+    """Close connections in a child process: else a rank would not seem to end while it lives."""
     for peers in _alive:
         close(peers._open)
 

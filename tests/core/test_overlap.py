@@ -101,12 +101,12 @@ def test_several_streams_compute_what_one_does(
     assert flow.casts
     for copy in (None, write_all):
         mode = Overlapping(flow, found, device.type, copy)
-        forked, loss = step.captured(backend, mode)
+        several, loss = step.captured(backend, mode)
         assert not mode.why_not
-        assert all(map(torch.equal, chain, step.results(forked, loss)))
+        assert all(map(torch.equal, chain, step.results(several, loss)))
         if backend == "cuda":  # the emulated one takes another order
-            assert not mode.difference(graph.inspection(), forked.inspection())
-        graph, flow.ranges = forked, mode.ranges
+            assert not mode.difference(graph.inspection(), several.inspection())
+        graph, flow.ranges = several, mode.ranges
 
 
 def test_a_capture_that_sees_something_else_goes_on_as_a_chain(
@@ -118,9 +118,9 @@ def test_a_capture_that_sees_something_else_goes_on_as_a_chain(
     step.captured(backend, flow)
     del flow.uses[len(flow.uses) // 2]
     mode = Overlapping(flow, flow.schedule(EVERYTHING), device.type)
-    forked = step.results(*step.captured(backend, mode))
+    several = step.results(*step.captured(backend, mode))
     assert "is not what it was before" in mode.why_not
-    assert all(map(torch.equal, chain, forked))
+    assert all(map(torch.equal, chain, several))
 
 
 # ------------------ Waits
