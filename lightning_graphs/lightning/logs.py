@@ -46,7 +46,7 @@ from lightning_graphs.regions.context import Recorder
 from lightning_graphs.values.memory import clone_all
 from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateCalls, LateValue, Use
 from lightning_graphs.watch.mechanism import Instruction
-from lightning_graphs.watch.on_device import NumberOfDevice
+from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers, used
 from lightning_graphs.watch.user_code import Held, is_lightnings, iter_objects, objects_in
 
@@ -326,7 +326,7 @@ class LogRecorder(Recorder):
             self._kept.logged.add(name)  # an eager step has a number there
             if (read := self._number_read(value)) is not None:
                 value = read.reshape(()).to(_dtype_of_numbers())  # as Lightning does with it
-        if isinstance(value, NumberOfDevice):
+        if isinstance(value, DeviceNumber):
             self._kept.logged.add(name)
             value = value.tensor.to(_dtype_of_numbers())
         is_late = isinstance(value, LateTracer)

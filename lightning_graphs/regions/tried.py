@@ -33,12 +33,8 @@ from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.scalars import (
-    DeviceNumber,
-    HostScalar,
-    holds_number,
-    scalars_followed,
-)
+from lightning_graphs.watch.on_device import DeviceNumber
+from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
 from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
 
 

@@ -194,7 +194,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
                     captured,
                     (
                         capturable.refreshing,
-                        *[number.refresh for number in numbers.on_device.values()],
+                        *[number.refresh for number in numbers.filled.values()],
                         partial(self._gradients.bring_in, gradients),
                     ),
                     (gradients.take_out, *filter(None, [counters.advance] if counters else ())),

@@ -33,11 +33,11 @@ from lightning_graphs.watch.branches import (
 )
 from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, chosen, goes_through
 from lightning_graphs.watch.forks import Forks
-from lightning_graphs.watch.on_device import NumberOfDevice, number_in
+from lightning_graphs.watch.forms import Numbers
+from lightning_graphs.watch.on_device import DeviceNumber, number_in
 from lightning_graphs.watch.tracers import (
     PLAIN_TENSORS,
     Asks,
-    Conversion,
     Question,
     ScalarTracer,
     Tracer,
@@ -179,7 +179,7 @@ class Assertions:
         self._chosen: list[tuple[Tensor, int, Choice]] = []
         self._cuts: list[Cut] = []
         self.forks = Forks()
-        self.converts: Callable[[Conversion], object] = id  # hears where bare numbers are made
+        self.numbers = Numbers(device)  # of the capture
 
     def watching(self) -> AbstractContextManager[None]:
         """Take over the assertions of the body, captured code."""
@@ -193,7 +193,7 @@ class Assertions:
             return self._forked(asked) if _can_compute(asked, self._device) else None
         if (way := _way(asked, self._device)) is None:
             if _is_compared(asked, self._device):
-                return NumberOfDevice(self, asked.tensors[0].detach().reshape(()))
+                return self._number(asked.tensors[0].detach())
             choice = _choice(asked, self._device)
             if choice is not None and choice.place not in self.forks.instead:
                 return self._chooses(asked, choice)
@@ -208,10 +208,10 @@ class Assertions:
                 return None
             if asked.asks in (Asks.INT, Asks.FLOAT):  # the next capture follows that, too
                 kind = int if asked.asks is Asks.INT else float
-                self.converts((asked.frame.f_globals.get("__name__", ""), kind))
+                self.numbers.asked.add((asked.frame.f_globals.get("__name__", ""), kind))
                 return None
             with torch.no_grad():
-                return NumberOfDevice(self, tensor.detach().reshape(()).clone())
+                return self._number(tensor.detach().clone())
         if asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER):
             return None
         with torch.no_grad():
@@ -220,6 +220,9 @@ class Assertions:
             return None
         called = asked.asks is not Asks.TRUTH
         return self.forks.answer(truth.reshape(()), asked.frame, called=called)
+
+    def _number(self, tensor: Tensor) -> DeviceNumber:
+        return DeviceNumber(self.numbers, tensor.reshape(()), owner=self)
 
     def _chooses(self, asked: Question, choice: Choice) -> bool | None:
         """Let the graph choose the values of variables; answer by which way code goes on."""

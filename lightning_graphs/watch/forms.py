@@ -10,34 +10,40 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.tracers import Conversion, ScalarTracer
+from lightning_graphs.watch.tracers import NumberUses, ScalarTracer
 
 
-class Numbers(Protocol):
-    """The numbers of a step, as tracers and tensors ask for them."""
+class Numbers(NumberUses):
+    """The numbers in a capture, as operators that get their tracers ask for them.
 
-    device: torch.device
-    """Where its numbers are, if they are in tensors."""
-    asked: set[Conversion]
-    """Where code asks for bare numbers."""
-    are_places: bool
-    """Whether it asks for one as an index."""
+    These are all read of the device; a capture that follows numbers of the host has more.
+    """
 
     def number(self, name: str, read: Callable[[], Any]) -> Any:
-        """Return the tracer for a value that changes between steps."""
+        """Return what code gets for a number of the host that changes: it is not followed."""
+        return read()
+
+    def form_of(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
+        """Return how to compute a torch call with tracers; None if unsupported."""
+        return form_of(function, args, kwargs, self.device)
 
     def tensor_of(self, number: ScalarTracer, dtype: torch.dtype) -> Tensor:
-        """A number of this step in a tensor."""
+        """Return a number in a tensor, which replays have written where the graph reads it."""
+        if (own := number.in_graph(dtype)) is None:
+            number.refuse()
+            raise HOST_READ.refused_here("a number of the host meets one of the device")
+        return own
 
     def read_only(self, name: str, *tensors: Tensor) -> None:
-        """Refuse the step at its end if it has written to one of these."""
+        """Refuse the capture at its end if it has written to one of these, numbers of the host."""
 
 
 Form = Callable[[Numbers], Any]

@@ -13,7 +13,6 @@ import contextlib
 import math
 import time
 import timeit
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -46,7 +45,7 @@ from lightning_graphs.watch.assertions import Assertions, MakesError, OpenAssert
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Client
 from lightning_graphs.watch.forks import Forks
-from lightning_graphs.watch.forms import PARTS, Form, form_of, part_of
+from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
 from lightning_graphs.watch.host_trace import HostTracer
 from lightning_graphs.watch.late import CallAt
@@ -73,7 +72,7 @@ LASTING = "trainer.current_epoch"
 """Constant for many steps: code that needs the bare value may have it, as a guard."""
 
 
-class NumberOnDevice:
+class FilledNumber:
     """A scalar on the device that every replay fills with the present value of a number."""
 
     def __init__(self, memory: Tensor, read: Callable[[], Any]) -> None:
@@ -101,7 +100,7 @@ def _present(read: Callable[[], Any], _: object) -> Any:
         return Absence.ABSENT
 
 
-class StepNumbers:
+class StepNumbers(Numbers):
     """The numbers of the trainer, and those that are drawn, in the capture of one step."""
 
     def __init__(
@@ -112,25 +111,20 @@ class StepNumbers:
         # Whether the next capture could follow this where it is refused in this one
         could_follow: Callable[[Conversion], bool] = lambda _: False,
     ) -> None:
+        super().__init__(device)
         self.could_follow = could_follow
         self._led: set[str] = set()  # what was drawn and has led the step on its way
         self.has_guards = False  # the step has gone a way that these numbers decide
         self._guards: list[tuple[str, Callable[[Any], Any]]] = []
         self.tape = tape
         self._ways = 1.0
-        self._names: Counter[str] = Counter()
         self._reads = reads
-        self.device = device
         # What a graph allocates itself is written by what ran before, in every replay.
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
         # Those that a replay must refresh
-        self.on_device: dict[tuple[str, torch.dtype], NumberOnDevice] = {}
-        # What a number is compared with: `min` and `max` may return this very object
-        self.bounds: list[float] = []
-        self.asked: set[Conversion] = set()  # where code asks for bare numbers
+        self.filled: dict[tuple[str, torch.dtype], FilledNumber] = {}
         self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self.refused: set[DrawingFunction] = set()  # those, where what they drew was refused
-        self.are_places = False  # code asks for a bare number as an index
         self.finds_places = False  # parts of tensors that move are indexed on the device
         self._read_only: list[tuple[str, Tensor, int]] = []
 
@@ -181,11 +175,6 @@ class StepNumbers:
 
     # ------------------------------------------------------------------ what becomes of it
 
-    def unique(self, name: str) -> str:
-        """Return a name that is unique in this step."""
-        self._names[name] += 1
-        return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
-
     def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
         """Return a value that user code sees; the graph is for steps that would see it, too."""
         self.has_guards = True
@@ -216,29 +205,23 @@ class StepNumbers:
             return lambda: value
         return None
 
-    def form_of(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form | None:
-        """Return how to compute a torch call with tracers; None if unsupported."""
-        return form_of(function, args, kwargs, self.device)
-
     def tensor_of(self, number: ScalarTracer, dtype: torch.dtype) -> Tensor:
-        """A number of this step in a tensor."""
         if (own := number.in_graph(dtype)) is not None:
             return own
-        known = self.on_device.get((number.name, dtype))
+        known = self.filled.get((number.name, dtype))
         if known is not None:
             return known.memory
-        place = len(self.on_device)
+        place = len(self.filled)
         if place == _ROOM or number.obstacle is CLOCK:
             number.refuse()
         with out_of_sight():
             memory = self._room[place : place + 1].view(dtype)[0].data  # autograd counts its writes
-            self.on_device[number.name, dtype] = NumberOnDevice(memory, number.now)
+            self.filled[number.name, dtype] = FilledNumber(memory, number.now)
             if captured_code_runs(memory.device):
                 memory.fill_(number.value)
         return memory
 
     def read_only(self, name: str, *tensors: Tensor) -> None:
-        """Refuse the step at its end if it has written to one of these."""
         observed = f"{name} is used at {CallSiteFinder().here().describe()}"
         self._read_only += [(observed, tensor, version_of(tensor)) for tensor in tensors]
 
@@ -255,7 +238,7 @@ class StepNumbers:
 
     def mechanism(self) -> Mechanism:
         """Return what fills the numbers on the device ahead of a replay."""
-        return Mechanism(before=[number.refresh for number in self.on_device.values()])
+        return Mechanism(before=[number.refresh for number in self.filled.values()])
 
     def finish(self) -> None:
         """Refuse what shows only at the end of the step, and note which values guard the graph."""
@@ -533,7 +516,7 @@ class Followed:
     def _of_graph(self) -> Assertions:
         if self._assertions is None:
             self._assertions = found = self._fit.begin(self._device, self._knows)
-            found.forks, found.converts = self._facts.forks, self.numbers.asked.add
+            found.forks, found.numbers = self._facts.forks, self.numbers
         return self._assertions
 
     def _answer(self, asked: Question) -> Any:

@@ -5,32 +5,29 @@ which C++ takes for such tensors, and which compute with the tracers of their nu
 makes of a number on the host, each replay makes of the present one by the same operators of torch.
 Where a stand-in meets a tensor of the device, its number is an argument of that kernel.
 
-Numbers that such a step reads of the device (``param.norm().item()``) the graph computes with.
+What such a step reads of the device (``param.norm().item()``) is a number there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import COUNTER, HOST_READ
+from lightning_graphs.device.rules import COUNTER
 from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.private.exchange import Member, exchanged, standing_in
+from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.forms import inverse, of_single, one_by_one
+from lightning_graphs.watch.forms import of_single, one_by_one
+from lightning_graphs.watch.on_device import DeviceNumber, is_scalar, of_two
 from lightning_graphs.watch.tracers import (
     OURS,
-    PLAIN_TENSORS,
     Asks,
     Conversion,
     Question,
@@ -137,12 +134,12 @@ def scalars_followed(
         if isinstance(tensor, HostScalar):
             return tensor.number
         is_read = question.asks in (Asks.ITEM, Asks.NUMBER) and tensor.numel() == 1
-        if not (is_read and _is_scalar(number := tensor.detach().reshape(()), numbers.device)):
+        if not (is_read and is_scalar(number := tensor.detach().reshape(()), numbers.device)):
             return None
         return DeviceNumber(numbers, number.double())
 
-    of_two = [_of_two(numbers, function) for function in (max, min)]
-    following = [(sys.modules[name], f.__name__, f) for name in modules for f in of_two]
+    larger_or_smaller = [of_two(numbers, function) for function in (max, min)]
+    following = [(sys.modules[m], f.__name__, f) for m in modules for f in larger_or_smaller]
     with (
         exchanged([*_functions_followed(), *following]),
         FunctionMode(HostScalar.called),
@@ -150,120 +147,6 @@ def scalars_followed(
         calls_followed(conversions),
     ):
         yield
-
-
-class DeviceNumber(ScalarTracer):
-    """Stands for a number that is read of the device: the graph computes with it in 64 bits.
-
-    These operations are exact, or rounded as Python rounds them; what code does else with it is
-    refused.
-    """
-
-    is_of_device = True
-
-    def __init__(self, numbers: Any, memory: Tensor, *, is_positive: bool = False) -> None:
-        name = numbers.unique("a number of the device")
-        super().__init__(numbers, name, self.refuse, 1.0, False, HOST_READ)
-        self.memory, self._is_positive = memory, is_positive
-
-    def in_graph(self, dtype: torch.dtype) -> Tensor:
-        return self.memory.to(dtype)
-
-    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        divisor: Any = operands[1] if function is operator.truediv else 1.0
-        if isinstance(divisor, DeviceNumber):
-            is_nought = not divisor._is_positive  # as far as is known: Python raises then
-        else:
-            is_nought = bool(divisor == 0.0)  # a guard, of what replays have
-        if function not in _IN_64_BITS or is_nought:
-            self.refuse()
-            return function(*[o.value if isinstance(o, ScalarTracer) else o for o in operands])
-        with torch.no_grad():
-            found = _IN_64_BITS[function](*map(self._on_device, operands))
-        is_positive = function is max and any(type(o) in (int, float) and o > 0 for o in operands)
-        return DeviceNumber(self.numbers, found, is_positive=is_positive)
-
-    def _on_device(self, operand: Any) -> Tensor:
-        if isinstance(operand, ScalarTracer):
-            found: Tensor = self.numbers.tensor_of(operand, torch.float64)
-            return found
-        # In a tensor: CUDA divides by numbers of the host as it multiplies with their inverse
-        return torch.full((), operand, dtype=torch.float64, device=self.memory.device)
-
-    def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        self.refuse()
-        return function(*[o.value if isinstance(o, ScalarTracer) else o for o in operands])
-
-
-_IN_64_BITS: dict[Any, Callable[..., Tensor]] = {
-    operator.add: torch.add,
-    operator.sub: torch.sub,
-    operator.mul: torch.mul,
-    operator.truediv: torch.div,
-    operator.neg: torch.neg,
-    abs: torch.abs,
-    math.sqrt: torch.sqrt,
-    inverse: lambda a: torch.ones_like(a) / a,
-    max: lambda a, b: torch.where(b > a, b, a),
-    min: lambda a, b: torch.where(b < a, b, a),
-}
-
-
-class Either(DeviceNumber):
-    """Stands for the larger or smaller of a number and a tensor with one, of which Python has one.
-
-    What code computes with it the graph computes with both, and chooses where that meets a tensor.
-    """
-
-    def __init__(self, numbers: Any, is_tensor: Tensor, tensor: Any, number: Any) -> None:
-        super().__init__(numbers, tensor)
-        self._is_tensor, self._tensor, self._number = is_tensor, tensor, number
-
-    def in_graph(self, dtype: torch.dtype) -> Tensor:
-        with torch.no_grad():
-            number = self._on_device(self._number).to(dtype)
-            return torch.where(self._is_tensor, self._tensor.to(dtype), number)
-
-    def computed(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-        others = [operand for operand in operands if operand is not self]
-        if function not in _OPERATORS or leaves_of(others, DeviceNumber):
-            self.refuse()
-            return 1.0
-        with torch.no_grad():
-            found = [
-                function(*[own if o is self else o for o in operands])
-                for own in (self._tensor, self._number)
-            ]
-        return Either(self.numbers, self._is_tensor, *found)
-
-
-_OPERATORS = (operator.add, operator.sub, operator.mul, operator.neg)
-
-
-def _of_two(numbers: Any, function: Any) -> Callable[..., Any]:
-    """Return what stands for ``max`` or ``min`` in a module."""
-
-    def of_two(_: FrameType, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 2 or kwargs:
-            return function(*args, **kwargs)
-        if any(isinstance(arg, DeviceNumber) for arg in args):
-            number = next(arg for arg in args if isinstance(arg, DeviceNumber))
-            return number.computed(function.__name__, function, *args)
-        tensors = [arg for arg in args if _is_scalar(arg, numbers.device)]
-        others = [arg for arg in args if type(arg) is float or isinstance(arg, ScalarTracer)]
-        if (len(tensors), len(others)) != (1, 1):
-            return function(*args, **kwargs)
-        second = args[1] > args[0] if function is max else args[1] < args[0]
-        is_tensor = second if args[1] is tensors[0] else second.logical_not()
-        return Either(numbers, is_tensor, *tensors, *others)
-
-    return standing_in(function, of_two)
-
-
-def _is_scalar(value: Any, device: torch.device) -> bool:
-    """Return whether a value is a tensor of the device with one number."""
-    is_here = type(value) in PLAIN_TENSORS and value.device == device
-    return is_here and value.dim() == 0 and value.dtype.is_floating_point
 
 
 def _converted(kind: Any) -> Callable[[Any], Any]:

@@ -11,6 +11,7 @@ import enum
 import math
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -219,6 +220,23 @@ def present(value: Any) -> Any:
 _LONGEST = 1000  # characters of an expression; loops make longer ones
 _FEW = 8  # values of a number, of which each may have a graph
 _PLAIN = (int, float, bool)
+
+
+class NumberUses:
+    """What the tracers of one capture note of the uses of their numbers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device  # where the numbers are, if they are in tensors
+        # What a number is compared with: `min` and `max` may return this very object
+        self.bounds: list[float] = []
+        self.asked: set[Conversion] = set()  # where code asks for bare numbers
+        self.are_places = False  # it asks for one as an index
+        self._names: Counter[str] = Counter()
+
+    def unique(self, name: str) -> str:
+        """Return a name that is unique in this capture."""
+        self._names[name] += 1
+        return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
 
 
 class ScalarTracer(Tracer):
