@@ -52,6 +52,10 @@ SHORT, LAST = 60, 2 * READ_EVERY - 1
 """Steps ahead of a kill, and of one behind which the host reads, and reads what is logged."""
 ENDS_WITHIN, LOOKS_FOR = 30, 45
 """Seconds in which all ranks end when one is gone, and after which the rest is ended."""
+STALLS = 60
+"""Seconds without a note of any rank, after which all are ended, and say where they wait."""
+NOTES, SAYS_EVERY = 100, 2.0
+"""Notes that a rank makes in a fit, and seconds between two that are printed."""
 BUSY = 2.0
 """Seconds for which the device of the killed rank is busy ahead of its last replay."""
 LIMITS = {"resident memory": 32.0, "GPU pages": 32.0}
@@ -169,20 +173,31 @@ class Began(Callback):
             trainer.optimizers[0].load_state_dict(self._state[1])
 
 
-class Looks(Callback):
-    """Notes how memory grows.
+class Notes(Callback):
+    """Writes to a file how far a fit is.
 
     Args:
-        path: File for the number of steps, each tenth of them.
+        path: The file.
+        fit: Which one.
+        steps: How many it has.
     """
 
-    def __init__(self, steps: int, path: Path) -> None:
-        self._steps, self._path = steps, path
+    def __init__(self, path: Path, fit: str, steps: int) -> None:
+        self._path, self._fit, self._every = path, fit, max(steps // NOTES, 1)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step % self._every == 0:
+            self._path.write_text(f"{self._fit}, step {trainer.global_step}")
+
+
+class Looks(Callback):
+    """Looks how memory grows, and what weights are in the end."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
         self.found: dict[str, Any] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        if trainer.global_step % max(self._steps // 10, 1) == 0 and trainer.global_rank == 0:
-            self._path.write_text(str(trainer.global_step))
         if trainer.global_step == max(self._steps // 10, 30):
             self._memory, self._began = _memory(), time.monotonic()
         if trainer.global_step == self._steps:
@@ -276,28 +291,30 @@ def program(folder: Path, rank: int, steps: int, way: str, victim: int, seed: in
         "backend": "cuda" if torch.cuda.is_available() else "emulated",
         "only_if_faster": False,
     }
+    at = folder / f"{rank}.at"
     if steps:
-        found = _long(steps, seed, GraphCapture(**options), folder / "step")
+        found = _long(steps, seed, GraphCapture(**options), at)
         (folder / f"{rank}.json").write_text(json.dumps(found))
     if way:
         last = SHORT if way == "step" else LAST
-        callbacks: list[Callback] = [Waits(way, last)] * (rank != victim)
+        callbacks: list[Callback] = [Notes(at, "ahead of a kill", last), Waits(way, last)]
         callbacks += [Reads()] * (way == "read")
-        callbacks += [Killed(last)] * (rank == victim)
+        if rank == victim:
+            callbacks[1] = Killed(last)
         fit(last + 10 * READ_EVERY, callbacks, GraphCapture(**options))
 
 
-def _long(steps: int, seed: int, graphs: GraphCapture, path: Path) -> dict[str, Any]:
+def _long(steps: int, seed: int, graphs: GraphCapture, at: Path) -> dict[str, Any]:
     """Train long with graphs, and eagerly what comes first and last; what came of it."""
     count = min(EAGER, steps // 2)
     first, last = range(count), range(steps - count, steps)
     eager = [Losses(first), Losses(range(BUCKETS, BUCKETS + count))]
     captured = [Losses(first), Losses(last)]
-    fit(count, eager[:1], None)
-    looks = Looks(steps, path)
-    fit(steps, [*captured, Reads(), Delays(seed), looks], graphs)
-    began = Began(captured[1].state)
-    fit(BUCKETS + count, [began, eager[1]], None, last.start - BUCKETS)
+    fit(count, [eager[0], Notes(at, "first eager steps", count)], None)
+    looks, notes = Looks(steps), Notes(at, "captured steps", steps)
+    fit(steps, [*captured, Reads(), Delays(seed), looks, notes], graphs)
+    began, notes = Began(captured[1].state), Notes(at, "last eager steps", count)
+    fit(BUCKETS + count, [began, eager[1], notes], None, last.start - BUCKETS)
     said = graphs._statistics
     return {
         **looks.found,
@@ -328,37 +345,67 @@ def run(
         folder = Path(name)
         given = [(folder, rank, steps, way, victim, seed) for rank in range(ranks)]
         started = launched(program, given, {})
-        begun = time.monotonic()
-        left: float = seconds
         ended: dict[int, float] = {}
-        stuck, said = False, ""
-        while len(ended) < ranks and time.monotonic() - begun < left:
-            time.sleep(0.05)
-            step = folder / "step"
-            if step.exists() and (now := step.read_text()) != said:
-                said = now
-                print(f"  step {said} after {time.monotonic() - begun:.0f} s", flush=True)
-            for rank, process in enumerate(started):
-                if rank not in ended and not process.is_alive():
-                    ended[rank] = time.monotonic() - begun
-                    left = min(left, ended[rank] + LOOKS_FOR)
-        for rank, process in enumerate(started):
-            if rank not in ended:
-                stuck = True
-                os.kill(process.pid, signal.SIGUSR1)  # where does it wait?
-        time.sleep(1.0 if stuck else 0.0)
-        for process in started:
-            process.kill()
-            process.join()
-        logs = [(folder / f"{rank}.log").read_text(errors="replace") for rank in range(ranks)]
-        files = [folder / f"{rank}.json" for rank in range(ranks)]
-        found = [json.loads(f.read_text()) for f in files if f.exists()]
+        try:
+            _wait(started, ended, folder, seconds)
+        finally:
+            _end(started, folder)
+        logs = [_text(folder / f"{rank}.log") for rank in range(ranks)]
+        found = {rank: _text(folder / f"{rank}.json") for rank in range(ranks)}
     if steps:
-        yield from _judged(found, ranks, steps)
+        yield from _judged([json.loads(text) for text in found.values() if text], ranks, steps)
+        for rank in [rank for rank, text in found.items() if not text]:
+            print(f"  rank {rank} said: {logs[rank][-3500:]}", flush=True)
     if way:
         yield from _lost(started, ended, logs, way, victim)
-    elif len(found) < ranks:
-        print("\n".join(log[-3500:] for log in logs), flush=True)
+
+
+def _wait(started: Sequence[Any], ended: dict[int, float], folder: Path, seconds: float) -> None:
+    """Wait until all ranks have ended, some do not after others have, or none goes on.
+
+    Args:
+        started: Their processes.
+        ended: Is given the seconds after which each has ended.
+        folder: Where they write how far they are; that of rank 0 is printed.
+        seconds: How long all may take.
+    """
+    begun = heard = time.monotonic()
+    said, notes = begun, [""] * len(started)
+    while len(ended) < len(started):
+        time.sleep(0.05)
+        now = time.monotonic()
+        for rank, process in enumerate(started):
+            if rank not in ended and not process.is_alive():
+                ended[rank], heard = now - begun, now
+        found = [_text(folder / f"{rank}.at") or note for rank, note in enumerate(notes)]
+        if found != notes:
+            notes, heard = found, now
+            if now - said > SAYS_EVERY:
+                said = now
+                print(f"  {notes[0]}, after {now - begun:.0f} s", flush=True)
+        first = min(ended.values(), default=float("inf"))
+        if now - begun > min(seconds, first + LOOKS_FOR) or now - heard > STALLS:
+            break
+
+
+def _end(started: Sequence[Any], folder: Path) -> None:
+    """End the ranks that have not ended, and print where they waited."""
+    stuck = [rank for rank, process in enumerate(started) if process.is_alive()]
+    for rank in stuck:
+        os.kill(started[rank].pid, signal.SIGUSR1)
+    time.sleep(1.0 if stuck else 0.0)
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join(LOOKS_FOR)  # a device may hold it
+    for rank in stuck:
+        at, log = (_text(folder / f"{rank}.{what}") for what in ("at", "log"))
+        print(f"  rank {rank} was ended ({at or 'ahead of any step'}): {log[-7000:]}", flush=True)
+
+
+def _text(path: Path) -> str:
+    """What a rank has written; empty if there is nothing."""
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _judged(found: Sequence[dict[str, Any]], ranks: int, steps: int) -> Iterator[Row]:

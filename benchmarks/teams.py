@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import queue
+import signal
 import socket
 import threading
 import time
@@ -63,6 +65,7 @@ class Team:
             except queue.Empty:
                 gone = {r: p.exitcode for r, p in enumerate(self.processes) if not p.is_alive()}
                 if gone or time.monotonic() > until:
+                    self._say_where()
                     self.kill()
                     said = f"ranks have ended: {gone}" if gone else f"longer than {seconds:.0f} s"
                     raise TeamError(said) from None
@@ -72,6 +75,13 @@ class Team:
                 raise TeamError(f"rank {rank}: {value}")
             found[rank] = value
         return [found[rank] for rank in sorted(found)]
+
+    def _say_where(self) -> None:
+        """Let the processes print where they wait."""
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
 
     def kill(self) -> None:
         """End the processes; the next question starts others."""
@@ -123,6 +133,7 @@ def _begin(variables: dict[str, str], target: Callable[..., Any], *arguments: An
 
 def _serve(work: Callable[..., Any], rank: int, asked: Any, results: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the progress bar
+    faulthandler.register(signal.SIGUSR1)
     be_quiet()
     while (arguments := asked.get()) is not None:
         try:

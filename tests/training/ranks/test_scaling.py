@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,33 @@ def test_a_rank_that_is_gone_ends_all_with_one_sentence(several: Any, ranks: int
     rows = [*several("soak_ranks").run(60, "step", ranks, 0, 120.0)]
     assert {row.verdict for row in rows} == {"PASS"}, rows
     assert [row.name for row in rows if "killed" in row.name]
+
+
+def waiting(*_: Any) -> None:
+    """Wait for ever, as a rank does whose device waits for another."""
+    faulthandler.register(signal.SIGUSR1)
+    threading.Event().wait()
+
+
+def leaving(folder: Path, rank: int, *_: Any) -> None:
+    """End as rank 0, and wait as the others."""
+    os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    if rank > 0:
+        waiting()
+
+
+@pytest.mark.parametrize("limit", ["STALLS", "LOOKS_FOR"])
+def test_ranks_that_wait_for_ever_are_ended_and_say_where(
+    several: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    soak = several("soak_ranks")
+    monkeypatch.setattr(soak, limit, 2.0)
+    monkeypatch.setattr(soak, "program", leaving)
+    (row,) = soak.run(100, "", 2, 0, 120.0)
+    assert (row.figure, row.verdict) == (2, "WRONG RESULT")
+    said = capsys.readouterr().out
+    assert "rank 1 was ended" in said
+    assert "in waiting" in said
 
 
 def hearing(rank: int, root: Path) -> None:
