@@ -27,14 +27,14 @@ from lightning_graphs.regions.lifecycle import EAGER, Ranks
 from lightning_graphs.regions.optimizer import capture_obstacle
 from lightning_graphs.regions.plan import StepOutputs, StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore
-from lightning_graphs.regions.step import StepCapture, refuse_iterator
+from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.regions.whole_step import BY_HAND, EvaluationSteps, StepRegion
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import OptimizerState, PythonSnapshot
 from lightning_graphs.values.tree import Unread
-from lightning_graphs.watch.batch import BatchValueRead
+from lightning_graphs.watch.batch import BatchValueRead, refuse_iterator
 
 
 class FunctionCapture(StepCapture):

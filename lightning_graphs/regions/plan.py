@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -15,8 +17,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.autograd.graphed import Stores, set_again
-from lightning_graphs.device.graph import CUDAGraph
+from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.errors import ReplayError
+from lightning_graphs.private.exchange import modes_entered, modes_left
+from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.regions.conditions import CaptureKey, conditions_of
 from lightning_graphs.regions.forked import Forked
 from lightning_graphs.regions.gradients import GradientBuffers
@@ -28,6 +32,7 @@ from lightning_graphs.values.tree import flatten, substitute
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.mechanism import Check, Instruction, Mechanism
+from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.side_effects import SideEffects
 from lightning_graphs.watch.tracers import LateTracer, Tracer
 
@@ -477,6 +482,79 @@ def found_for_later(plan: StepPlan | None) -> tuple[StepPlan | None, ...]:
         return (plan,)
     plan.cancel()
     return ()
+
+
+# ------------------ Graphs of one capture
+
+
+class Segments:
+    """The graphs of one step: one, or more if the capture was cut."""
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        reads: AttributeGuards,
+        seeing: Callable[[], AbstractContextManager[object]],  # surrounds what is captured
+    ) -> None:
+        self._pool = pool
+        self._reads = reads
+        self._seeing = seeing
+        self._early: Stores = ()  # set ahead of forks
+        self._open = contextlib.ExitStack()
+        self.graphs: dict[str, CUDAGraph] = {}
+        self.ahead: list[CUDAGraph] = []  # of forks
+        self.stores: dict[str, Stores] = {}
+        self._entered = 0, 0
+
+    @contextlib.contextmanager
+    def capturing(self, name: str) -> Iterator[None]:
+        with self._open:
+            self.cut(name)
+            self._entered = modes_entered()
+            yield
+
+    def can_fork(self) -> bool:
+        """Whether all modes of the first graph are entered, and none is in the midst of a call."""
+        return all(now >= first for now, first in zip(modes_entered(), self._entered, strict=True))
+
+    def fork(self) -> None:
+        """Begin another graph where code asks which way to go on."""
+        stores = self._reads.stored()
+        with modes_left(self._entered):
+            self._open.close()
+            self.ahead.append(self.graphs.pop("forward"))
+            self.cut("forward")
+        self._early = (*self._early, *stores)
+
+    def cut(self, name: str) -> None:
+        self._open.close()
+        self._open.push(partial(self._ended, name))
+        self._captured = self._open.enter_context(self._pool.capture())
+        self._open.enter_context(self._seeing())
+
+    def _ended(self, name: str, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self.graphs[name] = self._captured
+            early, self._early = self._early, ()
+            if stores := (*early, *self._reads.stored()):
+                self.stores[name] = stores
+
+    @property
+    def dropout(self) -> CapturedDropout | None:
+        """cuDNN's random state, if any of the graphs draws from it."""
+        found = (graph.dropout for graph in (*self.ahead, *self.graphs.values()))
+        return next(filter(None, found), None)
+
+    def mechanism(self) -> Mechanism | None:
+        """Check that cuDNN's random state is that of the capture, if recurrent layers draw."""
+        dropout = self.dropout
+        return None if dropout is None else Mechanism(checks=((dropout.is_current, True),))
+
+    def abandon(self) -> None:
+        while self.graphs:
+            self._pool.release(self.graphs.popitem()[1])
+        while self.ahead:
+            self._pool.release(self.ahead.pop())
 
 
 # ------------------ Optimizer steps behind the graph

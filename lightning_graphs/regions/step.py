@@ -1,66 +1,330 @@
-"""A whole training step: its capture."""
+"""A whole training step: its capture, in attempts that learn of each other."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.graph import CUDAGraph, GraphPool
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.device.rules import AFTERMATH, DRAWN, are_noted
+from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
+    NO_LINE,
+    add_line,
     calls_observed,
     definition_of,
+    site_in,
 )
-from lightning_graphs.private.engine import parameters_in, renew_gradient_nodes
-from lightning_graphs.private.exchange import modes_entered, modes_left
-from lightning_graphs.private.generators import CapturedDropout, draws_in_cudnn
+from lightning_graphs.private.engine import (
+    backward_passes_observed,
+    parameters_in,
+    renew_gradient_nodes,
+)
+from lightning_graphs.private.generators import draws_in_cudnn
 from lightning_graphs.private.torch import (
     capture_unseen,
     deepcopies_cloned,
     hooks_registered,
     version_of,
 )
-from lightning_graphs.regions.attempts import Attempts
-from lightning_graphs.regions.behind import Behind, KeyOf, StepHead
-from lightning_graphs.regions.body import Given, OptimizerNumbers, unseen_steps_refused
+from lightning_graphs.regions.behind import Behind, HeadMissed, KeyOf, StepHead
+from lightning_graphs.regions.body import Given, OptimizerNumbers, StepBody, unseen_steps_refused
 from lightning_graphs.regions.conditions import (
+    Observers,
     Phase,
     ReplayGuards,
     conditions_of,
     refuse_new_seeds,
 )
-from lightning_graphs.regions.context import Recorder
+from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
 from lightning_graphs.regions.forked import Forked
-from lightning_graphs.regions.gradients import GradientTargets
-from lightning_graphs.regions.optimizer import CapturableOptimizer, state_undone
+from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
+from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
 from lightning_graphs.regions.plan import (
     BatchGradients,
     Present,
+    Segments,
     StepOutputs,
     StepPlan,
     UpdateBehind,
     batch_written,
 )
-from lightning_graphs.regions.reduction import reduction_of
+from lightning_graphs.regions.reduction import BucketReduction, reduction_of
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
-from lightning_graphs.watch.environment import Environment, code_captured
+from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
+from lightning_graphs.watch.host_trace import ArenaFull
+from lightning_graphs.watch.late import LATE_RULES
 from lightning_graphs.watch.mechanism import Mechanism, Watcher
-from lightning_graphs.watch.reads import AttributeGuards, UnusedTensors
+from lightning_graphs.watch.numbers import Followed
+from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
+from lightning_graphs.watch.reads import UnusedTensors
 from lightning_graphs.watch.side_effects import SideEffects
 from lightning_graphs.watch.user_code import held_elsewhere
+
+
+class Notes:
+    """What attempts refuse, where :func:`~lightning_graphs.device.rules.noting` is entered."""
+
+    def __init__(self) -> None:
+        self.last: Sequence[CaptureError] = ()  # what the last attempt has refused
+        self.answered: list[CaptureError] = []  # what a host program does in place of the graph
+        self._asked: Sequence[CaptureError] = ()  # perhaps the next attempt's program does that
+
+    def take(self, refused: Sequence[CaptureError], *, asks_host: bool = False) -> bool:
+        """Take note of an attempt; return whether another one may go further in the code."""
+        before, self.last = self.last, refused
+        self.answered += [e for e in self._asked if not any(map(partial(_is_alike, e), refused))]
+        self._asked = refused if asks_host else ()
+        texts = [[(e.rule, e.observed) for e in found] for found in (before, refused)]
+        return bool(refused) and not refused[-1].is_noted and texts[0] != texts[1]
+
+
+def _is_alike(one: CaptureError, other: CaptureError) -> bool:
+    return one.rule == other.rule and site_in(one.observed) == site_in(other.observed)
+
+
+class Attempts(StepBody):
+    """Attempts to capture training steps of one fit, which learn of each other."""
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        facts: CaptureFacts,
+        optimizers: Mapping[Optimizer, CapturableOptimizer | None],
+        observers: Observers,
+    ) -> None:
+        super().__init__(context, optimizers, observers)
+        self._facts = facts
+        self.persistent = PersistentGradients()  # the gradients that outlive a replay
+        self._units = context.ranks.units
+        self._hooks, self._registers_hooks = 0, False
+        self._asked: list[str] = []
+        given = context.module, context.watch, facts, context.compiled, context.assertions
+        self._followed = Followed(*given, context.pool.backend.refusal)
+        self._reduction: BucketReduction | None = None  # in place of DDP's own
+        self._unread: UnreadValues | None = None  # the unguarded values of what is captured
+        self._inside = contextlib.ExitStack()  # surrounds the step's own code
+        self._has_several_passes = False  # the capture has seen a backward pass inside of its own
+        self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
+        self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
+        self._behind: list[UpdateBehind] = []
+        self._versions: list[tuple[Tensor, int]] = []  # of state, as the capture begins
+        self._written_ahead: list[Tensor] = []  # state that graphs ahead of forks write
+        # Surrounds what a graph captures
+        self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.notes = Notes()
+
+    def _attempts(
+        self,
+        attempt: Callable[[], StepPlan],  # captures once
+        call: Sequence[Tensor] | None = None,  # what the plan takes in now; None: it comes later
+    ) -> StepPlan | None:
+        """Capture until nothing more is learned."""
+        self._unread = None
+        if self._facts.forks.is_on:
+            self._facts.forks.begin_step()
+        goes_on = self.context.policy.goes_on if self.context.ranks.are_one else lambda: True
+        while (plan := self._attempted(attempt, call)) is None:
+            if not goes_on():
+                return None
+        return plan
+
+    def _attempted(
+        self, attempt: Callable[[], StepPlan], call: Sequence[Tensor] | None
+    ) -> StepPlan | None:
+        """Capture the step once; None: another attempt may succeed, with what was learned.
+
+        Raises:
+            CaptureError: It is refused, whatever was learned.
+        """
+        self._asked.clear()
+        self._followed.caught.clear()
+        self.context.policy.tries_again()
+        compiled, had_program = self.context.compiled.runs, self._facts.has_host_program
+        try:
+            plan = attempt()
+            self.notes.take(())
+            goes = call is None or plan.forked is None or are_noted() or self._goes(plan, call)
+            return plan if goes else None
+        except CaptureError as raised:
+            # Others follow the first one
+            caught = self._followed.caught
+            error = caught[0] if caught and AFTERMATH in raised.observed else raised
+            refused, forks = raised.others or (raised,), self._facts.forks
+            if forks.taken:
+                if self._learns_on_way(error):
+                    forks.learned()
+                    return None
+                if forks.turn(error):
+                    return None
+                error = forks.first_refusal or error  # those of other ways say nothing of this one
+                refused = error.others or (error,)
+            try:
+                learned = self._learns_of(error, compiled=compiled)
+                if not learned and self.client.keeps_back(error, self._followed.reads):
+                    # once more as an eager step, to begin with
+                    self._facts.is_unseen = learned = True
+                if learned:
+                    forks.learned()
+                else:
+                    learned = self._forks_on(error)
+                if are_noted():
+                    asks_host = self._facts.has_host_program and not had_program
+                    learned = learned or self._learns_of_noted(refused[1:])
+                    learned |= self.notes.take(refused, asks_host=asks_host)
+                if learned:
+                    return None
+                if compiled and error.rule == DRAWN.rule:
+                    self._refuse_draws(attempt)
+                if error is raised:
+                    raise
+                raise error from raised
+            finally:
+                del error, refused  # its traceback refers to this frame, and to gradients
+
+    def _learns_on_way(self, error: CaptureError) -> bool:
+        """Learn from a refusal on a way that steps may not even go."""
+        if self._learns() or self.client.learns():
+            return True
+        reads = self._followed.reads
+        return error.rule in LATE_RULES and self.client.keeps_back(error, reads)
+
+    def _forks_on(self, error: CaptureError) -> bool:
+        """Let captures follow forks, if one is refused for what it reads of the device."""
+        facts = self._facts
+        may = error.rule in LATE_RULES and self.context.ranks.are_one
+        if not (may and facts.forks.switch_on()):
+            return False
+        facts.has_host_program, facts.is_unseen = False, True
+        return True
+
+    def _goes(self, plan: StepPlan, call: Sequence[Tensor]) -> bool:
+        """Whether a step goes the way of a plan that was captured with it.
+
+        It learns from that what the graphs ahead of forks write, and undoes them.
+        """
+        assert plan.forked is not None, "it has forks"
+        loose = self.context.watch.environment().in_attributes
+        state = {*self.module.parameters(), *self.module.buffers(), *plan.loose.values(), *loose}
+        before = Snapshot(state, room=self.context.budget.room_for)
+        goes = plan.take(call)
+        if goes:
+            plan.forked.learn(before, state)
+            plan.cancel()
+        before.restore()
+        if not goes:
+            self._release(plan)
+            self._facts.forks.went(plan.forked.missed, now=True)
+        return goes
+
+    def _release(self, plan: StepPlan) -> None:
+        for graph in plan.captured:
+            self.context.pool.release(graph)
+
+    def _learns_of_noted(self, refused: Iterable[CaptureError]) -> bool:
+        """Learn what further refusals of an attempt show, which were noted."""
+        noted, compiled = [e for e in refused if e.is_noted], self.context.compiled.runs
+        if any([self._learns_of(error, compiled=compiled) for error in noted]):
+            return True
+        return any([self.client.keeps_back(error, self._followed.reads) for error in noted])
+
+    def _learns_of(self, error: CaptureError, *, compiled: bool) -> bool:
+        """Learn what a failed attempt shows of the step; tell whether another one may succeed."""
+        facts, raised = self._facts, isinstance(error, RaisedInCapture)
+        waits = self.client.waits_for_gradients()
+        # C code says of a tracer that it is no list
+        if raised and facts.places.are_used() and not waits:
+            return True
+        if isinstance(error, HeadMissed):
+            return False
+        if self._unread is not None:
+            self._unread.refuse_read(error.observed if raised else "")
+        if NO_LINE in error.observed:
+            add_line(error, "in the code of", definition_of(self.client.function))
+        if isinstance(error, ArenaFull):
+            self._followed.room_on_device = error.needed
+        if raised or waits or isinstance(error, NoRoomError):
+            return False
+        if compiled != self.context.compiled.runs:
+            return True  # it was followed as if none of it was compiled
+        if isinstance(error, PlaceUsedError):
+            facts.places.are_used(error.place)
+            return True
+        if isinstance(error, ArenaFull) or self._learns() or self.client.learns():
+            return True
+        follows = isinstance(error, UpdateRefused) and error.may_succeed
+        if follows or isinstance(error, LeftBehindError):
+            return False
+        if not (facts.has_host_program or compiled):
+            facts.has_host_program = True
+            self.context.policy.follows_host()
+            return True
+        if facts.is_unseen and self._asked:
+            facts.is_unseen = facts.has_host_program = False
+            return True
+        return False
+
+    def _refuse_draws(self, captured: Callable[[], StepPlan]) -> None:
+        """Refuse the first draw on the host of a step that draws there, with its line."""
+        self._followed.finds_draws = True
+        try:
+            plan = captured()
+        except GraphError as error:
+            if error.rule == DRAWN.rule:
+                raise
+        else:
+            self._release(plan)
+        finally:
+            self._followed.finds_draws = False
+
+    def _learns(self) -> bool:
+        """Whether there are new places to store in, or calls to follow."""
+        places = self._facts.places
+        if places.learn(places.found):
+            return True
+        if self._unforeseen:
+            self.persistent.of(self._unforeseen)
+            self._unforeseen.clear()
+            return True
+        if self._has_several_passes and not self._facts.has_several_passes:
+            self._facts.has_several_passes = True
+            return True
+        return self._followed.learn()
+
+    def was_in_a_branch(self) -> bool:
+        """Whether the first refusal may hold only for the present numbers of the trainer."""
+        return self._followed.was_in_a_branch()
+
+    @contextlib.contextmanager
+    def _passes_counted(self, *, adds: bool) -> Iterator[None]:
+        """Capture again if each of several backward passes adds to gradients by itself."""
+        passes = itertools.count(1)
+
+        def begun(*_: object) -> None:
+            self._facts.forks.ends = None  # gradients cannot be put back
+            if next(passes) > 1 and adds and not self._facts.has_several_passes:
+                self._has_several_passes = True
+                raise CaptureError(
+                    "A captured step must add the gradients of each backward pass by itself.",
+                    "a backward pass runs inside of another one, or of the step",
+                    "use torch.utils.checkpoint(..., use_reentrant=False)",
+                )
+
+        with backward_passes_observed(begun):
+            yield
 
 
 class _Begun(NamedTuple):
@@ -352,8 +616,7 @@ class StepCapture(Attempts):
             Watcher(inside=unused.watching, finish=partial(unused.tell, self._facts.reads)),
             *self._followed.watchers(),
             Watcher(
-                finish=lambda: refuse_new_seeds(segments.dropout),
-                mechanism=lambda: _with_dropout(segments.dropout),
+                finish=lambda: refuse_new_seeds(segments.dropout), mechanism=segments.mechanism
             ),
             Watcher(inside=given.inside),
             Watcher(inside=lambda: recorder.keeping(by_methods=self.context.compiled.runs)),
@@ -435,85 +698,3 @@ def _applied(effects: SideEffects, present: Present) -> Mechanism:
 def _logged(recorder: Recorder) -> Mechanism:
     last = recorder.last
     return Mechanism(after=(recorder.reissue,), last=() if last is None else (last,))
-
-
-def _with_dropout(dropout: CapturedDropout | None) -> Mechanism | None:
-    """Check that cuDNN's random state is that of the capture, if recurrent layers draw from it."""
-    return None if dropout is None else Mechanism(checks=((dropout.is_current, True),))
-
-
-def refuse_iterator(batch: Any) -> None:
-    if isinstance(batch, Iterator):
-        raise CaptureError(
-            "A captured step cannot take its batch from an iterator.",
-            f"{LIBRARIES.step} takes an iterator, a {type(batch).__qualname__}",
-            "take a batch as the argument of the step",
-        )
-
-
-# ------------------ Graphs of one capture
-
-
-class Segments:
-    """The graphs of one step: one, or more if the capture was cut."""
-
-    def __init__(
-        self,
-        pool: GraphPool,
-        reads: AttributeGuards,
-        seeing: Callable[[], AbstractContextManager[object]],  # surrounds what is captured
-    ) -> None:
-        self._pool = pool
-        self._reads = reads
-        self._seeing = seeing
-        self._early: Stores = ()  # set ahead of forks
-        self._open = contextlib.ExitStack()
-        self.graphs: dict[str, CUDAGraph] = {}
-        self.ahead: list[CUDAGraph] = []  # of forks
-        self.stores: dict[str, Stores] = {}
-        self._entered = 0, 0
-
-    @contextlib.contextmanager
-    def capturing(self, name: str) -> Iterator[None]:
-        with self._open:
-            self.cut(name)
-            self._entered = modes_entered()
-            yield
-
-    def can_fork(self) -> bool:
-        """Whether all modes of the first graph are entered, and none is in the midst of a call."""
-        return all(now >= first for now, first in zip(modes_entered(), self._entered, strict=True))
-
-    def fork(self) -> None:
-        """Begin another graph where code asks which way to go on."""
-        stores = self._reads.stored()
-        with modes_left(self._entered):
-            self._open.close()
-            self.ahead.append(self.graphs.pop("forward"))
-            self.cut("forward")
-        self._early = (*self._early, *stores)
-
-    def cut(self, name: str) -> None:
-        self._open.close()
-        self._open.push(partial(self._ended, name))
-        self._captured = self._open.enter_context(self._pool.capture())
-        self._open.enter_context(self._seeing())
-
-    def _ended(self, name: str, error: type[BaseException] | None, *_: object) -> None:
-        if error is None:
-            self.graphs[name] = self._captured
-            early, self._early = self._early, ()
-            if stores := (*early, *self._reads.stored()):
-                self.stores[name] = stores
-
-    @property
-    def dropout(self) -> CapturedDropout | None:
-        """cuDNN's random state, if any of the graphs draws from it."""
-        found = (graph.dropout for graph in (*self.ahead, *self.graphs.values()))
-        return next(filter(None, found), None)
-
-    def abandon(self) -> None:
-        while self.graphs:
-            self._pool.release(self.graphs.popitem()[1])
-        while self.ahead:
-            self._pool.release(self.ahead.pop())

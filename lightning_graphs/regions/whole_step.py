@@ -51,12 +51,12 @@ from lightning_graphs.regions.overlapped import Overlap
 from lightning_graphs.regions.own_gradients import why_not_behind
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery
-from lightning_graphs.regions.step import StepCapture, refuse_iterator
+from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.report.messages import Messages, Statistics, capture_cost, listed, padding_for
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import Gradients, RegionState
-from lightning_graphs.watch.batch import BatchValueRead, BatchValues
+from lightning_graphs.watch.batch import BatchValueRead, BatchValues, refuse_iterator
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 
 _KEEPS = "code of a step keeps tensors that it has computed"

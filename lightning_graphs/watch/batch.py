@@ -394,3 +394,12 @@ class UnreadValues:
         if raised and self._proxies:
             names = list(self._proxies)
             raise _read(names, f"{names[0]} is read, or else: {raised}")
+
+
+def refuse_iterator(batch: Any) -> None:
+    if isinstance(batch, Iterator):
+        raise CaptureError(
+            "A captured step cannot take its batch from an iterator.",
+            f"{LIBRARIES.step} takes an iterator, a {type(batch).__qualname__}",
+            "take a batch as the argument of the step",
+        )

@@ -17,8 +17,8 @@ from lightning.pytorch import Callback
 from torch import nn
 
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.regions.attempts import Attempts
 from lightning_graphs.regions.body import StepBody
+from lightning_graphs.regions.step import Attempts
 from lightning_graphs.regions.verify import Verification
 from lightning_graphs.values.snapshot import RegionState, Snapshot
 from tests.loops.test_training import scheduled

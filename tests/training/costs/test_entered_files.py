@@ -56,7 +56,7 @@ class Logging(LightningModule):
 
 EMULATION = ("device/emulated", "device/trace", "device/rules")
 """Stand for what a GPU and its driver do."""
-CAPTURED = 36
+CAPTURED = 35
 """Files that a captured and verified step enters, at most."""
 
 
