@@ -197,9 +197,11 @@ _ATTEMPT = 3.0, 80.0
 """What a first attempt to capture is expected to cost: so many eager steps, and milliseconds."""
 _COMPARED = 3.0, 20.0
 """What a first verification is expected to cost: so many eager steps, and milliseconds."""
-_AT_RISK, _SHORT, _AT_RISK_BEYOND = 0.05, 4e3, 0.1
-"""The parts of a fit's eager time that attempts may take as long as none has succeeded: of so many
-milliseconds, and of the time beyond."""
+_REFUSED = 1.5, 20.0
+"""What a first attempt is expected to cost that is refused, which most are early in the step: so
+many eager steps, and milliseconds."""
+_AT_RISK = 0.02
+"""The part of a fit's eager time that may be spent as long as no capture has succeeded."""
 _SURE = 0.67
 """An estimate is sure to be too high beyond so much of it."""
 _FURTHER_CAPTURE = 0.5
@@ -209,6 +211,8 @@ _DEARER, _BY_CALL, _FURTHER_DEARER = 2.0, 3.5, 1.5
 call; of further ones the host looks at its own operators only."""
 _SAVED = 0.7
 """The part of an eager step that a replay is expected to save as long as none was measured."""
+_NOT_ALL = 0.98
+"""The part of a step at most that graphs of its calls serve."""
 _LEAST_SAVED = 0.02
 """The least part that is saved: even a busy GPU pauses between kernels."""
 _MARGIN, _FURTHER_MARGIN = 1.5, 1.1
@@ -287,7 +291,7 @@ class CapturePolicy:
         self._others: list[float] = []  # and each of the others without a graph
         self._began = 0.0  # the attempt
         self._attempt = self._longest = 0.0  # the last one that has ended, and the longest
-        self._in_vain = 0.0  # what attempts have cost since the last one that succeeded
+        self._in_vain = 0.0  # what was spent since the last attempt that succeeded
         self._started = perf_counter()
         self._verified = 0.0
         self._verification = 0.0
@@ -381,9 +385,27 @@ class CapturePolicy:
         now = perf_counter()
         self._attempt, self._began = (now - self._began) * 1e3, now
         self._longest = max(self._longest, self._attempt)
-        self._in_vain += self._attempt
+        self._spend(self._attempt)
+
+    def _spend(self, ms: float) -> None:
+        self._in_vain += ms
         if not self._costs and self.measures:
             self._experience.price = self._in_vain
+
+    def observed(self, since: float) -> None:
+        """Note that a step was observed from a moment of ``perf_counter`` on until now."""
+        times = self._step_times
+        eager = median(times.eager) if times is not None and times.eager else 0.0
+        self._spend(max(0.0, (perf_counter() - since) * 1e3 - eager))
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time of the body, which serves no whole step, as spent without a success."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._spend((perf_counter() - began) * 1e3)
 
     def succeeded(self) -> None:
         """Note that the last attempt has made a graph: nothing was in vain."""
@@ -391,6 +413,12 @@ class CapturePolicy:
             self._experience.has_succeeded = True
         self._costs.append(self._attempt)
         self._in_vain = 0.0
+
+    def refuted(self) -> None:
+        """Note that the last graph computes something else: what it has cost was in vain."""
+        if len(self._costs) == 1:
+            self._experience.has_succeeded = False
+            self._spend(self._costs.pop() + self._verification * 1e3)
 
     def goes_on(self) -> bool:
         """Whether another attempt is worth it, after all that earlier ones have cost."""
@@ -404,7 +432,7 @@ class CapturePolicy:
 
     def goes_on_with_part(self, part: float) -> bool:
         """Whether captures are still worth it if a part of each step at least has graphs."""
-        self._part, self._dearer = max(part, _LEAST_SAVED), _BY_CALL
+        self._part, self._dearer = min(max(part, _LEAST_SAVED), _NOT_ALL), _BY_CALL
         if self._step_times is None or not self._step_times.eager:
             return True
         least = max(_MARGIN * self.break_even, self._safe(self._step_times))
@@ -422,17 +450,15 @@ class CapturePolicy:
         """Estimate how many steps must be left, so that an attempt in vain hardly shows."""
         if self._costs or self._experience.has_succeeded:
             return 0.0
-        at_risk = max(self._in_vain + self._next_attempt(times), self._expects)
-        beyond = max(0.0, at_risk - _AT_RISK * _SHORT)
-        fit = (at_risk - beyond) / _AT_RISK + beyond / _AT_RISK_BEYOND
+        steps, constant = _REFUSED
+        if self._part < 1.0:
+            steps *= _BY_CALL
+        if self._longest:  # what the first one loads is there
+            constant = 0.0
+        refused = max(steps * median(times.eager) + constant, self._longest)
+        at_risk = max(self._in_vain + refused, self._expects)
         done = self._statistics.eager + self._statistics.replayed
-        return max(0.0, fit / median(times.eager) - done)
-
-    def _next_attempt(self, times: StepTimes) -> float:
-        """Estimate the milliseconds that a first capture, or another attempt at it, costs."""
-        steps, constant = _ATTEMPT
-        expected = steps * median(times.eager) * self._dearer + constant
-        return max(expected, self._longest)
+        return max(0.0, at_risk / _AT_RISK / median(times.eager) - done)
 
     def _price(self, times: StepTimes) -> float:
         """Estimate the milliseconds that the next capture costs, with all attempts."""
@@ -441,7 +467,9 @@ class CapturePolicy:
             return median(further) if further else _FURTHER_CAPTURE * first
         steps, constant = _COMPARED if self._verifies else (0.0, 0.0)
         compared = steps * median(times.eager) + constant
-        return max(self._in_vain + self._next_attempt(times) + compared, self._expects)
+        steps, constant = _ATTEMPT
+        attempt = max(steps * median(times.eager) * self._dearer + constant, self._longest)
+        return max(self._in_vain + attempt + compared, self._expects)
 
     # ------------------------------------------------------------------ verification
 

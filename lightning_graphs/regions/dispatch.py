@@ -496,7 +496,8 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         # Modules inside of this one run eagerly in its capture.
         before, state.stepping = state.stepping, False
         try:
-            return capture_alone(self._observed(call), state.config)
+            with state.context.policy.spending():
+                return capture_alone(self._observed(call), state.config)
         finally:
             state.stepping = before
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ class Observed:
     observer: StepObserver  # sees its calls, and keeps their arguments
     dispatchers: list[ForwardDispatcher]  # of the modules whose calls it sees
     waits: int = FEW  # how many steps with other values may come before
+    since: float = field(default_factory=perf_counter)  # it began
 
 
 class ModuleGraphs(Region[StepCall, CapturedStep]):
@@ -317,6 +319,8 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     def _look_back(self, observed: Observed) -> None:
         """Capture what the last step has shown, if it is worth it and can be."""
         kind, observation = observed.kind, observed.observer.observation
+        if not observed.observer.is_over:
+            self._context.policy.observed(observed.since)
         observed.observer.remove()
         now = self._flags.now()  # a capture finds the hooks and the precision that are there
         is_fit = now.hooked == kind.flags.hooked and now.kernels == kind.flags.kernels

@@ -162,7 +162,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
 
     def capture(self, call: Hashable, key: Hashable) -> Plan:
         assert self.capturable is not None
-        with self._gradients.capturing():
+        with self._context.policy.spending(), self._gradients.capturing():
             return self._captured(self.capturable, key)
 
     @calls_observed
