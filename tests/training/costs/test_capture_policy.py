@@ -444,6 +444,8 @@ def test_where_memory_is_full_there_are_no_more_graphs(monkeypatch: pytest.Monke
     fit.cache.fill()
     fit.run(in_turn(13, 100))
     assert len(fit.cache) == 4
+    fit.done = 0
+    assert not fit.cache.is_due(12)
     assert "no room for more graphs" in fit.cache.why_not
 
 
