@@ -18,21 +18,16 @@ from torch.nn import Parameter
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
 from lightning_graphs.private.engine import (
-    backward_passes_observed,
-    is_composed,
-    leaves_behind,
-    local,
-    removed,
-    uses_of,
-)
-from lightning_graphs.private.torch import (
     accumulation_hooks,
+    backward_passes_observed,
     gradient_hooks,
     has_gradient_hooks,
-    hooks_registered,
-    version_of,
+    leaves_behind,
+    removed,
+    uses_of,
     without_hooks,
 )
+from lightning_graphs.private.torch import hooks_registered, is_composed, local, version_of
 from lightning_graphs.values.memory import (
     AliasedBuffer,
     clone_all,

@@ -42,24 +42,20 @@ from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
 from lightning_graphs.private.engine import (
     ahead_of_casts,
+    has_gradient_hooks,
     has_python_nodes,
     leaves_behind,
     nodes_behind,
+    nodes_recorded,
+    recorded_before,
     renew_gradient_nodes,
     require_plain_gradients,
+    saved_tensors_hooks,
     stale_gradient_nodes_tolerated,
 )
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import random_place, random_states
-from lightning_graphs.private.torch import (
-    PoolHandle,
-    has_gradient_hooks,
-    hooks_registered,
-    nodes_recorded,
-    recorded_before,
-    saved_tensors_hooks,
-    version_of,
-)
+from lightning_graphs.private.torch import PoolHandle, hooks_registered, version_of
 from lightning_graphs.values.memory import (
     Bound,
     OutputPlan,

@@ -26,15 +26,16 @@ from lightning_graphs.autograd.backward import (
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.errors import ArgumentElsewhereError, CaptureError, ReplayError
 from lightning_graphs.private.callsite import codes_in
-from lightning_graphs.private.engine import named_buffers_in, named_modules_in, named_parameters_in
+from lightning_graphs.private.engine import saved_tensors_hooks, will_execute
 from lightning_graphs.private.exchange import bind
 from lightning_graphs.private.torch import (
     in_transform,
     is_strided,
-    saved_tensors_hooks,
+    named_buffers_in,
+    named_modules_in,
+    named_parameters_in,
     tables_of,
     version_of,
-    will_execute,
 )
 from lightning_graphs.values.memory import (
     AddressGuard,

@@ -29,14 +29,10 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.device.trace import KnownStorage, Operation, Recorder, refuse_dead_inputs
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.distributed import collectives_called
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.generators import CapturedDropout, DropoutCapture
-from lightning_graphs.private.torch import (
-    PoolHandle,
-    abandon_capture_pool,
-    collectives_called,
-    empty_host_cache,
-)
+from lightning_graphs.private.torch import PoolHandle, abandon_capture_pool, empty_host_cache
 
 _REFUSALS = (
     "when stream is capturing",

@@ -40,16 +40,15 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.private.callsite import CallSite
+from lightning_graphs.private.engine import current_autograd_node, saved_tensors_hooks
 from lightning_graphs.private.torch import (
     PoolHandle,
     announced_as_cuda_capture,
-    current_autograd_node,
     dispatch_modes,
     dispatched_directly,
     has_memory,
     memory_of,
     out_of_sight,
-    saved_tensors_hooks,
 )
 from lightning_graphs.values.memory import bytes_of
 

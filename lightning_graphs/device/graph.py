@@ -18,9 +18,12 @@ from lightning_graphs.device.cuda import CudaBackend, CudaGraph
 from lightning_graphs.device.emulated import EmulatedBackend, EmulatedGraph
 from lightning_graphs.device.inspect import GraphInfo
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
-from lightning_graphs.private.engine import renew_gradient_nodes, stale_gradient_nodes_tolerated
+from lightning_graphs.private.engine import (
+    leaves_in_reach,
+    renew_gradient_nodes,
+    stale_gradient_nodes_tolerated,
+)
 from lightning_graphs.private.generators import CapturedDropout
-from lightning_graphs.private.leaves import leaves_in_reach
 from lightning_graphs.private.torch import PoolHandle, why_no_cuda_graphs
 
 BackendName = Literal["auto", "cuda", "emulated"]

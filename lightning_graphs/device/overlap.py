@@ -31,7 +31,8 @@ from lightning_graphs.device.trace import (
     tensors_in,
 )
 from lightning_graphs.errors import GraphError
-from lightning_graphs.private.torch import current_autograd_node, dispatch_modes, has_memory
+from lightning_graphs.private.engine import current_autograd_node
+from lightning_graphs.private.torch import dispatch_modes, has_memory
 
 aten = torch.ops.aten
 

@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from lightning_graphs.errors import CODE, REFUSED, CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder, frames_of_region
-from lightning_graphs.private.torch import generator_identity, in_forward_mode
+from lightning_graphs.private.generators import generator_identity
+from lightning_graphs.private.torch import in_forward_mode
 
 aten = torch.ops.aten
 

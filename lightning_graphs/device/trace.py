@@ -46,18 +46,22 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, inside_compiled_module
-from lightning_graphs.private.engine import asks_for_shapes, nodes_out_of_sight, unwraps_itself
+from lightning_graphs.private.engine import (
+    current_autograd_node,
+    nodes_out_of_sight,
+    nodes_recorded,
+    recorded_before,
+)
 from lightning_graphs.private.torch import (
     asked_without,
-    current_autograd_node,
+    asks_for_shapes,
     eager_attention,
     has_memory,
     is_strided,
     let_higher_order_operators_in,
-    nodes_recorded,
     out_of_sight,
-    recorded_before,
     storage_reference,
+    unwraps_itself,
 )
 from lightning_graphs.values.tree import leaves_of
 

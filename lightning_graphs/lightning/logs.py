@@ -33,14 +33,9 @@ from lightning_graphs.lightning.private import (
     within_hook,
 )
 from lightning_graphs.lightning.strategy import ManualSteps, ProgressValues
-from lightning_graphs.private.callsite import (
-    CallSite,
-    CallSiteFinder,
-    definition_of,
-    is_library,
-)
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder, definition_of, is_library
+from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import exchanged, replaced, subclassed
-from lightning_graphs.private.torch import current_autograd_node
 from lightning_graphs.regions.conditions import in_turn
 from lightning_graphs.regions.context import Recorder
 from lightning_graphs.values.memory import clone_all

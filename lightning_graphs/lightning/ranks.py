@@ -15,8 +15,7 @@ from lightning_graphs.lightning.logs import log_exchanged
 from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
 from lightning_graphs.lightning.trainer import wrapper_of
 from lightning_graphs.policy.options import Options
-from lightning_graphs.private.engine import FsdpModules
-from lightning_graphs.private.torch import collectives_called
+from lightning_graphs.private.distributed import FsdpModules, collectives_called
 from lightning_graphs.regions import lifecycle
 from lightning_graphs.regions.reduction import why_not_reduced
 from lightning_graphs.watch.user_code import is_lightnings

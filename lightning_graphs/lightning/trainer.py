@@ -45,8 +45,10 @@ from lightning_graphs.lightning.strategy import (
 )
 from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
-from lightning_graphs.private.engine import is_within_backward, parameters_in, runs_code
+from lightning_graphs.private.distributed import is_within_backward
+from lightning_graphs.private.engine import runs_code
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, subclassed
+from lightning_graphs.private.torch import parameters_in
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
 from lightning_graphs.regions.context import Client, TrainingContext
 from lightning_graphs.regions.gradients import cast_together

@@ -31,7 +31,7 @@ from lightning_graphs.loops.program import Program, ProgramWatch
 from lightning_graphs.loops.remedies import CONFIGURATION
 from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch
-from lightning_graphs.private.engine import ahead_of_destruction
+from lightning_graphs.private.distributed import ahead_of_destruction
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
     is_newer_than_tested,

@@ -9,9 +9,14 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.device.rules import Obstacle
-from lightning_graphs.private.engine import FsdpModules, is_within_backward, local, renew_reducer
+from lightning_graphs.private.distributed import (
+    FsdpModules,
+    collectives_called,
+    is_within_backward,
+    renew_reducer,
+)
 from lightning_graphs.private.exchange import exchanged
-from lightning_graphs.private.torch import collectives_called
+from lightning_graphs.private.torch import local
 from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.reduction import (
     NOT_REDUCED,

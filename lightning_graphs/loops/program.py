@@ -22,7 +22,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.loops.processes import Processes
 from lightning_graphs.loops.remedies import HISTORY, OPTIMIZER_NOT_GIVEN, OUTSIDE
 from lightning_graphs.private.callsite import add_line, returned_by
-from lightning_graphs.private.passes import backward_passes_noted
+from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, Recorder
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import item_label, leaves_of

@@ -1,126 +1,39 @@
-"""Private corners of autograd's engine, modules, DDP, FSDP2 (``fully_shard``) and ``DTensor``."""
+"""Private corners of autograd: its nodes, their hooks, and the passes through them."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from sys import getrefcount
+from itertools import islice
+from operator import attrgetter
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.exchange import exchanged, nothing, replaced
+from lightning_graphs.private.callsite import is_library, package_of, variables_of
+from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.torch import (
-    has_gradient_hooks,
+    PLAIN_TENSORS,
     hide_modes,
-    is_compiled_node,
-    is_node_of_torch,
-    outputs_of,
+    is_composed,
+    local,
+    out_of_sight,
     tensor_uses,
 )
 
-# ------------------ Autograd: its nodes, and the passes through them
-
-
-_PLAIN = (Tensor, nn.Parameter)
-_backward = torch.autograd.backward  # not what may watch in its place
-
-
-def _nothing(*_: object) -> None:
-    """Replace a function that torch lacks."""
-
-
-@contextlib.contextmanager
-def stale_gradient_nodes_tolerated() -> Iterator[None]:
-    """Let a backward pass run on our stream though the user's autograd graph lives on another.
-
-    A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
-    From 2.13 on torch has an option to use the capture stream nonetheless, and a private reader of
-    it.
-    """
-    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", _nothing)
-    before = bool(getattr(torch._C, "_override_stale_capture_stream", _nothing)())
-    override(True)
-    try:
-        with _unwarned_of_streams():
-            yield
-    finally:
-        override(before)
-
-
-@contextlib.contextmanager
-def _unwarned_of_streams() -> Iterator[None]:
-    """Suppress torch's warning (2.9) about nodes of another stream: we chose the streams.
-
-    It comes once in a process, so that it must not be spent on ours. Whether the user wants it,
-    torch tells privately; where it does not, its default comes back.
-    """
-    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", _nothing)
-    warns = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
-    before = bool(warns())
-    warn(False)
-    try:
-        yield
-    finally:
-        warn(before)
-
-
-def exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Route each backward pass through this function, which gets torch's own one first.
-
-    ``backward`` and ``grad`` end in that one function, which has no hook. Where torch has another,
-    passes run as they are.
-    """
-    engine = getattr(torch.autograd, "_engine_run_backward", None)
-    if engine is None:
-        return contextlib.nullcontext()
-    return replaced(torch.autograd, "_engine_run_backward", partial(run, engine))
-
-
-@contextlib.contextmanager
-def backward_passes_observed(
-    accumulates: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
-    reenters: Callable[[], object] = _nothing,
-) -> Iterator[None]:
-    """Report each backward pass that code in the body begins, before it changes ``.grad``.
-
-    The first function hears the roots, and the leaves that are asked for if these are named. The
-    second hears from code that asks whether it may begin one in a pass that ``.grad`` has no part
-    in, as reentrant checkpointing does; where torch lacks the question, it hears nothing.
-    """
-    valid: Callable[[], bool] | None = getattr(torch.autograd, "_is_checkpoint_valid", None)
-
-    def run(
-        engine: Callable[..., Any],
-        roots: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **k: Any,
-    ) -> Any:  # fmt: skip
-        if k.get("accumulate_grad"):
-            accumulates([r for r in roots if isinstance(r, Tensor)], inputs)
-        return engine(roots, gradients, keep, create, inputs, *rest, **k)
-
-    def is_valid() -> bool:
-        assert valid is not None
-        if not (found := valid()):
-            reenters()
-        return found
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(exchanged_engine(run))
-        if valid is not None:
-            stack.enter_context(replaced(torch.autograd, "_is_checkpoint_valid", is_valid))
-        yield
+# ------------------ Nodes
 
 
 def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
@@ -168,6 +81,119 @@ def uses_of(
     return found
 
 
+def outputs_of(node: Node) -> Sequence[Any]:
+    """Return dtype, device and shape of each output of an operator, given its backward node."""
+    found: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return found
+
+
+nodes_recorded: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
+"""How many nodes autograd has numbered in this thread; 0 where nothing tells."""
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a node, in the order in which this thread has recorded them.
+
+    Autograd does not say so in public. Those of leaves have the highest number of all, and so have
+    all nodes in a version of torch without numbers.
+    """
+    number: Callable[[], int] | None = getattr(node, "_sequence_nr", None)
+    return sys.maxsize if number is None else number()
+
+
+def recorded_before(node: Any, number: int) -> bool:
+    """Return whether a node is older than a call of :func:`nodes_recorded` in this thread."""
+    return number_of(node) < number
+
+
+def is_node_of_torch(node: object) -> bool:
+    """Return whether a node of autograd is one of torch's own, which alone have classes there."""
+    kind = type(node)
+    return getattr(torch._C._functions, kind.__name__, None) is kind
+
+
+def is_compiled_node(node: object) -> bool:
+    """Return whether a Python autograd node is the backward pass of compiled code.
+
+    Its class is made of a function that only its module tells from an author's. Fallback: an
+    author's.
+    """
+    function = getattr(type(node), "_forward_cls", None)
+    return getattr(function, "__module__", "").startswith("torch._functorch.")
+
+
+def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
+    """Return whether a backward pass of these outputs runs a ``torch.autograd.Function``."""
+    return any(isinstance(node, BackwardCFunction) for node in nodes_behind(outputs))
+
+
+saved_tensors_hooks: Callable[[], object] = partial(
+    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", nothing), False
+)
+"""The hooks for what autograd saves now, or None; torch has contexts for them, and no reader.
+
+Where it lacks the function there seem to be none.
+"""
+
+# ------------------ Hooks
+
+
+gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
+"""The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
+
+accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
+"""The hooks of ``register_post_accumulate_grad_hook``; torch has no public reader."""
+
+
+def has_gradient_hooks(leaf: Tensor, node: Node | None = None) -> bool:
+    """Return whether a leaf, or its node, which may be given, has hooks that see its gradient.
+
+    Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
+    Only the handle of one more knows these: where that says nothing, there are some.
+    """
+    if gradient_hooks(leaf) or accumulation_hooks(leaf):
+        return True
+    if not leaf.requires_grad:
+        return False
+    if node is None:
+        with torch.inference_mode(False):
+            node = get_gradient_edge(leaf).node
+    handles = node.register_hook(nothing), node.register_prehook(nothing)
+    tables = [getattr(handle, "hooks_dict_ref", nothing)() for handle in handles]
+    for handle in handles:
+        handle.remove()
+    return any(table is None or len(table) > 0 for table in tables)
+
+
+@contextlib.contextmanager
+def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Take the tensor hooks off the parameters for a while.
+
+    ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
+    and autograd would then apply them to the replayed gradient once more.
+    """
+    hooked = [(p, p._backward_hooks) for p in parameters if gradient_hooks(p)]
+    for parameter, _ in hooked:
+        parameter._backward_hooks = None
+    try:
+        yield
+    finally:
+        for parameter, hooks in hooked:
+            parameter._backward_hooks = hooks
+
+
+@contextlib.contextmanager
+def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Make these hooks at the beginning of the body, and remove them at its end."""
+    made: list[RemovableHandle] = []
+    try:
+        made.extend(hooks)
+        yield
+    finally:
+        for hook in made:
+            hook.remove()
+
+
 def runs_code(outputs: Sequence[Tensor], adds_to: Container[int] | None = None) -> bool:
     """Return whether a backward pass of these outputs runs code that may look at ``.grad``.
 
@@ -191,21 +217,133 @@ def runs_code(outputs: Sequence[Tensor], adds_to: Container[int] | None = None) 
     return False
 
 
-def has_python_nodes(outputs: Sequence[Tensor]) -> bool:
-    """Return whether a backward pass of these outputs runs a ``torch.autograd.Function``."""
-    return any(isinstance(node, BackwardCFunction) for node in nodes_behind(outputs))
+def require_plain_gradients(gradients: Sequence[Tensor | None]) -> None:
+    """Refuse gradients that are not one piece of memory, or a shard of one."""
+    if any(g is not None and g.layout is not torch.strided for g in gradients):
+        raise CaptureError(
+            "A graph cannot write sparse gradients, which have no fixed address.",
+            "the backward pass computes one",
+            "write nn.Embedding(..., sparse=False)",
+        )
+    for gradient in gradients:
+        if gradient is not None and local(gradient) is gradient and is_composed(gradient):
+            kind = type(gradient).__name__
+            raise CaptureError(
+                "A graph can write plain gradients only, also of parameters of a tensor subclass.",
+                f"the backward pass computes a {kind}",
+                f"return plain tensors from the backward pass of operators on {kind}",
+            )
+
+
+# ------------------ Backward passes
+
+
+_backward = torch.autograd.backward  # not what may watch in its place
 
 
 @contextlib.contextmanager
-def removed(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Make these hooks at the beginning of the body, and remove them at its end."""
-    made: list[RemovableHandle] = []
+def stale_gradient_nodes_tolerated() -> Iterator[None]:
+    """Let a backward pass run on our stream though the user's autograd graph lives on another.
+
+    A parameter has one AccumulateGrad node, of the stream of the first graph that is still alive.
+    From 2.13 on torch has an option to use the capture stream nonetheless, and a private reader of
+    it.
+    """
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", nothing)
+    before = bool(getattr(torch._C, "_override_stale_capture_stream", nothing)())
+    override(True)
     try:
-        made.extend(hooks)
+        with _unwarned_of_streams():
+            yield
+    finally:
+        override(before)
+
+
+@contextlib.contextmanager
+def _unwarned_of_streams() -> Iterator[None]:
+    """Suppress torch's warning (2.9) about nodes of another stream: we chose the streams.
+
+    It comes once in a process, so that it must not be spent on ours. Whether the user wants it,
+    torch tells privately; where it does not, its default comes back.
+    """
+    warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", nothing)
+    warns = getattr(torch._C, "_warn_on_accumulate_grad_stream_mismatch", lambda: True)
+    before = bool(warns())
+    warn(False)
+    try:
         yield
     finally:
-        for hook in made:
-            hook.remove()
+        warn(before)
+
+
+def exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Route each backward pass through this function, which gets torch's own one first.
+
+    ``backward`` and ``grad`` end in that one function, which has no hook. Where torch has another,
+    passes run as they are.
+    """
+    engine = getattr(torch.autograd, "_engine_run_backward", None)
+    if engine is None:
+        return contextlib.nullcontext()
+    return replaced(torch.autograd, "_engine_run_backward", partial(run, engine))
+
+
+@contextlib.contextmanager
+def backward_passes_observed(
+    accumulates: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+    reenters: Callable[[], object] = nothing,
+) -> Iterator[None]:
+    """Report each backward pass that code in the body begins, before it changes ``.grad``.
+
+    The first function hears the roots, and the leaves that are asked for if these are named. The
+    second hears from code that asks whether it may begin one in a pass that ``.grad`` has no part
+    in, as reentrant checkpointing does; where torch lacks the question, it hears nothing.
+    """
+    valid: Callable[[], bool] | None = getattr(torch.autograd, "_is_checkpoint_valid", None)
+
+    def run(
+        engine: Callable[..., Any],
+        roots: Any, gradients: Any, keep: Any, create: Any, inputs: Any, *rest: Any, **k: Any,
+    ) -> Any:  # fmt: skip
+        if k.get("accumulate_grad"):
+            accumulates([r for r in roots if isinstance(r, Tensor)], inputs)
+        return engine(roots, gradients, keep, create, inputs, *rest, **k)
+
+    def is_valid() -> bool:
+        assert valid is not None
+        if not (found := valid()):
+            reenters()
+        return found
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(exchanged_engine(run))
+        if valid is not None:
+            stack.enter_context(replaced(torch.autograd, "_is_checkpoint_valid", is_valid))
+        yield
+
+
+def current_autograd_node() -> Node | None:
+    """Return the autograd node that runs backward on this thread; None if torch lacks it."""
+    getter: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", nothing)
+    return getter()
+
+
+def will_execute(node: Node) -> bool:
+    """Return whether the backward pass that runs on this thread goes through ``node``.
+
+    Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``. The function raises
+    where the latter returns the gradient of the node's leaf.
+    """
+    function = getattr(torch._C, "_will_engine_execute_node", None)
+    try:
+        return True if function is None else bool(function(node))
+    except RuntimeError:
+        return False
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def ahead_of_casts(
@@ -224,7 +362,7 @@ def ahead_of_casts(
 
 
 def _is_cast(parameter: Tensor, users: Sequence[tuple[Node, int]]) -> bool:
-    if len(users) != 1 or type(parameter) not in (Tensor, Parameter):
+    if len(users) != 1 or type(parameter) not in PLAIN_TENSORS:
         return False
     user = users[0][0]
     made = outputs_of(user)
@@ -268,11 +406,6 @@ def nodes_out_of_sight(
     return exchanged_engine(run)
 
 
-def after_backward(call: Callable[[], None]) -> None:
-    """Call this at the end of this thread's backward pass, as torch's data parallelism does."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
 def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
     """Renew AccumulateGrad nodes of leaves if they belong to the default stream of a GPU.
 
@@ -292,7 +425,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
     found = dict.fromkeys(
         leaf
         for leaf in leaves
-        if type(leaf) in _PLAIN and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
+        if type(leaf) in PLAIN_TENSORS and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
         if tensor_uses(leaf) != 1 and not leaf.is_inference()  # a node that lives is a further one
         if not _is_wrapped(leaf)
     )
@@ -328,349 +461,205 @@ def _of_default_stream(leaves: list[Tensor]) -> list[Tensor]:
     return found
 
 
-_is_wrapped: Callable[[Tensor], bool] = getattr(
-    torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
-)
-"""Whether a tensor is one of a transform of ``torch.func``, which may be over; private to torch.
-
-Without the function such a leaf that outlives its transform raises.
-"""
-
-
 def _kind(leaf: Tensor) -> tuple[torch.dtype, torch.device]:
     return leaf.dtype, leaf.device
 
 
-# ------------------ Trees of modules
+# ------------------ Passes through nodes that are older than the code that runs them
 
 
-def named_modules_in(*roots: tuple[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """List the modules of trees with their paths, each once, as ``named_modules`` does.
+_IN = "lightning_graphs: recorded in"
 
-    Each level of torch's generators passes on all that is below it: a walk takes ten times as long.
+
+def _metadata(node: Node) -> dict[str, Any]:
+    found: Any = node.metadata  # a property, which torch declares as a method
+    return cast("dict[str, Any]", found)
+
+
+class Recording:
+    """Tells the nodes that autograd records from now on from older ones.
+
+    Autograd numbers the nodes of each thread apart. A pass with ``create_graph`` records nodes too,
+    on a GPU in the thread of the device, where numbers say nothing: these are marked when it ends.
     """
-    found: dict[int, tuple[str, nn.Module]] = {}
-    pending = [*reversed(roots)]
+
+    def __init__(self) -> None:
+        self._begin = nodes_recorded()
+
+    def lacks(self, node: Node) -> bool:
+        """Return whether a node is older, or of another thread and not marked."""
+        number, end = number_of(node), nodes_recorded() or sys.maxsize
+        if self._begin <= number < end or number >= sys.maxsize:  # those of leaves are the largest
+            return False
+        return _metadata(node).get(_IN) is not self
+
+    def add(self, nodes: Iterable[Node]) -> None:
+        """Mark nodes as recorded since."""
+        for node in filter(self.lacks, nodes):
+            _metadata(node)[_IN] = self  # which keeps no node alive, as a set of them would
+
+
+def _asks(name: str) -> Callable[[Tensor], bool]:
+    found: Callable[[Tensor], bool] = getattr(torch._C._functorch, name, lambda tensor: False)
+    return found
+
+
+_is_wrapped, _is_batched = _asks("is_functorch_wrapped_tensor"), _asks("is_legacy_batchedtensor")
+"""Whether a tensor is one of a transform of ``torch.func``, or of ``is_grads_batched``.
+
+Both are private to torch, as what they wrap. Without them double backward passes of such code are
+refused on a GPU, and a leaf that outlives its transform raises.
+"""
+
+
+def _inside(tensor: Tensor) -> Tensor | None:
+    """Return what a tensor wraps that stands for it in a transform, if it is one."""
+    if _is_wrapped(tensor):
+        wrapped: Tensor = torch._C._functorch.get_unwrapped(tensor)
+        return wrapped
+    if _is_batched(tensor):
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        return torch._remove_batch_dim(tensor, level, 1, 0)
+    return None
+
+
+def _nodes_behind(tensors: Iterable[Tensor | GradientEdge | None]) -> Iterator[Node]:
+    """Yield every node behind these, once, also behind what they wrap in transforms."""
+    found: list[Node | None] = []
+    for tensor in tensors:
+        if isinstance(tensor, GradientEdge):
+            found.append(tensor.node)
+            continue
+        inner = tensor
+        while inner is not None:
+            found.append(inner.grad_fn)
+            inner = _inside(inner)
+    return nodes_from(found)
+
+
+@contextlib.contextmanager
+def backward_passes_noted(goes_outside: Callable[[], object]) -> Iterator[list[object]]:
+    """Yield a list that is empty until code in the body runs a backward pass, or ``grad``.
+
+    Where torch has another engine the list is not empty. ``goes_outside`` is called ahead of a pass
+    through nodes from before the body, which it frees.
+    """
+    passes: list[object] = []
+    recorded, is_inside = Recording(), False
+
+    def run(
+        engine: Callable[..., Any], roots: Sequence[Any], gradients: Any, keep: Any, create: Any,
+        *rest: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        nonlocal is_inside
+        if is_inside:  # as of reentrant checkpointing: perhaps in the thread of the device
+            return engine(roots, gradients, keep, create, *rest, **kwargs)
+        with out_of_sight():
+            nodes = list(_nodes_behind(roots))
+            goes_on = any(map(recorded.lacks, nodes))
+        if goes_on:
+            goes_outside()
+        passes.append(engine)
+        leaves = [leaf for node in nodes if create and (leaf := leaf_of(node)) is not None]
+        with out_of_sight():  # what the graph of a gradient consists of next to what the pass makes
+            parts = [*gradients, *(leaf.grad for leaf in leaves)] if create else []
+            older = set(filter(recorded.lacks, _nodes_behind(parts)))
+        del nodes
+        is_inside = True
+        try:
+            found = engine(roots, gradients, keep, create, *rest, **kwargs)
+        finally:
+            is_inside = False
+        if create:
+            with out_of_sight():
+                made = _nodes_behind([*(found or ()), *(leaf.grad for leaf in leaves)])
+                recorded.add(node for node in made if node not in older)
+        return found
+
+    exchanged = exchanged_engine(run)
+    if isinstance(exchanged, contextlib.nullcontext):
+        passes.append(exchanged)
+    with exchanged:
+        yield passes
+
+
+# ------------------ Leaves that are alive, or that code can reach
+
+
+def leaves_alive() -> Iterator[Tensor]:
+    """Yield every tensor known to Python that may be a leaf of autograd; the look takes 40 ms."""
+    # What refers to these classes is found in half the time of a look at all objects.
+    found = gc.get_referrers(*PLAIN_TENSORS)
+    yield from [tensor for tensor in found if type(tensor) in PLAIN_TENSORS]
+
+
+_LOOKS, _DEPTH, _ENTRIES, _DATA = 2048, 4, 512, 2**14
+"""Objects that are looked into at most, how deep inside of others, and of how many in a container;
+and where in one of more there are tensors. A look at all that there are takes no longer."""
+
+_HAS_NONE = frozenset({type(None), bool, int, float, str, bytes, type, ModuleType})
+
+
+def _is_tensor(value: object) -> bool:
+    return issubclass(type(value), Tensor)  # what it says to be its class may be another one
+
+
+def leaves_in_reach(frame: FrameType | None) -> Iterator[Tensor]:
+    """Yield the tensors that may be leaves of autograd, and that an author's frames can reach.
+
+    By variables, closures, containers, modules, and attributes of objects. Where these are many, it
+    yields all that are alive. What is missing, CUDA refuses.
+    """
+    pending: deque[tuple[int, Any]] = deque()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (is_library(file) or package_of(file)):
+            pending += [(0, variables_of(frame)), (0, frame.f_globals)]
+        frame = frame.f_back
+    found: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}  # with each, so that an ``id`` stays its own
     while pending:
-        path, module = pending.pop()
-        if id(module) not in found:
-            found[id(module)] = path, module
-            above = f"{path}." if path else ""
-            inside = reversed([*module._modules.items()])
-            pending += [(above + key, child) for key, child in inside if child is not None]
-    return [*found.values()]
-
-
-def _named(table: str, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
-    found: dict[int, tuple[str, Tensor]] = {}
-    for path, module in modules:
-        for key, tensor in getattr(module, table).items():
-            if tensor is not None and id(tensor) not in found:
-                found[id(tensor)] = f"{path}.{key}" if path else key, tensor
-    return [*found.values()]
-
-
-named_parameters_in = partial(_named, "_parameters")
-named_buffers_in = partial(_named, "_buffers")
-"""List the tensors of modules by path, each once; the modules are given with theirs."""
-
-
-def modules_in(root: nn.Module) -> list[nn.Module]:
-    return [module for _, module in named_modules_in(("", root))]
-
-
-def parameters_in(root: nn.Module) -> list[Any]:
-    return [tensor for _, tensor in named_parameters_in(named_modules_in(("", root)))]
-
-
-# ------------------ DDP, FSDP2 and ``DTensor``
-
-
-_OF_A_STEP = (
-    "all_gather_state",
-    "reduce_scatter_state",
-    "reduce_scatter_states",
-    "post_forward_order",
-    "iter_forward_root",
-    "_last_post_reduce_events",
-    "_modules_to_run_forward",
-    "_all_gather_result",
-    "_post_reduce_event",
-    "_all_reduce_state",
-    "_reshard_after_forward_event",
-    "_partial_reduce_output",
-    "_post_forward_indices",
-    "unsharded_accumulated_grad",
-)
-"""What FSDP2 has of a step that is under way, in its various versions: None or empty after it."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the tensor itself, or this rank's part of a ``DTensor``.
-
-    ``DTensor.to_local()`` makes another tensor where autograd looks, with an address of its own.
-    """
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
-
-
-def is_composed(tensor: Tensor) -> bool:
-    """Return whether other tensors hold the values of one, as those of a quantized weight do."""
-    found: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
-    return found
-
-
-def require_plain_gradients(gradients: Sequence[Tensor | None]) -> None:
-    """Refuse gradients that are not one piece of memory, or a shard of one."""
-    if any(g is not None and g.layout is not torch.strided for g in gradients):
-        raise CaptureError(
-            "A graph cannot write sparse gradients, which have no fixed address.",
-            "the backward pass computes one",
-            "write nn.Embedding(..., sparse=False)",
-        )
-    for gradient in gradients:
-        if gradient is not None and local(gradient) is gradient and is_composed(gradient):
-            kind = type(gradient).__name__
-            raise CaptureError(
-                "A graph can write plain gradients only, also of parameters of a tensor subclass.",
-                f"the backward pass computes a {kind}",
-                f"return plain tensors from the backward pass of operators on {kind}",
-            )
-
-
-def hides_memory(tensor: Tensor) -> bool:
-    """Return whether a subclass without ``__tensor_flatten__`` keeps its values in other tensors.
-
-    Nothing public tells. Its own storage has no address, which torch says in an error.
-    """
-    kind = type(tensor)
-    own = getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
-    if kind in _PLAIN or not own or is_composed(tensor):
-        return False
-    try:
-        return not tensor.untyped_storage().data_ptr() and tensor.numel() > 0
-    except (NotImplementedError, RuntimeError):
-        return True
-
-
-def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]]:
-    """List the plain tensors that hold a tensor's values, each with a suffix for its name.
-
-    As a rule that is the tensor itself, without a suffix. A subclass with ``__tensor_flatten__``
-    has its memory in other tensors. Of one that :func:`hides_memory` there are none.
-    """
-    if type(tensor) in _PLAIN:
-        return [("", tensor)]
-    own = local(tensor)
-    if not is_composed(own):
-        return [] if hides_memory(own) else [("", own)]
-    names: Sequence[str] = own.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    return [
-        (f".{name}{suffix}", part)
-        for name in names
-        for suffix, part in parts_of(getattr(own, name))
-    ]
-
-
-def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """List the plain tensors that hold the values of these; see :func:`parts_of`."""
-    return [part for tensor in tensors for _, part in parts_of(tensor)]
-
-
-def unwraps_itself(types: Sequence[type]) -> bool:
-    """Return whether an operator is on a ``DTensor``, or on a collective's result for one.
-
-    A dispatch mode that does not know it sees the operators on the shards.
-    """
-    return any(kind.__module__.startswith("torch.distributed.") for kind in types)
-
-
-def asks_for_shapes() -> bool:
-    """Return whether fake tensors are in use, as in an operator's first call on a ``DTensor``.
-
-    No public function tells.
-    """
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-class FsdpModules:
-    """The units that ``fully_shard`` has made of a module, each with gathered parameters."""
-
-    def __init__(self, module: nn.Module) -> None:
-        found = (m for m in module.modules() if hasattr(m, "_get_fsdp_state"))
-        states = (cast(Any, m)._get_fsdp_state() for m in found)
-        self._states: list[Any] = list(dict.fromkeys(states))
-        self._groups = [group for state in self._states for group in _groups(state)]
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def shard(self) -> bool:
-        """Free parameters that a forward pass outside of a step gathered; whether steps reduce all.
-
-        ``FSDPModule.reshard`` lets go, too, and looks at every unit with locks and hooks.
-        """
-        reduces = True
-        for group in self._groups:
-            if not group.is_sharded:
-                group.reshard()
-            reduces = reduces and group.reduce_grads and group.all_reduce_grads
-        return reduces
-
-    def forget_step(self) -> None:
-        """Reset the state of a step that raised.
-
-        ``FSDPModule.reset_iter_state`` (torch 2.13) waits for events, and those of a capture that
-        has failed cannot be waited for.
-        """
-        for holder in self._holders():
-            for name in _OF_A_STEP:
-                value: Any = getattr(holder, name, None)
-                if hasattr(value, "clear"):
-                    value.clear()
-                elif value is not None:
-                    setattr(holder, name, None)
-        for state in self._states:
-            state._state_ctx.post_backward_final_callback_queued = False
-            state._training_state = type(state._training_state).IDLE
-        for group in self._groups:
-            group._training_state = type(group._training_state).IDLE
-            group._to_sharded()
-
-    def _holders(self) -> Iterator[Any]:
-        for state in self._states:
-            yield from (state, state._state_ctx, state._comm_ctx)
-        for group in self._groups:
-            yield group
-            for parameter in group.fsdp_params:
-                yield parameter
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-
-
-def _groups(state: Any) -> list[Any]:
-    """Return the groups of a unit: one, before torch 2.12."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-def reducer_is_warm(ddp: DistributedDataParallel) -> bool:
-    """Return whether DDP's reducer has its final buckets and times no more iterations.
-
-    In its first ten iterations it records events, which it reads on the host (reducer.hpp,
-    ``should_collect_runtime_stats``). No public method tells how far it is; torch documents eleven
-    warm-up iterations.
-    """
-    iteration = int(ddp._get_ddp_logging_data().get("iteration", 0))
-    return iteration >= 10 and getattr(ddp, "_has_rebuilt_buckets", True)
-
-
-def take_no_more_times(ddp: DistributedDataParallel) -> None:
-    """Stop the reducer from timing every hundredth iteration, which may be captured.
-
-    No public method does.
-    """
-    never = 2**31 - 1
-    ddp._set_ddp_runtime_logging_sample_rate(never)
-
-
-def buffers_left(wrappers: Iterable[DistributedDataParallel]) -> AbstractContextManager[None]:
-    """Let forward passes of the body leave buffers as they are, which rank 0 would send to all.
-
-    No public method does. Without the private one, ranks that run the body unlike times wait for
-    each other.
-    """
-    return exchanged((ddp, "_sync_buffers", nothing) for ddp in wrappers)
-
-
-def buckets_of(ddp: DistributedDataParallel) -> list[list[nn.Parameter]]:
-    """List the parameters of each bucket of DDP's reducer, in the order of reduction.
-
-    Torch's join of uneven inputs asks this way, too. No public method tells. Fallback: no buckets,
-    with which the reducer itself is captured.
-    """
-    zeros = getattr(ddp.reducer, "_get_zeros_like_grad_buckets", list)
-    return [bucket.parameters() for bucket in zeros()]
-
-
-def is_within_backward(ddp: DistributedDataParallel) -> bool:
-    """Return whether the reducer waits for gradients of a backward pass that has failed.
-
-    No public method tells. Without the private one, the next step raises.
-    """
-    check = getattr(ddp.reducer, "_check_reducer_finalized", None)
-    try:
-        if check is not None:
-            check()
-    except RuntimeError:
-        return True
-    return False
-
-
-def forget_backward(ddp: DistributedDataParallel) -> None:
-    """Let the reducer forget its backward pass, and make its buckets again after the next one.
-
-    To be called on all ranks, which make them together; no public method does it.
-    """
-    reset = getattr(ddp.reducer, "_reset_state", None)
-    if reset is not None:
-        ddp._has_rebuilt_buckets = False
-        reset()
-
-
-_renewed: WeakSet[DistributedDataParallel] = WeakSet()
-
-
-def renew_reducer(wrapper: DistributedDataParallel) -> bool:
-    """Let DDP accumulate gradients on the present stream; whether it does.
-
-    Its reducer keeps the AccumulateGrad nodes of the stream on which it was made, mostly the
-    default one, whose nodes CUDA refuses to capture; from 2.13 on torch has an option (see
-    :func:`stale_gradient_nodes_tolerated`). So the reducer is made once more, as unpickling DDP
-    does: no public method moves it. All ranks are to do it together; it counts its iterations from
-    then on.
-    """
-    if hasattr(torch.autograd.graph, "set_override_stale_capture_stream") or wrapper in _renewed:
-        return True
-    ddp: Any = wrapper
-    try:
-        parameters, sparse = ddp._build_params_for_reducer()
-        names = ddp._build_debug_param_to_name_mapping(parameters)
-        hooks, make = [*ddp._comm_hooks], ddp._ddp_init_helper
-    except AttributeError:
-        return False
-    if any(getrefcount(vars(ddp)[name]) > 2 for name in ("reducer", "logger")):
-        return False  # another owner would keep the hooks of the old one
-    del ddp.logger, ddp.reducer
-    make(parameters, sparse, names, ddp.static_graph)
-    if ddp.static_graph:
-        ddp.reducer._set_static_graph()
-        ddp.logger._set_static_graph()
-    ddp._has_rebuilt_buckets = False
-    c10d: Any = dist
-    for hook, state in hooks:
-        if isinstance(hook, c10d.BuiltinCommHookType):
-            c10d._register_builtin_comm_hook(ddp.reducer, hook)
-        else:
-            c10d._register_comm_hook(ddp.reducer, state, hook)
-    _renewed.add(wrapper)
-    return True
-
-
-def ahead_of_destruction(call: Callable[[], object]) -> AbstractContextManager[None]:
-    """Call this before the program destroys all process groups, while the body runs.
-
-    NCCL waits for the end of graphs that hold its collectives, and for ever for those that live.
-    Nothing public tells of the end of a group.
-    """
-    own = dist.destroy_process_group
-
-    def destroy(group: Any = None) -> None:
-        if group is None or group is dist.group.WORLD:
-            call()
-        own(group)
-
-    name = "destroy_process_group"
-    return exchanged([(dist, name, destroy), (dist.distributed_c10d, name, destroy)])
+        depth, value = pending.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if issubclass(type(value), nn.Module):
+            pending += [(depth, child) for child in value._modules.values() if child is not None]
+        for held in _held_by(value):
+            if _is_tensor(held):
+                found[id(held)] = held
+            elif depth < _DEPTH and type(held) not in _HAS_NONE:
+                pending.append((depth + 1, held))
+        if len(seen) > _LOOKS:
+            yield from leaves_alive()
+            return
+    yield from found.values()
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """List what a value refers to; of modules, tensors alone."""
+    kind = type(value)
+    if issubclass(kind, nn.Module):
+        held = (*value._parameters.values(), *vars(value).values())
+        return filter(_is_tensor, held)
+    if issubclass(kind, Optimizer):
+        return [parameter for group in value.param_groups for parameter in group["params"]]
+    if issubclass(kind, (dict, list, tuple, set)):
+        entries = value.values() if issubclass(kind, dict) else value
+        is_short = len(value) <= _ENTRIES
+        return entries if is_short else filter(_is_tensor, islice(entries, _DATA))
+    if kind is FunctionType:
+        return value.__closure__ or ()
+    if kind is MethodType:
+        return value.__self__, value.__func__
+    if kind is partial:
+        return value.func, value.args, value.keywords
+    if issubclass(kind, (type, ModuleType)):
+        return ()
+    with contextlib.suppress(AttributeError, ValueError):  # there is none; a cell is not filled yet
+        if kind is CellType:
+            return (value.cell_contents,)
+        table = object.__getattribute__(value, "__dict__")
+        return table.values() if type(table) is dict else ()
+    return ()

@@ -53,6 +53,12 @@ def comparable(state: Any) -> Any:
     return state
 
 
+def generator_identity(generator: torch.Generator) -> int:
+    """Return the C++ generator's address: the dispatcher wraps it in a new Python object."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
+
+
 def random_place(device_type: str) -> tuple[int, ...]:
     """Return the offsets of the GPUs' generators.
 

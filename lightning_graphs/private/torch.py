@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch._ops import _higher_order_ops
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from lightning_graphs.private.exchange import exchanged, replaced
+from lightning_graphs.private.exchange import exchanged, nothing, replaced
 
 # ------------------ Dispatch modes
 
@@ -135,46 +134,27 @@ def eager_attention(operator: Any) -> Callable[..., Any] | None:
     return kernels.get(key) if is_attention else None
 
 
-# ------------------ Tensors and hooks
+def unwraps_itself(types: Sequence[type]) -> bool:
+    """Return whether an operator is on a ``DTensor``, or on a collective's result for one.
 
-gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
-"""The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
-
-accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of ``register_post_accumulate_grad_hook``; torch has no public reader."""
-
-
-def has_gradient_hooks(leaf: Tensor, node: Node | None = None) -> bool:
-    """Return whether a leaf, or its node, which may be given, has hooks that see its gradient.
-
-    Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
-    Only the handle of one more knows these: where that says nothing, there are some.
+    A dispatch mode that does not know it sees the operators on the shards.
     """
-    if gradient_hooks(leaf) or accumulation_hooks(leaf):
-        return True
-    if not leaf.requires_grad:
-        return False
-    if node is None:
-        with torch.inference_mode(False):
-            node = get_gradient_edge(leaf).node
-    handles = node.register_hook(_nothing), node.register_prehook(_nothing)
-    tables = [getattr(handle, "hooks_dict_ref", _nothing)() for handle in handles]
-    for handle in handles:
-        handle.remove()
-    return any(table is None or len(table) > 0 for table in tables)
+    return any(kind.__module__.startswith("torch.distributed.") for kind in types)
 
 
-def _nothing(*_: object) -> None:
-    """Do nothing, as a hook or in place of a function that torch lacks."""
+def asks_for_shapes() -> bool:
+    """Return whether fake tensors are in use, as in an operator's first call on a ``DTensor``.
+
+    No public function tells.
+    """
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-_stream_captures = torch.cuda.is_current_stream_capturing
-"""The truth, which :func:`announced_as_cuda_capture` hides."""
+# ------------------ Tensors
 
 
-def captured_code_runs(device: torch.device) -> bool:
-    """Return whether operators of a capture compute: they do unless a GPU records them."""
-    return device.type != "cuda" or not _stream_captures()
+PLAIN_TENSORS = (Tensor, nn.Parameter)
+"""Classes of tensors whose operators are torch's own."""
 
 
 def is_strided(tensor: Tensor) -> bool:
@@ -232,50 +212,232 @@ def storage_reference(storage: UntypedStorage) -> Callable[[], UntypedStorage | 
     return lambda: UntypedStorage._new_with_weak_ptr(reference.cdata)
 
 
-scaling_states: Callable[[torch.amp.GradScaler], Any] = attrgetter("_per_optimizer_states")
-"""What a scaler knows of steps that are under way; nothing public gives it."""
+pointers_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
+    torch._C, "_tensors_data_ptrs_at_indices_equal", None
+)
+"""Whether tensors are at their addresses; None in builds without CUDA, which lack the function.
+
+It takes a fifth of the time of asking each tensor.
+"""
+
+foreach_clone: Callable[[list[Tensor]], Sequence[Tensor]] | None = getattr(
+    torch, "_foreach_clone", None
+)
+"""Copies of many tensors at once; it is younger than the oldest supported torch."""
 
 
-@contextlib.contextmanager
-def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Take the tensor hooks off the parameters for a while.
-
-    ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
-    and autograd would then apply them to the replayed gradient once more.
-    """
-    hooked = [(p, p._backward_hooks) for p in parameters if gradient_hooks(p)]
-    for parameter, _ in hooked:
-        parameter._backward_hooks = None
-    try:
-        yield
-    finally:
-        for parameter, hooks in hooked:
-            parameter._backward_hooks = hooks
-
-
-def outputs_of(node: Node) -> Sequence[Any]:
-    """Return dtype, device and shape of each output of an operator, given its backward node."""
-    found: Sequence[Any] = getattr(node, "_input_metadata", ())
+def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return new tensors over the memory of these without owning it, as torch's graph trees do."""
+    make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if make is None:
+        return list(tensors)
+    own = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
+    storages = {at: make(at, s.device, s.nbytes()) for at, s in own.items()}
+    found = []
+    for tensor in tensors:
+        storage = storages.get(tensor.untyped_storage().data_ptr())
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        found.append(tensor if storage is None else tensor.new_empty(0).set_(storage, *place))
     return found
 
 
-nodes_recorded: Callable[[], int] = getattr(torch._C._autograd, "_get_sequence_nr", lambda: 0)
-"""How many nodes autograd has numbered in this thread; 0 where nothing tells."""
+tensor_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+"""How many owners in C++ a tensor has, such as DLPack and nodes of autograd: nothing public tells.
+
+Without the method these go unnoticed.
+"""
+
+uses_at: Callable[[int], int] = torch._C._storage_Use_Count
+"""How many tensors and Python objects share a storage, which nothing public tells."""
+
+address_of: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""What :data:`uses_at` knows a storage by, as long as that is alive."""
 
 
-def number_of(node: Any) -> int:
-    """Return the number of a node, in the order in which this thread has recorded them.
+def storage_uses(storage: UntypedStorage) -> int:
+    """Count the tensors and Python objects that share this storage."""
+    return uses_at(address_of(storage))
 
-    Autograd does not say so in public. Those of leaves have the highest number of all, and so have
-    all nodes in a version of torch without numbers.
+
+def deepcopies_cloned() -> AbstractContextManager[None]:
+    """Let ``copy.deepcopy`` of plain tensors, in the body and this thread, be ``clone()``.
+
+    torch copies the storage, and puts the copy into a new tensor by ``set_``, which no capture can
+    hold: the values, the strides and the memory are the same. Others are copied by torch.
     """
-    number: Callable[[], int] | None = getattr(node, "_sequence_nr", None)
-    return sys.maxsize if number is None else number()
+    own: Callable[..., Any] = Tensor.__deepcopy__
+    thread = threading.get_ident()
+
+    def copied(tensor: Any, memo: dict[int, Any]) -> Any:
+        is_whole = type(tensor) is Tensor and tensor.is_contiguous() and not tensor.requires_grad
+        if not is_whole or id(tensor) in memo or threading.get_ident() != thread:
+            return own(tensor, memo)
+        if tensor.untyped_storage().nbytes() != tensor.nbytes or vars(tensor):
+            return own(tensor, memo)
+        memo[id(tensor)] = found = tensor.clone()
+        return found
+
+    return exchanged([(Tensor, "__deepcopy__", copied)])
 
 
-def recorded_before(node: Any, number: int) -> bool:
-    """Return whether a node is older than a call of :func:`nodes_recorded` in this thread."""
-    return number_of(node) < number
+# ------------------ Tensors in others: subclasses, ``DTensor``
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, or this rank's part of a ``DTensor``.
+
+    ``DTensor.to_local()`` makes another tensor where autograd looks, with an address of its own.
+    """
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def is_composed(tensor: Tensor) -> bool:
+    """Return whether other tensors hold the values of one, as those of a quantized weight do."""
+    found: bool = type(tensor) not in PLAIN_TENSORS and is_traceable_wrapper_subclass(tensor)
+    return found
+
+
+def hides_memory(tensor: Tensor) -> bool:
+    """Return whether a subclass without ``__tensor_flatten__`` keeps its values in other tensors.
+
+    Nothing public tells. Its own storage has no address, which torch says in an error.
+    """
+    kind = type(tensor)
+    own = getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+    if kind in PLAIN_TENSORS or not own or is_composed(tensor):
+        return False
+    try:
+        return not tensor.untyped_storage().data_ptr() and tensor.numel() > 0
+    except (NotImplementedError, RuntimeError):
+        return True
+
+
+def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """List the plain tensors that hold a tensor's values, each with a suffix for its name.
+
+    As a rule that is the tensor itself, without a suffix. A subclass with ``__tensor_flatten__``
+    has its memory in other tensors. Of one that :func:`hides_memory` there are none.
+    """
+    if type(tensor) in PLAIN_TENSORS:
+        return [("", tensor)]
+    own = local(tensor)
+    if not is_composed(own):
+        return [] if hides_memory(own) else [("", own)]
+    names: Sequence[str] = own.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return [
+        (f".{name}{suffix}", part)
+        for name in names
+        for suffix, part in parts_of(getattr(own, name))
+    ]
+
+
+def plain(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """List the plain tensors that hold the values of these; see :func:`parts_of`."""
+    return [part for tensor in tensors for _, part in parts_of(tensor)]
+
+
+# ------------------ Modules
+
+
+def named_modules_in(*roots: tuple[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """List the modules of trees with their paths, each once, as ``named_modules`` does.
+
+    Each level of torch's generators passes on all that is below it: a walk takes ten times as long.
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    pending = [*reversed(roots)]
+    while pending:
+        path, module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = path, module
+            above = f"{path}." if path else ""
+            inside = reversed([*module._modules.items()])
+            pending += [(above + key, child) for key, child in inside if child is not None]
+    return [*found.values()]
+
+
+def _named(table: str, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
+    found: dict[int, tuple[str, Tensor]] = {}
+    for path, module in modules:
+        for key, tensor in getattr(module, table).items():
+            if tensor is not None and id(tensor) not in found:
+                found[id(tensor)] = f"{path}.{key}" if path else key, tensor
+    return [*found.values()]
+
+
+named_parameters_in = partial(_named, "_parameters")
+
+named_buffers_in = partial(_named, "_buffers")
+"""List the tensors of modules by path, each once; the modules are given with theirs."""
+
+
+def modules_in(root: nn.Module) -> list[nn.Module]:
+    return [module for _, module in named_modules_in(("", root))]
+
+
+def parameters_in(root: nn.Module) -> list[Any]:
+    return [tensor for _, tensor in named_parameters_in(named_modules_in(("", root)))]
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+_OF_ALL_MODULES = [getattr(nn.modules.module, f"_global{name}", {}) for name in _HOOKS]
+
+
+def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """Return the tables of hooks around a module's forward and backward; torch has no reader.
+
+    Those of all modules are among them.
+    """
+    return [getattr(module, name, {}) for name in _HOOKS] + _OF_ALL_MODULES
+
+
+hooks_registered: Callable[[], int] = (
+    partial(attrgetter("next_id"), RemovableHandle)
+    if isinstance(getattr(RemovableHandle, "next_id", None), int)
+    else partial(next, itertools.count())
+)
+"""A number that grows with every hook that is registered anywhere; else it always differs."""
+
+
+def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """List the hooks of a module, and those of all modules that are no capture's."""
+    found: list[Callable[..., Any]] = []
+    for name in _HOOKS:
+        if table := getattr(module, name, None):
+            found += table.values()
+    for table in filter(None, _OF_ALL_MODULES):
+        found += (h for h in table.values() if not h.__module__.startswith("lightning_graphs."))
+    return found
+
+
+def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the tables of a module's parameters, buffers and submodules.
+
+    Scripted modules keep theirs in C++, where code cannot replace them: these are copies.
+    """
+    tables: Any = (module._parameters, module._buffers, module._modules)
+    if isinstance(module, torch.jit.ScriptModule):
+        tables = tuple(dict(table.items()) for table in tables)
+    return tables  # type: ignore[no-any-return]
+
+
+def caches_weights(module: nn.Module | None = None) -> bool:
+    """Return whether weights are computed once for all calls: those of a module, or any.
+
+    They are inside of ``torch.nn.utils.parametrize.cached()``, which keeps a number for it.
+    """
+    if not getattr(parametrize, "_cache_enabled", 0):
+        return False
+    return module is None or any(map(parametrize.is_parametrized, module.modules()))
+
+
+# ------------------ Optimizers
+
+
+scaling_states: Callable[[torch.amp.GradScaler], Any] = attrgetter("_per_optimizer_states")
+"""What a scaler knows of steps that are under way; nothing public gives it."""
 
 
 def step_hook_tables(optimizer: Optimizer) -> list[Any]:
@@ -300,7 +462,7 @@ def capturable_unasked(optimizer: Optimizer) -> AbstractContextManager[None]:
     """
     names = ("_accelerator_graph_capture_health_check", "_cuda_graph_capture_health_check")
     own = [n for n in names if hasattr(optimizer, n)]
-    return exchanged([(optimizer, name, _nothing) for name in own])
+    return exchanged([(optimizer, name, nothing) for name in own])
 
 
 def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -309,6 +471,30 @@ def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None
     One that is made in the middle of a fit would wrap it for good.
     """
     step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+# ------------------ Transforms and compiled code
+
+
+_innermost_transform: Callable[[], object] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def in_transform() -> bool:
+    """Return whether code runs in ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
+
+    Its tensors carry batches or tangents that a graph knows nothing of.
+    """
+    if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
+        return False
+    return _innermost_transform() is not None or in_forward_mode()
+
+
+def in_forward_mode() -> bool:
+    """Return whether forward-mode autograd is on, which ``torch.func.jvp`` turns on as well."""
+    level: int = getattr(forward_ad, "_current_level", -1)
+    return level >= 0
 
 
 def left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -323,70 +509,6 @@ def left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     vars(function).pop("_torchdynamo_orig_callable", None)
     disabled: Callable[..., Any] = dynamo.disable(function)
     return disabled
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_OF_ALL_MODULES = [getattr(nn.modules.module, f"_global{name}", {}) for name in _HOOKS]
-
-
-def hook_tables(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the tables of hooks around a module's forward and backward; torch has no reader.
-
-    Those of all modules are among them.
-    """
-    return [getattr(module, name, {}) for name in _HOOKS] + _OF_ALL_MODULES
-
-
-hooks_registered: Callable[[], int] = (
-    partial(attrgetter("next_id"), RemovableHandle)
-    if isinstance(getattr(RemovableHandle, "next_id", None), int)
-    else partial(next, itertools.count())
-)
-"""A number that grows with every hook that is registered anywhere; else it always differs."""
-
-
-def tables_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return the tables of a module's parameters, buffers and submodules.
-
-    Scripted modules keep theirs in C++, where code cannot replace them: these are copies.
-    """
-    tables: Any = (module._parameters, module._buffers, module._modules)
-    if isinstance(module, torch.jit.ScriptModule):
-        tables = tuple(dict(table.items()) for table in tables)
-    return tables  # type: ignore[no-any-return]
-
-
-attention_switches: tuple[Callable[[], bool], ...] = tuple(
-    getattr(torch._C, f"_get_{switch}", getattr(torch.backends.cuda, switch))
-    for switch in (f"{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "cudnn", "math"))
-)
-"""Whether each kernel of attention may be used; the public functions take three times as long."""
-
-
-def is_node_of_torch(node: object) -> bool:
-    """Return whether a node of autograd is one of torch's own, which alone have classes there."""
-    kind = type(node)
-    return getattr(torch._C._functions, kind.__name__, None) is kind
-
-
-saved_tensors_hooks: Callable[[], object] = partial(
-    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _nothing), False
-)
-"""The hooks for what autograd saves now, or None; torch has contexts for them, and no reader.
-
-Where it lacks the function there seem to be none.
-"""
-
-
-def module_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """List the hooks of a module, and those of all modules that are no capture's."""
-    found: list[Callable[..., Any]] = []
-    for name in _HOOKS:
-        if table := getattr(module, name, None):
-            found += table.values()
-    for table in filter(None, _OF_ALL_MODULES):
-        found += (h for h in table.values() if not h.__module__.startswith("lightning_graphs."))
-    return found
 
 
 COMPILED_CALL = "_compiled_call_impl"
@@ -454,125 +576,16 @@ def makes_own_graphs(compiled: object) -> bool:
     return any(isinstance(c, dict) and c.get("triton.cudagraphs") for c in configs)
 
 
-def deepcopies_cloned() -> AbstractContextManager[None]:
-    """Let ``copy.deepcopy`` of plain tensors, in the body and this thread, be ``clone()``.
-
-    torch copies the storage, and puts the copy into a new tensor by ``set_``, which no capture can
-    hold: the values, the strides and the memory are the same. Others are copied by torch.
-    """
-    own: Callable[..., Any] = Tensor.__deepcopy__
-    thread = threading.get_ident()
-
-    def copied(tensor: Any, memo: dict[int, Any]) -> Any:
-        is_whole = type(tensor) is Tensor and tensor.is_contiguous() and not tensor.requires_grad
-        if not is_whole or id(tensor) in memo or threading.get_ident() != thread:
-            return own(tensor, memo)
-        if tensor.untyped_storage().nbytes() != tensor.nbytes or vars(tensor):
-            return own(tensor, memo)
-        memo[id(tensor)] = found = tensor.clone()
-        return found
-
-    return exchanged([(Tensor, "__deepcopy__", copied)])
+# ------------------ Captures
 
 
-def current_autograd_node() -> Node | None:
-    """Return the autograd node that runs backward on this thread; None if torch lacks it."""
-    getter: Callable[[], Node | None] = getattr(torch._C, "_current_autograd_node", _nothing)
-    return getter()
+_stream_captures = torch.cuda.is_current_stream_capturing
+"""The truth, which :func:`announced_as_cuda_capture` hides."""
 
 
-def demangle(symbol: str) -> str:
-    """Return the C++ name behind a symbol, as torch's profiler finds it.
-
-    The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
-    """
-    function: Callable[[str], str] | None = getattr(torch._C, "_demangle", None)
-    return symbol if function is None or not symbol.startswith("_Z") else function(symbol)
-
-
-def generator_identity(generator: torch.Generator) -> int:
-    """Return the C++ generator's address: the dispatcher wraps it in a new Python object."""
-    address: int = generator._cdata  # type: ignore[attr-defined]
-    return address
-
-
-def empty_host_cache() -> None:
-    """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
-    getattr(torch._C, "_host_emptyCache", _nothing)()
-
-
-PoolHandle = tuple[int, int]
-"""By what torch knows a memory pool of graphs."""
-
-
-def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
-    """Stop routing allocations to the pool of a capture that failed, and give the pool back.
-
-    Up to 2.13 a failing ``capture_end`` does neither (mended in 2.14). The C++ class offers no way.
-    """
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    release = getattr(torch._C, "_cuda_releasePool", None)
-    if end is None or release is None:
-        return
-    try:
-        end(device, pool)
-    except RuntimeError:  # the failure came after torch had ended the routing: nothing is held
-        return
-    release(device, pool)
-
-
-def will_execute(node: Node) -> bool:
-    """Return whether the backward pass that runs on this thread goes through ``node``.
-
-    Nothing public tells a ``backward()`` from a ``torch.autograd.grad()``. The function raises
-    where the latter returns the gradient of the node's leaf.
-    """
-    function = getattr(torch._C, "_will_engine_execute_node", None)
-    try:
-        return True if function is None else bool(function(node))
-    except RuntimeError:
-        return False
-
-
-_innermost_transform: Callable[[], object] = getattr(
-    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
-)
-
-
-def in_transform() -> bool:
-    """Return whether code runs in ``torch.func`` (vmap, jvp, grad) or forward-mode autograd.
-
-    Its tensors carry batches or tangents that a graph knows nothing of.
-    """
-    if torch.compiler.is_compiling():  # compiled code looks as if it were inside of one
-        return False
-    return _innermost_transform() is not None or in_forward_mode()
-
-
-def caches_weights(module: nn.Module | None = None) -> bool:
-    """Return whether weights are computed once for all calls: those of a module, or any.
-
-    They are inside of ``torch.nn.utils.parametrize.cached()``, which keeps a number for it.
-    """
-    if not getattr(parametrize, "_cache_enabled", 0):
-        return False
-    return module is None or any(map(parametrize.is_parametrized, module.modules()))
-
-
-def in_forward_mode() -> bool:
-    """Return whether forward-mode autograd is on, which ``torch.func.jvp`` turns on as well."""
-    level: int = getattr(forward_ad, "_current_level", -1)
-    return level >= 0
-
-
-def is_compiled_node(node: object) -> bool:
-    """Return whether a Python autograd node is the backward pass of compiled code.
-
-    Its class is made of a function that only its module tells from an author's. Fallback: an
-    author's.
-    """
-    function = getattr(type(node), "_forward_cls", None)
-    return getattr(function, "__module__", "").startswith("torch._functorch.")
+def captured_code_runs(device: torch.device) -> bool:
+    """Return whether operators of a capture compute: they do unless a GPU records them."""
+    return device.type != "cuda" or not _stream_captures()
 
 
 def _answering(answer: Callable[[str], bool | None]) -> AbstractContextManager[None]:
@@ -618,69 +631,48 @@ def capture_unseen(asked: list[str]) -> AbstractContextManager[None]:
     return _answering(answer)
 
 
-pointers_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = getattr(
-    torch._C, "_tensors_data_ptrs_at_indices_equal", None
-)
-"""Whether tensors are at their addresses; None in builds without CUDA, which lack the function.
-
-It takes a fifth of the time of asking each tensor.
-"""
-
-foreach_clone: Callable[[list[Tensor]], Sequence[Tensor]] | None = getattr(
-    torch, "_foreach_clone", None
-)
-"""Copies of many tensors at once; it is younger than the oldest supported torch."""
+def empty_host_cache() -> None:
+    """Release cached pinned memory before a capture, as ``torch.cuda.graph`` does from 2.11 on."""
+    getattr(torch._C, "_host_emptyCache", nothing)()
 
 
-def without_ownership(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors over the memory of these without owning it, as torch's graph trees do."""
-    make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
-    if make is None:
-        return list(tensors)
-    own = {s.data_ptr(): s for s in (t.untyped_storage() for t in tensors) if s.nbytes()}
-    storages = {at: make(at, s.device, s.nbytes()) for at, s in own.items()}
-    found = []
-    for tensor in tensors:
-        storage = storages.get(tensor.untyped_storage().data_ptr())
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        found.append(tensor if storage is None else tensor.new_empty(0).set_(storage, *place))
-    return found
+PoolHandle = tuple[int, int]
+"""By what torch knows a memory pool of graphs."""
 
 
-def collectives_called() -> int | None:
-    """Count the collectives that this process has called so far, of all its process groups.
+def abandon_capture_pool(device: int, pool: tuple[int, int]) -> None:
+    """Stop routing allocations to the pool of a capture that failed, and give the pool back.
 
-    Groups number them, and no public API tells. Fallback: None, it is not known.
+    Up to 2.13 a failing ``capture_end`` does neither (mended in 2.14). The C++ class offers no way.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 0
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    if end is None or release is None:
+        return
     try:
-        groups: list[Any] = [*torch.distributed.distributed_c10d._world.pg_map]
-        return int(sum(group._get_sequence_number_for_group() for group in groups))
-    except (AttributeError, RuntimeError):  # a backend that does not number them
-        return None
+        end(device, pool)
+    except RuntimeError:  # the failure came after torch had ended the routing: nothing is held
+        return
+    release(device, pool)
 
 
-tensor_uses: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
-"""How many owners in C++ a tensor has, such as DLPack and nodes of autograd: nothing public tells.
+def demangle(symbol: str) -> str:
+    """Return the C++ name behind a symbol, as torch's profiler finds it.
 
-Without the method these go unnoticed.
-"""
-
-
-uses_at: Callable[[int], int] = torch._C._storage_Use_Count
-"""How many tensors and Python objects share a storage, which nothing public tells."""
-
-address_of: Callable[[UntypedStorage], int] = attrgetter("_cdata")
-"""What :data:`uses_at` knows a storage by, as long as that is alive."""
+    The symbol itself where it is not mangled (Triton, cuBLAS), or torch lacks the function.
+    """
+    function: Callable[[str], str] | None = getattr(torch._C, "_demangle", None)
+    return symbol if function is None or not symbol.startswith("_Z") else function(symbol)
 
 
-def storage_uses(storage: UntypedStorage) -> int:
-    """Count the tensors and Python objects that share this storage."""
-    return uses_at(address_of(storage))
-
+attention_switches: tuple[Callable[[], bool], ...] = tuple(
+    getattr(torch._C, f"_get_{switch}", getattr(torch.backends.cuda, switch))
+    for switch in (f"{kind}_sdp_enabled" for kind in ("flash", "mem_efficient", "cudnn", "math"))
+)
+"""Whether each kernel of attention may be used; the public functions take three times as long."""
 
 # ------------------ Platforms and versions
+
 
 NEWEST = (2, 15)
 """The newest minor version of torch that the tests have seen."""

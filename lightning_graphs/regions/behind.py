@@ -28,9 +28,10 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
-from lightning_graphs.private.engine import buffers_left, plain
+from lightning_graphs.private.distributed import buffers_left
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import RandomState
+from lightning_graphs.private.torch import plain
 from lightning_graphs.regions.body import Begin, Given
 from lightning_graphs.regions.conditions import Phase, conditions_of
 from lightning_graphs.regions.context import TrainingContext

@@ -28,11 +28,9 @@ from lightning_graphs.errors import (
     VerificationError,
 )
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
+from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks, has_gradient_hooks
 from lightning_graphs.private.torch import (
-    accumulation_hooks,
     capture_unseen,
-    gradient_hooks,
-    has_gradient_hooks,
     hook_tables,
     hooks_registered,
     is_compiled_in_place,

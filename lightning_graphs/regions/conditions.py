@@ -18,15 +18,10 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import MOVING_VALUE, Obstacle
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import named_at, site_in
+from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
-from lightning_graphs.private.torch import (
-    accumulation_hooks,
-    gradient_hooks,
-    hook_tables,
-    hooks_registered,
-    step_hook_tables,
-)
+from lightning_graphs.private.torch import hook_tables, hooks_registered, step_hook_tables
 from lightning_graphs.report.messages import listed
 from lightning_graphs.values.guards import in_words, is_tensor
 from lightning_graphs.values.memory import AddressGuard

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.private.engine import plain
 from lightning_graphs.private.generators import RandomState
-from lightning_graphs.private.torch import is_strided
+from lightning_graphs.private.torch import is_strided, plain
 from lightning_graphs.values.memory import bytes_of, copy_all
 from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.forks import Fork

@@ -21,24 +21,20 @@ from lightning_graphs.autograd.backward import GradientMemory, empty_gradient, w
 from lightning_graphs.private.engine import (
     after_backward,
     ahead_of_casts,
-    local,
     removed,
     require_plain_gradients,
+    will_execute,
 )
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
     address_of,
+    local,
     storage_uses,
     tensor_uses,
-    will_execute,
     without_ownership,
 )
 from lightning_graphs.regions.conditions import Observers, Phase
-from lightning_graphs.values.memory import (
-    ReferenceGuard,
-    clone_all,
-    uses_of,
-)
+from lightning_graphs.values.memory import ReferenceGuard, clone_all, uses_of
 
 # ------------------ Gradients of parameters
 

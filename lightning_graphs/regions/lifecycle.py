@@ -24,7 +24,7 @@ from lightning_graphs.errors import (
     no_room,
 )
 from lightning_graphs.policy.worth import CapturePolicy, History
-from lightning_graphs.private.engine import (
+from lightning_graphs.private.distributed import (
     FsdpModules,
     forget_backward,
     is_within_backward,

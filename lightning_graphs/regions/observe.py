@@ -22,20 +22,23 @@ from lightning_graphs.device.rules import DYNAMIC_SHAPE, operator_obstacle
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
-from lightning_graphs.private.engine import leaf_of, nodes_behind
+from lightning_graphs.private.engine import (
+    current_autograd_node,
+    leaf_of,
+    nodes_behind,
+    nodes_recorded,
+    number_of,
+    recorded_before,
+    will_execute,
+)
 from lightning_graphs.private.generators import random_place
 from lightning_graphs.private.torch import (
     caches_weights,
-    current_autograd_node,
     in_transform,
     is_strided,
     memory_of,
-    nodes_recorded,
-    number_of,
     out_of_sight,
-    recorded_before,
     version_of,
-    will_execute,
 )
 from lightning_graphs.values.signature import BackendFlags, Modes, Signature
 from lightning_graphs.values.tree import alias_groups, flatten, leaves_of, own_class, substitute

@@ -28,12 +28,14 @@ from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import AFTERMATH, are_noted
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn, defragment
-from lightning_graphs.private.engine import hides_memory, local, plain
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
     capturable_unasked,
     count_for_schedulers,
+    hides_memory,
     left_alone,
+    local,
+    plain,
     scaling_states,
     step_hook_tables,
 )

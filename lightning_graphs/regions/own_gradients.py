@@ -20,9 +20,9 @@ from lightning_graphs.device.rules import USED_BEHIND
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import is_library
-from lightning_graphs.private.engine import local, require_plain_gradients
+from lightning_graphs.private.engine import require_plain_gradients
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.private.torch import has_memory, memory_of, version_of
+from lightning_graphs.private.torch import has_memory, local, memory_of, version_of
 from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients, StepGradients
 from lightning_graphs.regions.optimizer import is_sharded, on_several_devices, sparse_embedding
 from lightning_graphs.regions.plan import Shown

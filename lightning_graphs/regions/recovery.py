@@ -14,9 +14,9 @@ from torch import Tensor
 from lightning_graphs.errors import GraphError, ReplayError, first_line, is_out_of_memory
 from lightning_graphs.policy.worth import SETTLED, MemoryBudget
 from lightning_graphs.private.callsite import stacklevel_of_user
-from lightning_graphs.private.engine import named_buffers_in, named_modules_in, named_parameters_in
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import Generators, RandomState
+from lightning_graphs.private.torch import named_buffers_in, named_modules_in, named_parameters_in
 from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics

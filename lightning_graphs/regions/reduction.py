@@ -14,11 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.autograd.backward import empty_gradient, is_dense, write_all
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.engine import (
-    buckets_of,
-    removed,
-    require_plain_gradients,
-)
+from lightning_graphs.private.distributed import buckets_of
+from lightning_graphs.private.engine import removed, require_plain_gradients
 from lightning_graphs.private.exchange import Member, replaced
 from lightning_graphs.regions.gradients import fused_grad_casts
 

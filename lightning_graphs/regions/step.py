@@ -24,16 +24,13 @@ from lightning_graphs.private.callsite import (
     definition_of,
     site_in,
 )
-from lightning_graphs.private.engine import (
-    backward_passes_observed,
-    parameters_in,
-    renew_gradient_nodes,
-)
+from lightning_graphs.private.engine import backward_passes_observed, renew_gradient_nodes
 from lightning_graphs.private.generators import draws_in_cudnn
 from lightning_graphs.private.torch import (
     capture_unseen,
     deepcopies_cloned,
     hooks_registered,
+    parameters_in,
     version_of,
 )
 from lightning_graphs.regions.behind import Behind, HeadMissed, KeyOf, StepHead

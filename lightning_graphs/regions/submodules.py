@@ -29,12 +29,9 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.policy.worth import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
+from lightning_graphs.private.engine import current_autograd_node, without_hooks
 from lightning_graphs.private.exchange import TURN, replaced
 from lightning_graphs.private.generators import Generators, RandomState
-from lightning_graphs.private.torch import (
-    current_autograd_node,
-    without_hooks,
-)
 from lightning_graphs.regions.calls import (
     CallDiffers,
     CallRefused,

@@ -26,9 +26,8 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
 from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
-from lightning_graphs.private.engine import hides_memory, plain
 from lightning_graphs.private.exchange import Absence, replaced
-from lightning_graphs.private.torch import out_of_sight
+from lightning_graphs.private.torch import hides_memory, out_of_sight, plain
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.engine import parts_of, plain
 from lightning_graphs.private.exchange import Absence, bind
 from lightning_graphs.private.torch import (
     foreach_clone,
     is_strided,
     of_class,
+    parts_of,
+    plain,
     pointers_equal,
     storage_uses,
     tables_of,

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_graphs.errors import CaptureError, SignatureError
-from lightning_graphs.private.torch import attention_switches, saved_tensors_hooks
+from lightning_graphs.private.engine import saved_tensors_hooks
+from lightning_graphs.private.torch import attention_switches
 from lightning_graphs.values.guards import Constant
 from lightning_graphs.values.tree import (
     MAPPINGS,

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.engine import (
+from lightning_graphs.private.exchange import Absence, bind, bound
+from lightning_graphs.private.torch import (
     named_buffers_in,
     named_modules_in,
     named_parameters_in,
     parts_of,
     plain,
+    tables_of,
+    version_of,
 )
-from lightning_graphs.private.exchange import Absence, bind, bound
-from lightning_graphs.private.torch import tables_of, version_of
 from lightning_graphs.values.guards import (
     ArrayValue,
     attributes_of,

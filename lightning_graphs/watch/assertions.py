@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
-from lightning_graphs.private.torch import in_transform, is_strided, version_of
+from lightning_graphs.private.torch import PLAIN_TENSORS, in_transform, is_strided, version_of
 from lightning_graphs.watch.branches import (
     NotKept,
     Way,
@@ -35,14 +35,7 @@ from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, c
 from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.forms import Numbers
 from lightning_graphs.watch.on_device import DeviceNumber, number_in
-from lightning_graphs.watch.tracers import (
-    PLAIN_TENSORS,
-    Asks,
-    Question,
-    ScalarTracer,
-    Tracer,
-    tensors_asked,
-)
+from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, Tracer, tensors_asked
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 

@@ -37,14 +37,10 @@ from lightning_graphs.errors import (
     no_room,
 )
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
+from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import exchanged, replaced, standing_in
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import (
-    caches_weights,
-    current_autograd_node,
-    subclasses_unasked,
-    version_of,
-)
+from lightning_graphs.private.torch import caches_weights, subclasses_unasked, version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
 from lightning_graphs.watch.tracers import OURS, OpaqueTracer

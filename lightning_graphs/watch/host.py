@@ -34,8 +34,8 @@ from lightning_graphs.device.rules import RECURRENT, refuse
 from lightning_graphs.device.trace import OperatorCall, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
-from lightning_graphs.private.generators import HostGenerator
-from lightning_graphs.private.torch import generator_identity, memory_of, out_of_sight, storage_uses
+from lightning_graphs.private.generators import HostGenerator, generator_identity
+from lightning_graphs.private.torch import memory_of, out_of_sight, storage_uses
 
 # ------------------ The host program
 

@@ -32,15 +32,9 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
-from lightning_graphs.private.engine import plain
-from lightning_graphs.private.exchange import (
-    Member,
-    called_instead,
-    exchanged,
-    standing_in,
-)
+from lightning_graphs.private.exchange import Member, called_instead, exchanged, standing_in
 from lightning_graphs.private.source import instruction_at
-from lightning_graphs.private.torch import version_of
+from lightning_graphs.private.torch import plain, version_of
 from lightning_graphs.values.memory import RETURNED, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.host import RULE as ON_HOST

@@ -36,9 +36,14 @@ from lightning_graphs.device.rules import (
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from
-from lightning_graphs.private.engine import named_buffers_in, named_modules_in
 from lightning_graphs.private.exchange import Absence, exchanged, standing_in
-from lightning_graphs.private.torch import captured_code_runs, out_of_sight, version_of
+from lightning_graphs.private.torch import (
+    captured_code_runs,
+    named_buffers_in,
+    named_modules_in,
+    out_of_sight,
+    version_of,
+)
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.watch.assertions import Assertions, MakesError, OpenAssertions, Room

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.private.exchange import standing_in
-from lightning_graphs.private.torch import out_of_sight
+from lightning_graphs.private.torch import PLAIN_TENSORS, out_of_sight
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.forms import Numbers, inverse
-from lightning_graphs.watch.tracers import PLAIN_TENSORS, Kind, Operation, ScalarTracer
+from lightning_graphs.watch.tracers import Kind, Operation, ScalarTracer
 
 
 class Owner(Protocol):

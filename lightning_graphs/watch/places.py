@@ -20,10 +20,15 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import DRAWN, FILLED, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder
-from lightning_graphs.private.engine import named_buffers_in, named_modules_in, named_parameters_in
 from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import is_strided, out_of_sight
+from lightning_graphs.private.torch import (
+    is_strided,
+    named_buffers_in,
+    named_modules_in,
+    named_parameters_in,
+    out_of_sight,
+)
 from lightning_graphs.values.guards import attributes_of, is_array, is_constant, is_still, slots_of
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill

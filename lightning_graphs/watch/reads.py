@@ -26,15 +26,14 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.device.trace import FunctionMode, tensors_in
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
-from lightning_graphs.private.engine import modules_in, parameters_in
-from lightning_graphs.private.exchange import Absence, bind, bound, code_of, is_exchanged, replaced
-from lightning_graphs.private.generators import OF_TORCH
-from lightning_graphs.private.torch import (
+from lightning_graphs.private.engine import (
     accumulation_hooks,
     current_autograd_node,
     gradient_hooks,
-    module_hooks,
 )
+from lightning_graphs.private.exchange import Absence, bind, bound, code_of, is_exchanged, replaced
+from lightning_graphs.private.generators import OF_TORCH
+from lightning_graphs.private.torch import module_hooks, modules_in, parameters_in
 from lightning_graphs.values.guards import (
     BARE,
     ValueGuards,

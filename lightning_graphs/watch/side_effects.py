@@ -18,8 +18,7 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import BATCH_CHANGED, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
-from lightning_graphs.private.engine import plain
-from lightning_graphs.private.torch import version_of
+from lightning_graphs.private.torch import plain, version_of
 from lightning_graphs.values.guards import is_constant, is_plain
 from lightning_graphs.values.memory import (
     Owing,

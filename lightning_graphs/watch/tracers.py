@@ -20,26 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.device.rules import (
-    CLOCK,
-    COUNTER,
-    DRAWN,
-    Obstacle,
-    refuse,
-    with_known_remedy,
-)
+from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, refuse, with_known_remedy
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSiteFinder, frames_from, is_library
-from lightning_graphs.private.exchange import (
-    FOR_A_WHILE,
-    Member,
-    exchanged,
-    nothing,
-    standing_in,
-)
+from lightning_graphs.private.exchange import FOR_A_WHILE, Member, exchanged, nothing, standing_in
+from lightning_graphs.private.torch import PLAIN_TENSORS
 from lightning_graphs.values.tree import leaves_of
 
 # ------------------ Tracers that refuse every use
@@ -626,9 +613,6 @@ def _asking() -> Iterator[Member]:
     for owner in (torch, Tensor):
         yield member(owner, "equal", _asked_if_equal)
         yield member(owner, "allclose", _asked_if_close)
-
-
-PLAIN_TENSORS = (Tensor, Parameter)
 
 
 def is_of_others(frame: FrameType) -> bool:

@@ -16,21 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.private.callsite import STANDARD, is_installed, is_library
-from lightning_graphs.private.engine import (
-    hides_memory,
-    modules_in,
-    named_buffers_in,
-    named_modules_in,
-    named_parameters_in,
-)
+from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks
 from lightning_graphs.private.torch import (
-    accumulation_hooks,
     compiled_code_noticed,
-    gradient_hooks,
+    hides_memory,
     is_compiled,
     is_strided,
     makes_own_graphs,
     module_hooks,
+    modules_in,
+    named_buffers_in,
+    named_modules_in,
+    named_parameters_in,
     tables_of,
     version_of,
 )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_graphs.core import CUDAGraph, graph, make_graphed_callables
 from lightning_graphs.device.graph import BackendName
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.leaves import leaves_alive
+from lightning_graphs.private.engine import leaves_alive
 from tests.core.callables_support import both_ways, two_three_one
 
 

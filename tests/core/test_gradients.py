@@ -14,7 +14,7 @@ from lightning_graphs.autograd.backward import (
     refuse_parameter_hooks,
 )
 from lightning_graphs.errors import CaptureError, ReplayError
-from lightning_graphs.private.torch import without_hooks
+from lightning_graphs.private.engine import without_hooks
 
 
 def _parameters(device: torch.device) -> list[Parameter]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_graphs import ReplayError
 from lightning_graphs.core import BackendName, CUDAGraph, graph, graph_pool_handle
-from lightning_graphs.private.leaves import leaves_in_reach
+from lightning_graphs.private.engine import leaves_in_reach
 
 
 def _line(function: object, text: str) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from lightning_graphs.private.passes import backward_passes_noted
+from lightning_graphs.private.engine import backward_passes_noted
 
 
 @pytest.fixture(autouse=True)

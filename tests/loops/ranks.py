@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_graphs.private.engine import local
+from lightning_graphs.private.torch import local
 from tests.loops.twice import Lab, twice
 from tests.ranks import run_on_ranks
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.lightning.strategy import NAMES
-from lightning_graphs.private.engine import local
+from lightning_graphs.private.torch import local
 from lightning_graphs.report.diagnosis import Finding
 
 Optimizers = Callable[[LightningModule], Any]

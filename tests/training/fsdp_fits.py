@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_graphs.private.engine import local
+from lightning_graphs.private.torch import local
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import of_rank
 from tests.training.fits import FullTrace, GradientTrace, Net, Trace, adamw, compare, prepare
