@@ -287,10 +287,14 @@ class _Seen(OperatorMode):
         return ""
 
     def name(self, tensor: Tensor, *, born: bool = False) -> int | None:
-        """Return the number of a tensor's storage; None if it has no memory on the device."""
+        """Return the number of a tensor's storage; None if no work could write it.
+
+        Pinned memory has one: what is copied there is copied back by other work. A number on the
+        host has none: it is read when its operator is captured.
+        """
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if not (address and self._counts(tensor)):
+        if not address or not (self._counts(tensor) or tensor.dim()):
             return None
         if born or address not in self._names:
             self._names[address] = len(self.sizes)
@@ -426,10 +430,14 @@ class Overlapping(_Seen):
         copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
     ) -> None:
         super().__init__(device_type)
-        self._weights, self._copy = {} if copy is None else flow.casts, copy
-        self._casts: dict[int, Tensor] = {}  # that were made ahead, by the number of their use
         self._expected, self._found = flow.uses, found
         self._works, self._marks = found.of_operators(), found.marks
+        # On the main stream, whose order is theirs: no other one waits for a cast made ahead
+        on_main = (n for n in flow.casts if found.streams[self._works[n][0]] == MAIN)
+        self._weights = {} if copy is None else {n: flow.casts[n] for n in on_main}
+        self._copy = copy
+        # Made ahead, each with the address of its weight, by the number of the use
+        self._casts: dict[int, tuple[int, Tensor]] = {}
         self._count = 0
         self._alone = flow.ranges
         self._holds: dict[int, list[UntypedStorage]] = {}
@@ -519,12 +527,14 @@ class Overlapping(_Seen):
         taken = 0
         for other, (source, short) in self._weights.items() if number not in self._casts else ():
             if other >= number and taken < _CAST_AT_ONCE:
-                self._casts[other] = torch.empty_like(source, dtype=short)
-                taken += self._casts[other].nbytes
+                cast = torch.empty_like(source, dtype=short)
+                self._casts[other] = source.data_ptr(), cast
+                taken += cast.nbytes
         if taken:
             sources = [self._weights[other][0].detach() for other in self._casts]
-            self._copy([*self._casts.values()], sources)
-        return self._casts.pop(number)
+            self._copy([cast for _, cast in self._casts.values()], sources)
+        address, cast = self._casts.pop(number)
+        return cast if address == weight.data_ptr() else None  # user code may exchange its memory
 
 
 _WORK = ("kernel", "memcpy", "memset", "host", "child")

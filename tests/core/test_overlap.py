@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.autograd.backward import write_all
+from lightning_graphs.device import overlap
 from lightning_graphs.device.graph import BackendName, CUDAGraph, GraphPool
 from lightning_graphs.device.overlap import DataFlow, Overlapping
 from lightning_graphs.device.schedule import MAIN, SIDE, Part, Schedule, Work, schedule
@@ -107,6 +108,51 @@ def test_several_streams_compute_what_one_does(
         if backend == "cuda":  # the emulated one takes another order
             assert not mode.difference(graph.inspection(), several.inspection())
         graph, flow.ranges = several, mode.ranges
+
+
+class Restless(Trained):
+    """Between two backward passes it asks a layer, and exchanges the memory of another's weight."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.probe = nn.Linear(16, 16).to(device)
+        self.seen, self.other = torch.randn(4, 16, device=device), torch.randn(32, 16).to(device)
+        super().__init__(device, clips=False)
+
+    def __call__(self) -> Tensor:
+        self.optimizer.zero_grad()
+        weight = self.model.layers[1].linear1.weight
+        self._loss().backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), torch.autocast(self.kind, torch.bfloat16, cache_enabled=False):
+            seen = self.probe(self.seen).sum()
+        own, weight.data = weight.data, self.other
+        loss = self._loss()
+        weight.data = own
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.detach() + seen
+
+    def _loss(self) -> Tensor:
+        with torch.autocast(self.kind, torch.bfloat16, cache_enabled=False):
+            loss: Tensor = self.model(self.tokens)
+        return loss
+
+
+@pytest.mark.parametrize("together", [1100, 2**26])
+def test_casts_made_together_are_those_of_their_uses(
+    backend: BackendName, device: torch.device, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    step = Restless(device)
+    chain = step.results(*step.captured(backend, nullcontext()))
+    flow = DataFlow(device.type)
+    step.captured(backend, flow)
+    monkeypatch.setattr(overlap, "_CAST_AT_ONCE", together)
+    found = flow.schedule(EVERYTHING)
+    beside = {n for n in flow.casts if found.streams[found.of_operators()[n][0]] != MAIN}
+    assert beside  # those of the layer that is asked
+    mode = Overlapping(flow, found, device.type, write_all)
+    forked = step.results(*step.captured(backend, mode))
+    assert not mode.why_not
+    assert all(map(torch.equal, chain, forked))
 
 
 def test_a_capture_that_sees_something_else_goes_on_as_a_chain(

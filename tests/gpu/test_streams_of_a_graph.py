@@ -61,6 +61,19 @@ def test_streams_of_user_code_are_noticed() -> None:
     assert "stream of user code" in seen(on_a_stream).why_not
 
 
+def test_what_waits_in_pinned_memory_is_followed() -> None:
+    pinned = torch.zeros(32, 64).pin_memory()
+
+    def there_and_back(y: Tensor) -> None:
+        pinned.copy_(y, non_blocking=True)
+        y.copy_(pinned, non_blocking=True)
+
+    flow = seen(there_and_back)
+    there, back = (use for use in flow.uses if use.func is torch.ops.aten.copy_.default)
+    assert there.writes
+    assert {*there.writes} <= {*back.reads}
+
+
 def test_a_second_graph_that_takes_too_much_memory_is_let_go_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
