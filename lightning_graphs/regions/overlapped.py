@@ -209,6 +209,11 @@ class Overlap:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
+    def _most(self, now: int) -> int:
+        """Return how many bytes it has ever reserved, such as for eager steps."""
+        is_on_gpu = self._fit.pool.backend.name == "cuda"
+        return max(now, torch.cuda.max_memory_reserved()) if is_on_gpu else now
+
     def _is_present(self, plan: StepPlan) -> bool:
         return self._steps.plans.get(plan.key) is plan
 
@@ -257,7 +262,7 @@ class Overlap:
     def _takes_more(self, before: int) -> str:
         """Tell how much memory second graphs have added, if it is too much; empty if it is not."""
         self._added += self._memory() - before
-        limit = max(MORE_MEMORY * before, AT_LEAST)
+        limit = max(MORE_MEMORY * self._most(before), AT_LEAST)
         return f"two take {self._added // 2**20} MiB more" if self._added > limit else ""
 
     def _flow(self, call: tuple[Any, ...], key: Any) -> DataFlow | None:
@@ -326,8 +331,8 @@ _GAIN = 0.08
 _CAPTURES, _STEPS = 3.5, 12.0
 """What they cost: captures, one of which shows the data flow, and eager steps to verify them."""
 MORE_MEMORY, AT_LEAST = 0.15, 2**26
-"""How much more memory it may take, as a part of all that is reserved; so many bytes in any case,
-since torch's allocator takes up to 20 MiB at a time, and cuBLAS 32 for each stream."""
+"""How much more memory it may take, as a part of the most that was reserved; so many bytes in any
+case, since torch's allocator takes up to 20 MiB at a time, and cuBLAS 32 for each stream."""
 
 
 def is_affordable(record: GraphRecord, steps_left: int) -> bool:
