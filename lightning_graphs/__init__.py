@@ -6,8 +6,10 @@ neither torch nor Lightning and touches no GPU.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from lightning_graphs.errors import (
     CaptureError,
@@ -17,7 +19,6 @@ from lightning_graphs.errors import (
     UnsupportedError,
     VerificationError,
 )
-from lightning_graphs.moved import register
 
 if TYPE_CHECKING:
     from lightning_graphs import core
@@ -43,9 +44,6 @@ __all__ = [
 ]
 
 
-register(__name__)
-
-
 def __getattr__(name: str) -> object:
     if name == "core":
         return import_module("lightning_graphs.core")
@@ -60,3 +58,38 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# ------------------ Former names of modules
+
+FORMER = {
+    "cli": "__main__",
+    "training": "lightning",
+    "training.callback": "lightning.callback",
+    "training.options": "policy.options",
+    "training.plugins": "lightning.plugins",
+    "reporting": "report",
+    "reporting.report": "report.report",
+    "reporting.diagnosis": "report.diagnosis",
+}
+"""Former module -> present module, below the package.
+
+Entry points of an installed package, ``class_path`` in configuration files and pickles hold them.
+"""
+
+
+class _Moved(ModuleType):
+    """Stands for a former module: looks its members up in the present one, on use."""
+
+    def __init__(self, before: str) -> None:
+        super().__init__(f"{__name__}.{before}")
+        self.__file__ = __file__  # what asks modules for theirs looks nothing up
+        self._present = f"{__name__}.{FORMER[before]}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(import_module(self._present), name)
+
+
+sys.modules.update({f"{__name__}.{name}": _Moved(name) for name in FORMER})

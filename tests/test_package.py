@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import lightning_graphs
-from lightning_graphs import errors
-from lightning_graphs.moved import BEFORE
+from lightning_graphs import FORMER, errors
 from lightning_graphs.report import GraphRecord
 from tests.processes import in_one_process, run_script
 
@@ -212,11 +211,11 @@ def test_modules_of_the_core_have_their_dotted_names() -> None:
     assert run_python(code) == "True True"
 
 
-@pytest.mark.parametrize("before", sorted(BEFORE))
+@pytest.mark.parametrize("before", sorted(FORMER))
 def test_names_of_before_lead_to_the_same_objects(before: str) -> None:
     """Entry points of an installed package, saved configurations and pickles hold them."""
     found = importlib.import_module(f"lightning_graphs.{before}")
-    present = importlib.import_module(f"lightning_graphs.{BEFORE[before]}")
+    present = importlib.import_module(f"lightning_graphs.{FORMER[before]}")
     for name, value in vars(present).items():
         if not name.startswith("__"):
             assert getattr(found, name) is value

@@ -25,10 +25,13 @@ from lightning_graphs.loops.function_runner import (
     CallRecovery,
     EvaluationCalls,
     FunctionSteps,
+    JudgedCalls,
+    JudgedEvaluation,
+    diagnosis_of,
     is_on_behalf_of_graphs,
+    judge_optimizers,
 )
-from lightning_graphs.loops.program import Program, ProgramWatch
-from lightning_graphs.loops.remedies import CONFIGURATION
+from lightning_graphs.loops.program import CONFIGURATION, Program, ProgramWatch
 from lightning_graphs.policy.options import OptionError, Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch
 from lightning_graphs.private.distributed import ahead_of_destruction
@@ -40,6 +43,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.context import TrainingContext
+from lightning_graphs.regions.judged import Findings, options_of_notes
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
@@ -374,8 +378,6 @@ class Calls:
             reason = "torch.compile(mode='reduce-overhead') has made graphs of its own"
         reason = reason or self._processes.why_not()
         if diagnoses:
-            from lightning_graphs.loops.examined import diagnosis_of
-
             if self._processes.are_joint:
                 reason = "diagnose=True captures in one process; start the program without torchrun"
             self._diagnosis = diagnosis_of(self.program, self._statistics, reason)
@@ -415,8 +417,6 @@ class Calls:
     def _judged(self, *, evaluates: bool) -> FunctionSteps:
         """Make what judges calls, over a backend that undoes all captures."""
         from lightning_graphs.device.emulated import UndoingBackend
-        from lightning_graphs.loops.examined import JudgedCalls, JudgedEvaluation, judge_optimizers
-        from lightning_graphs.regions.judged import Findings, options_of_notes
 
         options = self._options
         backend = UndoingBackend(self._device, is_rehearsal=options.backend == "emulated")

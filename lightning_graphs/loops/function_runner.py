@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -17,19 +17,29 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
 from lightning_graphs.errors import GraphError, first_line
 from lightning_graphs.loops.processes import OWN_COLLECTIVE, Collectives
-from lightning_graphs.loops.program import Program, ProgramWatch, Several, name_of
-from lightning_graphs.loops.remedies import OPTIMIZER, OUTSIDE, WORDS
+from lightning_graphs.loops.program import (
+    CONFIGURATION,
+    OPTIMIZER,
+    OUTSIDE,
+    WORDS,
+    Program,
+    ProgramWatch,
+    Several,
+    name_of,
+)
 from lightning_graphs.policy.worth import MemoryBudget
-from lightning_graphs.private.callsite import LIBRARIES, calls_observed
+from lightning_graphs.private.callsite import LIBRARIES, calls_observed, definition_of
 from lightning_graphs.regions.conditions import CaptureKey, ClientGuards, Phase
 from lightning_graphs.regions.context import TrainingContext
+from lightning_graphs.regions.judged import Findings, JudgedSteps
 from lightning_graphs.regions.lifecycle import EAGER, Ranks
-from lightning_graphs.regions.optimizer import capture_obstacle
+from lightning_graphs.regions.optimizer import Kernel, capture_obstacle
 from lightning_graphs.regions.plan import StepOutputs, StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.regions.whole_step import BY_HAND, EvaluationSteps, StepRegion
+from lightning_graphs.report.diagnosis import Diagnosis
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import OptimizerState, PythonSnapshot
@@ -351,3 +361,80 @@ class CallRecovery(MemoryRecovery):
         if self._begin is not None:
             self._begin.restore()
         self._give_up(self._error)
+
+
+# ------------------ Calls that only show what would refuse their capture
+
+
+class JudgedCalls(JudgedSteps, FunctionSteps):
+    """Captures the first calls of a function that trains, undoes that, and tells what was refused.
+
+    All calls run eagerly. The first one, which fills caches and makes the optimizer's state, is not
+    judged: none is captured as the first one.
+    """
+
+    has_stepped = True  # an optimizer that has no state yet is not told
+    findings: Findings | None = None  # None: they are told
+    told: Statistics  # of the function
+    calls = 0  # that are to be judged
+
+    def run(self, given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Judge a call, and run it."""
+        self._client.given = given
+        self._client.calls += 1
+        self.told.ran_eagerly()
+        if self.findings is None:
+            return self._module.function(*args, **kwargs)
+        if self._client.calls > 1:
+            self.findings.diagnosis.steps += 1
+            with self._speaking():
+                self.findings.judge(self, (given,))
+        self._warmup_left = 1
+        returned = self._run_eagerly(args, kwargs)
+        if self.findings.diagnosis.steps == self.calls:
+            self._conclude()
+        return returned
+
+    def close(self) -> None:
+        self._conclude()
+        super().close()
+
+    def _conclude(self) -> None:
+        """Judge all calls together, and print what was found."""
+        findings, self.findings = self.findings, None
+        if findings is not None:
+            with self._speaking():
+                findings.add_change(findings.judge_all(self))
+            print(findings.diagnosis)
+
+
+class JudgedEvaluation(JudgedCalls, EvaluationCalls):
+    """Captures the first calls of a function that evaluates."""
+
+
+def diagnosis_of(program: Program, statistics: Statistics, reason: str) -> Diagnosis:
+    """Begin the diagnosis of a function; with why no call can be captured, print it.
+
+    Args:
+        reason: The reason in words; empty if calls can.
+    """
+    statistics.fallbacks.append("diagnose=True: calls are observed, and none is captured")
+    statistics.diagnosis = diagnosis = Diagnosis(kind="", who=f"capture({program.name})")
+    if reason:
+        diagnosis.add(CONFIGURATION, "capture()", observed=reason)
+        print(diagnosis)
+    return diagnosis
+
+
+def judge_optimizers(
+    diagnosis: Diagnosis,
+    optimizers: Iterable[Optimizer],
+    program: Program,
+    device_type: str,
+    kernel: Kernel,
+) -> None:
+    """Add the optimizers that no graph can step; the rest of the function may be captured."""
+    for optimizer in optimizers:
+        if why := capture_obstacle(program, optimizer, device_type, kernel):
+            row = OPTIMIZER, type(optimizer).__name__, definition_of(program.function)
+            diagnosis.add(*row, observed=why, effect="eager optimizer step")

@@ -31,8 +31,15 @@ from lightning_graphs.watch.branches import (
     late_of,
     way_on,
 )
-from lightning_graphs.watch.choices import Choice, Cut, NoGradient, choice_of, chosen, goes_through
-from lightning_graphs.watch.forks import Forks
+from lightning_graphs.watch.forks import (
+    Choice,
+    Cut,
+    Forks,
+    NoGradient,
+    choice_of,
+    chosen,
+    goes_through,
+)
 from lightning_graphs.watch.forms import Numbers
 from lightning_graphs.watch.on_device import DeviceNumber, number_in
 from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, Tracer, tensors_asked
