@@ -79,6 +79,14 @@ def effect_of(func: object) -> Effect:
     return Effect.VIEWS if is_view else Effect.MAKES
 
 
+_KNOWN: dict[int, tuple[Effect, object]] = {}
+"""What each operator does, and itself, by its ``id``: its hash is a function of Python."""
+
+
+def _know(func: object) -> tuple[Effect, object]:
+    return _KNOWN.setdefault(id(func), (effect_of(func), func))
+
+
 @dispatched_directly
 class WriteWatch(OperatorMode):
     """Watches which storages from before its entry code writes, and can undo that.
@@ -98,9 +106,6 @@ class WriteWatch(OperatorMode):
         self.packs = False  # code packs what autograd saves, and unpacks it in a backward pass
         self._made: set[int] = set()  # inside of the body; none from before can be among them
         self._saved: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}
-        # By the ``id`` of an operator, whose own hash is a function of Python
-        self._effects: dict[int, Effect] = {}
-        self._operators: list[object] = []  # alive, for the sake of that
 
     def __torch_dispatch__(
         self,
@@ -109,19 +114,17 @@ class WriteWatch(OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        effect = self._effects.get(id(func))
-        if effect is None:
-            self._operators.append(func)
-            effect = self._effects[id(func)] = effect_of(func)
-        self.packs = self.packs or saved_tensors_hooks() is not None
-        if effect is Effect.WRITES or any(map(dispatches, types)):
+        effect, _ = _KNOWN.get(id(func)) or _know(func)
+        if saved_tensors_hooks() is not None:
+            self.packs = True
+        if effect is Effect.WRITES or (types and any(map(dispatches, types))):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if effect is Effect.VIEWS:
             return result
         made = self._made
         for tensor in (result,) if isinstance(result, Tensor) else tensors_in(result):
-            if not has_memory(tensor) or (key := memory_of(tensor)) in made:
+            if tensor.layout is not torch.strided or (key := memory_of(tensor)) in made:
                 continue
             # Unless it is that of an input: schemas do not tell of all views
             if not _is_memory_of(key, args) and not (
@@ -171,19 +174,13 @@ class WriteWatch(OperatorMode):
         return [storage for storage, _ in self._saved.values()]
 
 
-_ALONE = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout})
-"""Arguments of operators that hold no tensor."""
-
-
 def _is_memory_of(key: int, arguments: Iterable[Any]) -> bool:
     """Return whether a tensor in these arguments has this storage."""
     for given in arguments:
         if isinstance(given, Tensor):
-            if has_memory(given) and memory_of(given) == key:
+            if given.layout is torch.strided and memory_of(given) == key:
                 return True
-        elif type(given) not in _ALONE and key in map(
-            memory_of, filter(has_memory, tensors_in(given))
-        ):
+        elif isinstance(given, (list, tuple)) and _is_memory_of(key, given):
             return True
     return False
 

@@ -220,6 +220,12 @@ pointers_equal: Callable[[list[Tensor], list[int], list[int]], bool] | None = ge
 It takes a fifth of the time of asking each tensor.
 """
 
+flattened: Callable[..., Tensor] = torch._utils._flatten_dense_tensors
+unflattened: Callable[..., Sequence[Tensor]] = torch._utils._unflatten_dense_tensors
+"""The elements of tensors of one type, of a single one a view, and views of them in the shapes of
+others. DDP's helpers; a public ``cat`` needs a view of each, made in Python, as long as the copy.
+"""
+
 foreach_clone: Callable[[list[Tensor]], Sequence[Tensor]] | None = getattr(
     torch, "_foreach_clone", None
 )

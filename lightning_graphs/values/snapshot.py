@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.exchange import Absence, bind, bound
 from lightning_graphs.private.torch import (
+    flattened,
     named_buffers_in,
     named_modules_in,
     named_parameters_in,
     parts_of,
     plain,
     tables_of,
+    unflattened,
     version_of,
 )
 from lightning_graphs.values.guards import (
@@ -96,11 +98,11 @@ def _words(flat: Tensor) -> Tensor:
     return flat.view(_INTEGERS[width])
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _bare(tensor: Tensor) -> Tensor:
+    """Return a strided tensor of the bits that a tensor shows."""
     dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
-    if dense.is_conj() or dense.is_neg():  # whose bits are not what it shows
-        dense = dense.resolve_conj().resolve_neg()
-    return dense.reshape(-1)
+    is_bare = not (dense.is_conj() or dense.is_neg())
+    return dense if is_bare else dense.resolve_conj().resolve_neg()
 
 
 def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[int], Tensor]]:
@@ -114,16 +116,16 @@ def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[in
         for i in indices:
             count = tensors[i].numel()
             if not together or count >= size:
-                for piece in _flat(tensors[i]).split(size):
+                for piece in _bare(tensors[i]).reshape(-1).split(size):
                     yield [i], piece
                 continue
             if taken + count > size:
-                yield small, torch.cat([_flat(tensors[j]) for j in small])
+                yield small, flattened([_bare(tensors[j]) for j in small])
                 small, taken = [], 0
             small.append(i)
             taken += count
         if small:
-            yield small, torch.cat([_flat(tensors[j]) for j in small])
+            yield small, flattened([_bare(tensors[j]) for j in small])
 
 
 # ------------------------------------------------------------------ Python values
@@ -500,15 +502,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _copied(views: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Copy storages to one piece of memory: many pieces take longer to get than to fill."""
-    sizes = [*map(Tensor.numel, views)]
-    parts = torch.empty(sum(sizes), dtype=views[0].dtype, device=device).split(sizes)
-    copies = [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
-    if device == views[0].device:
-        copy_all(copies, views)
-    else:
-        for copy_, view in zip(copies, views, strict=True):
-            copy_.copy_(view)
+    """Copy storages, on their device to one piece of memory: many take longer to get."""
+    if len(views) > 1 and device == views[0].device:
+        return [*unflattened(flattened(views), views)]
+    copies = [torch.empty_like(view, device=device) for view in views]
+    for copy_, view in zip(copies, views, strict=True):
+        copy_.copy_(view)
     return copies
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -95,17 +96,17 @@ def test_a_sparse_tensor_is_that_of_its_values(device: torch.device) -> None:
 
 def test_small_tensors_are_copied_a_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check of a large model has no memory for a copy of all of them."""
-    size, beside, alive = fingerprints._CHUNK["cpu"], torch.cat, []
+    size, beside, alive = fingerprints._CHUNK["cpu"], fingerprints.flattened, []
     copies: list[StorageWeakRef] = []
 
-    def cat(tensors: list[Tensor]) -> Tensor:
+    def flattened(tensors: Sequence[Tensor]) -> Tensor:
         copy = beside(tensors)
         assert copy.numel() <= size
         alive.append(sum(not known.expired() for known in copies))
         copies.append(StorageWeakRef(copy.untyped_storage()))
         return copy
 
-    monkeypatch.setattr(torch, "cat", cat)
+    monkeypatch.setattr(fingerprints, "flattened", flattened)
     fingerprints_of([torch.rand(size // 2) for _ in range(10)], together=True)
     assert len(alive) == 5
     assert max(alive) <= 1
