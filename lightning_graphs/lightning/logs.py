@@ -39,7 +39,8 @@ from lightning_graphs.private.exchange import exchanged, replaced, subclassed
 from lightning_graphs.regions.conditions import in_turn
 from lightning_graphs.regions.context import Recorder
 from lightning_graphs.values.memory import clone_all
-from lightning_graphs.watch.late import Given, KeptCalls, LateCall, LateCalls, LateValue, Use
+from lightning_graphs.watch.kept import KeptCalls
+from lightning_graphs.watch.late import Given, LateCall, LateCalls, LateValue, Use
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers, used
@@ -259,12 +260,13 @@ class LogRecorder(Recorder):
         progress: ProgressValues | None = None,
         numbers: LoggedNumbers | None = None,  # knows which Python numbers change from step to step
         *,
-        keeps_calls: bool = True,  # keep those back; else they are made
+        # Surrounds a run in which calls are made, not kept back, and which is undone
+        undone: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         manual: ManualSteps | None = None,  # optimizer steps of the step's own code
     ) -> None:
         self._module = module
         self._metrics, self._kept = later
-        self._keeps_calls = keeps_calls
+        self._undone = undone
         self._progress = progress
         self._numbers = numbers
         self._manual = manual
@@ -292,13 +294,13 @@ class LogRecorder(Recorder):
             stack.enter_context(metrics_exchanged(apart, self._metric_recorder, refuse))
             if self._manual is not None:
                 stack.enter_context(self._manual.recording())
-            if self._keeps_calls and self._kept.known:
-                stack.enter_context(self._kept.exchanged(self.keep))
+            if self._kept.known:
+                stack.enter_context((self._undone or partial(self._kept.exchanged, self.keep))())
             yield
 
     def keeping(self, *, by_methods: bool) -> contextlib.AbstractContextManager[object]:
         """Keep back calls of torch in the body, the step's own code under capture."""
-        if not (self._keeps_calls and self._kept.known):
+        if self._undone is not None or not self._kept.known:
             return contextlib.nullcontext()
         return self._kept.of_torch(self.keep, by_methods=by_methods)
 

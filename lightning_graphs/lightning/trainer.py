@@ -58,8 +58,14 @@ from lightning_graphs.regions.reduction import unseen_by
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.guards import is_object, is_plain
-from lightning_graphs.watch.environment import AsRead, Effect, Environment, rates_exchanged
-from lightning_graphs.watch.late import CallAt, KeptCalls
+from lightning_graphs.watch.environment import (
+    AsRead,
+    Effect,
+    Environment,
+    effects_watched,
+    rates_exchanged,
+)
+from lightning_graphs.watch.kept import CallAt, KeptCalls
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import refuse_tracers
 from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
@@ -182,7 +188,9 @@ class TrainerWatch(Client):
         self._refuses_numbers = False
         given = self._module, (self.metrics, self.kept)
         manual = self._manual_steps(is_captured=False)
-        return LogRecorder(*given, keeps_calls=False, manual=manual)
+        watching = partial(effects_watched, self, refuses=False)
+        undone = partial(self.kept.left_out, watching)
+        return LogRecorder(*given, undone=undone, manual=manual)
 
     def _manual_steps(self, *, is_captured: bool) -> ManualSteps | None:
         self._manual = None
@@ -202,6 +210,9 @@ class TrainerWatch(Client):
         if asked:  # not to be read behind a replay
             self.logged.frozen.clear()
         return asked
+
+    def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Any) -> Any:
+        return self.kept.effect(frame, function, given)
 
     def declines(self, frame: FrameType) -> bool:
         return self.kept.declines(frame)
@@ -324,6 +335,7 @@ class TrainerWatch(Client):
         change are for libraries only. Comparable values that user code reads become guards.
         """
         original: Any = type(self._trainer)
+        reads.called = self.kept.called
 
         def read(owner: Trainer, key: str) -> Any:
             steps = self._manual.ahead if self._manual is not None and key == "global_step" else 0

@@ -48,8 +48,9 @@ from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, Recorder
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.tree import item_label, leaves_of
-from lightning_graphs.watch.environment import AsRead, Effect, Environment
-from lightning_graphs.watch.late import CallAt, KeptCalls, LateCalls
+from lightning_graphs.watch.environment import AsRead, Effect, Environment, effects_watched
+from lightning_graphs.watch.kept import CallAt, KeptCalls
+from lightning_graphs.watch.late import LateCalls
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
 from lightning_graphs.watch.user_code import Held, UserCode, function_of
 
@@ -287,6 +288,7 @@ class ProgramWatch(Client):
     def reading(
         self, reads: AttributeGuards, number: AsRead | None
     ) -> AbstractContextManager[None]:
+        reads.called = self._kept.calls.called
         return nullcontext()
 
     def calling(self) -> AbstractContextManager[None]:
@@ -300,6 +302,12 @@ class ProgramWatch(Client):
 
     def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
         return not self.waits_for_gradients() and self._kept.calls.learn(error, reads)
+
+    def mute(self) -> Undone:
+        return Undone(self._kept, self)
+
+    def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Any) -> Any:
+        return self._kept.calls.effect(frame, function, given)
 
     def declines(self, frame: FrameType) -> bool:
         return self._kept.calls.declines(frame)
@@ -357,6 +365,17 @@ class RepeatedReads:
         """Whether the next capture goes otherwise about it than the last one."""
         learned, self._has_learned = self._has_learned, False
         return learned
+
+
+class Undone(Recorder):
+    """Of a run that is undone: calls that nothing has the result of are left out."""
+
+    def __init__(self, kept: RepeatedReads, program: ProgramWatch) -> None:
+        self._calls = kept.calls
+        self._watching = partial(effects_watched, program, refuses=False)
+
+    def recording(self, held: Held | None = None) -> AbstractContextManager[None]:
+        return self._calls.left_out(self._watching)
 
 
 class HostReads(Recorder):

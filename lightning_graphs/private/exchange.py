@@ -191,6 +191,15 @@ def _copy_of(function: FunctionType) -> FunctionType:
     return again
 
 
+def called_from(frame: FrameType, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a function as from the line that a frame has come to, for who looks."""
+    code, there = _code_that_calls(function, (lambda: None).__code__), frame.f_code
+    code = code.replace(
+        co_filename=there.co_filename, co_name=there.co_name, co_firstlineno=frame.f_lineno
+    )
+    return FunctionType(code, {"__name__": frame.f_globals.get("__name__")})
+
+
 def _code_that_calls(call: Callable[..., Any], own: CodeType) -> CodeType:
     """Make code that passes its arguments on, for a function that has this code and its cells."""
     constants = tuple(call if value is ... else value for value in _PASSING.co_consts)

@@ -8,6 +8,7 @@ import contextlib
 import dis
 import functools
 import inspect
+import itertools
 import linecache
 import re
 import sys
@@ -57,6 +58,12 @@ def offsets_at(code: CodeType, offset: int) -> range:
     listing = listing_of(code)
     at, ends = listing.at(offset), [*listing.offsets, len(code.co_code)]
     return range(ends[at], ends[at + 1])
+
+
+def positions_of(code: CodeType, offset: int) -> tuple[int | None, ...] | None:
+    """Return first and last line, first and last column of an instruction; None before 3.11."""
+    positions = getattr(code, "co_positions", None)
+    return None if positions is None else next(itertools.islice(positions(), offset // 2, None))
 
 
 # ------------------ Source

@@ -26,7 +26,7 @@ from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.forks import Forks
-from lightning_graphs.watch.late import CallAt
+from lightning_graphs.watch.kept import CallAt
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.places import StepState
@@ -49,7 +49,7 @@ class Recorder:
         """Keep back what a replay calls after its graphs, in the body: the step's own code.
 
         Args:
-            by_methods: See :meth:`~lightning_graphs.watch.late.KeptCalls.of_torch`.
+            by_methods: See :meth:`~lightning_graphs.watch.kept.KeptCalls.of_torch`.
         """
         return nullcontext()
 

@@ -63,7 +63,7 @@ from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.host_trace import ArenaFull
-from lightning_graphs.watch.late import LATE_RULES
+from lightning_graphs.watch.kept import LATE_RULES
 from lightning_graphs.watch.mechanism import Mechanism, Watcher
 from lightning_graphs.watch.numbers import Followed
 from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError

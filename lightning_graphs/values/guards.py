@@ -9,7 +9,7 @@ import weakref
 import zlib
 from array import array
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta, timezone
@@ -458,6 +458,10 @@ class ValueGuards:
         self._unused: set[tuple[int, Any]] = set()
         self._used: set[tuple[int, Any]] = set()
         self._owners: list[Any] = []
+        # By their ``id``, objects of which captured code has called no more than what is kept back:
+        # compared by identity, unless code reads something that they hold
+        self.called: Mapping[int, object] = {}
+        self._known_called = 0
         # Gives the ``id`` of optimizers and the like that regions follow
         self.followed: Callable[[], Container[int]] = tuple
 
@@ -501,14 +505,16 @@ class ValueGuards:
         """Return these guards without those of owners that are given by ``id``."""
         rest = ValueGuards()
         rest._words, rest._left_out = self._words, self._left_out
-        rest._unused = self._unused
+        rest._unused, rest.called = self._unused, self.called
         rest._roots = {p: root for p, root in self._roots.items() if p[0] not in owners}
         return rest
 
     def now(self) -> tuple[tuple[str, Any], ...]:
         """Return name and present value of every guard, in order of addition."""
-        if self._described is not None and self._is_unchanged():
+        is_known = self._described is not None and self._known_called == len(self.called)
+        if is_known and self._described is not None and self._is_unchanged():
             return self._described
+        self._known_called = len(self.called)
         self._checks, self._values, self._seen = [], [], {}
         for name, get, key in self._roots.values():
             if name in self._left_out:
@@ -563,6 +569,9 @@ class ValueGuards:
             self._describe_stepped(name, value, depth, most)
             return
         table = attributes_of(value) if is_object(value) else value
+        if id(value) in self.called and self._words.isdisjoint(table):
+            self._values.append((name, Identity(value)))
+            return
         count = len(table) if isinstance(table, (dict, set, frozenset, *_SEQUENCES)) else None
         if count is not None:  # ahead of its entries: an index may be gone
             of_dict = table is value and isinstance(table, dict)

@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import is_
 from types import FrameType
@@ -43,7 +43,7 @@ from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import caches_weights, subclasses_unasked, version_of
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
-from lightning_graphs.watch.tracers import OURS, OpaqueTracer
+from lightning_graphs.watch.tracers import OURS, Nothing, OpaqueTracer
 from lightning_graphs.watch.user_code import UnregisteredTensors, UserCode, iter_objects
 
 _CALLS = (
@@ -53,6 +53,7 @@ _CALLS = (
 )
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"
+_OF_NOW = ("sys.stdout.write", "sys.stderr.write")  # of a stream that may be another one later
 _LOGGERS = ("logger", "loggers")  # properties that read other ``logger`` properties
 _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 """Packages that print, write and log on behalf of their callers."""
@@ -63,6 +64,9 @@ _WATCHERS = ("lightning_graphs.watch.", "lightning_graphs.lightning.trainer")
 
 Effect = tuple[Any, str, str]
 """What user code is seen to use: an object or class, a name in it, and a name for messages."""
+
+Given = tuple[Sequence[Any], Mapping[str, Any]]
+"""Arguments of a call, by place and by name."""
 
 AsRead = Callable[[str, Callable[[], Any]], Any]
 """What a counter is read as, of its name and what gives the value."""
@@ -106,6 +110,10 @@ class Client(Protocol):
     @abstractmethod
     def declines(self, frame: FrameType) -> bool:
         """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
+
+    def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Given) -> Any:
+        """Keep back a call that prints or logs; None if it is none of those."""
+        return None
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the host's copy of each tensor in a batch; None if it has none."""
@@ -170,7 +178,7 @@ class Environment:
     def acting(self) -> Iterator[None]:
         """Follow functions that the body calls, and watch their effects outside of Python."""
         client = self._client
-        with self.outside.followed(), effects_watched(client.own, client.effects):
+        with self.outside.followed(), effects_watched(client):
             yield
 
     @contextlib.contextmanager
@@ -220,21 +228,30 @@ class Environment:
                 raise obstacle.refused(f"the module's forward {does} {self.outside.listed(names)}")
 
 
-def effects_watched(own: UserCode, further: Iterable[Effect]) -> AbstractContextManager[None]:
+def effects_watched(client: Client, *, refuses: bool = True) -> AbstractContextManager[None]:
     """Watch for prints, opened files, Python's loggers and further effects, in this thread.
 
     Only lines of user code count: libraries warn and log on their own account. What is refused is
-    not done.
+    not done; what is kept back every replay does behind its graphs.
+
+    Args:
+        client: Keeps them back.
+        refuses: All others are refused, and not done.
     """
 
-    def used(what: str, frame: FrameType | None) -> bool:
-        if frame is None or not own.runs_in(frame):
-            return False
+    def used(what: str, frame: FrameType, function: Callable[..., Any], given: Given) -> Any:
+        if not client.own.runs_in(frame):
+            return None
+        kept = None if what in _OF_NOW else client.keeps_effect(frame, function, given)
+        if kept is not None:
+            return kept
+        if not refuses:
+            return None
         site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         SIDE_EFFECT.refuse(f"{what} is used at {site.describe()}")
-        return True
+        return Nothing()
 
-    present = [*further, *_present()]
+    present = [*client.effects, *_present()]
     return exchanged((o, name, _watched(getattr(o, name), what, used)) for o, name, what in present)
 
 
@@ -247,24 +264,7 @@ def _present() -> Iterator[Effect]:
             yield owner, name, _NAMES.get(path, path)
 
 
-class _Nothing:
-    """Stands for what an effect returns that is refused, where the code goes on."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *_: Any, **__: Any) -> _Nothing:
-        return self
-
-    __enter__ = __call__
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-
-def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], bool]) -> Any:
+def _watched(original: Any, what: str, used: Callable[..., Any]) -> Any:
     """Wrap a function or property so that it reports its caller's frame."""
     is_property = isinstance(original, property)
     function = original.fget if is_property else original
@@ -272,7 +272,8 @@ def _watched(original: Any, what: str, used: Callable[[str, FrameType | None], b
     def watched(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
         acting = next((f for f in frames_from(frame) if not _passes_on(f)), None)
         acts = not is_property or function(*args)  # without a logger, nothing is done with it
-        return _Nothing() if acts and used(what, acting) else function(*args, **kwargs)
+        instead = used(what, acting, function, (args, kwargs)) if acts and acting else None
+        return function(*args, **kwargs) if instead is None else instead
 
     instead = standing_in(function, watched)
     return property(instead, original.fset) if is_property else instead

@@ -53,7 +53,7 @@ from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
 from lightning_graphs.watch.host_trace import HostTracer
-from lightning_graphs.watch.late import CallAt
+from lightning_graphs.watch.kept import CallAt
 from lightning_graphs.watch.mechanism import Instruction, Mechanism, Watcher
 from lightning_graphs.watch.mirrors import FollowedState, Mirrors, held_numbers
 from lightning_graphs.watch.reads import NUMBERS, AttributeGuards

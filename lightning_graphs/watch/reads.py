@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -291,11 +292,12 @@ def _author_of(kind: type) -> str:
 
 
 def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
-    """List names of values that are iterators, except open files.
+    """List names of values that are iterators, except open files, and weak references.
 
     Nor are objects of user code, whose ``__next__`` is followed like any method of theirs.
     """
-    kinds = ((name, v) for name, v in held if isinstance(v, Iterator) and not is_object(v))
+    known = (pair for pair in held if type(pair[1]) not in weakref.ProxyTypes)
+    kinds = ((name, v) for name, v in known if isinstance(v, Iterator) and not is_object(v))
     return [name for name, v in kinds if not isinstance(v, io.IOBase)]
 
 

@@ -120,10 +120,31 @@ class Operation(NamedTuple):
     is_swapped: bool = False  # the value is the second one
 
 
+MAKES_TEXT = (format, str, repr)
+MakesText = Callable[[Tracer, Callable[..., Any], Sequence[Any], FrameType], "str | None"]
+"""Gives the text that one of these functions makes of a tracer for a frame; None: it cannot."""
+_makes_text: list[MakesText] = []
+
+
+@contextlib.contextmanager
+def texts_made(make: MakesText) -> Iterator[None]:
+    """Let a function make the texts of tracers that code of the body asks for."""
+    _makes_text.append(make)
+    try:
+        yield
+    finally:
+        _makes_text.pop()
+
+
 def special(operation: Operation) -> Callable[..., Any]:
     """Make a special method of tracers."""
+    is_text = operation.function in MAKES_TEXT
 
     def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+        if is_text and _makes_text:
+            text = _makes_text[-1](self, operation.function, args, sys._getframe(1))
+            if text is not None:
+                return text
         return self.use(operation, args, kwargs)
 
     return method
@@ -159,6 +180,23 @@ OPERATIONS = {operation.name: operation for operation in _operations()}
 for _operation in OPERATIONS.values():
     if _operation.name != "__rmatmul__":  # a tensor is asked first
         setattr(Tracer, _operation.name, special(_operation))
+
+
+class Nothing:
+    """Stands for what an effect returns that is not done, where the code goes on."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Nothing:
+        return self
+
+    __enter__ = __call__
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
 
 
 class OpaqueTracer(Tracer):

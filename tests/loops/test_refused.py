@@ -8,6 +8,7 @@ import gc
 import itertools
 import pickle
 import runpy
+import sys
 import threading
 import warnings
 import weakref
@@ -41,7 +42,7 @@ def printing(model: Any, optimizer: Any, batch: Any) -> Any:
     loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
-    print(end="")
+    sys.stdout.write("")
     return loss.detach()
 
 
@@ -88,7 +89,7 @@ REFUSED = {
     taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
     leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",
     reading: r"in reading: for _ in range\(int\(loss.item\(\)\)\):.*\n.*return the tensor",
-    printing: r"print is used at .* in printing: print\(end=\"\"\)\n.*after the call",
+    printing: r"sys.stdout.write is used at .* in printing: sys.stdout.write.*\n.*after the call",
     stepping_another: r"a step of SGD is taken at .* in stepping_another.*\n.*capture\(\) every",
 }
 
