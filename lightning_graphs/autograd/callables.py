@@ -64,7 +64,12 @@ from lightning_graphs.values.memory import (
     take_attributes,
 )
 from lightning_graphs.values.signature import CallPlan, Modes, Signature
-from lightning_graphs.values.snapshot import Snapshot, contents_of, contents_undone, fingerprints_of
+from lightning_graphs.values.snapshot import (
+    Snapshot,
+    contents_of,
+    fingerprints_of,
+    is_of_transformers,
+)
 from lightning_graphs.values.tree import substitute
 
 # ------------------ One callable
@@ -294,7 +299,7 @@ class CallableCapture:
             repeat = any(0 in stride for stride in self._known.gradient_strides.values())
             with (
                 self._settings.pool.capture() as captured,
-                contents_undone(self._args, self._kwargs),
+                _contents_undone(self._args, self._kwargs),
                 saved_for_graphs() if repeat else nullcontext(),
             ):
                 hooks = hooks_registered()
@@ -644,3 +649,22 @@ def rewinding_refused(draws: bool) -> AbstractContextManager[None]:
         )
 
     return replaced(torch.cuda, "set_rng_state", refuse) if draws else nullcontext()
+
+
+def _contents_undone(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> AbstractContextManager[None]:
+    """Undo and refuse what the body, the capture of a call, changes in its arguments."""
+    remedy = "return the new value, and let the caller store it"
+    if any(map(is_of_transformers, [*args, *kwargs.values()])):
+        remedy = "set config.use_cache = False: training needs no cache of keys and values"
+
+    def refuse(names: Sequence[str]) -> None:
+        raise CaptureError(
+            "A graphed callable must not change its arguments, because a replay leaves containers "
+            "and objects of the caller as they are.",
+            f"the call changes {', '.join(names[:3])}",
+            remedy,
+        )
+
+    return contents_of(args, kwargs).changes_undone(refuse)

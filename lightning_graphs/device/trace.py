@@ -83,16 +83,13 @@ class FunctionMode(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._asked.close()
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # it would compile the handler, too
+            return func(*args, **given)
         if func is torch.ops.higher_order.cond:
             return _cond(functools.partial(self._call, func), *args)
-        return self._call(func, args, kwargs or {})
+        return self._call(func, args, given)
 
 
 def _cond(call: Callable[..., Any], choice: Any, *rest: Any) -> Any:

@@ -26,6 +26,7 @@ from lightning_graphs.report.messages import listed
 from lightning_graphs.values.guards import in_words, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
+from lightning_graphs.values.tree import OF_TENSORS, held_in_containers, tensors_inside
 from lightning_graphs.watch.host import HostReads
 from lightning_graphs.watch.mechanism import Check, Instruction
 
@@ -239,7 +240,12 @@ _State = list[tuple[Any, dict[str, Any], list[Any]]]
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(map(_hashable, value)) if type(value) in (list, tuple) else value
+    """Return the value of an entry of a group as a part of a key."""
+    if isinstance(value, dict):
+        return dict, *((key, _hashable(held)) for key, held in value.items())
+    if type(value) in (list, tuple):
+        return tuple(map(_hashable, value))
+    return (set, frozenset(value)) if isinstance(value, set) else value
 
 
 class OptimizerGuard:
@@ -259,6 +265,7 @@ class OptimizerGuard:
         self._members = list(chain.from_iterable(self._lists))
         # Parameter, its state and what was in it at the last capture; one of each group among them
         self._known: _State | None = None
+        self._further = 0  # entries of its state that are no parameter's
         self._witnesses: _State = []
         self._hooks = step_hook_tables(optimizer)
         # Groups, and names of what a capture freezes in them
@@ -266,8 +273,12 @@ class OptimizerGuard:
         live = _NO_NUMBERS.union(live)
         frozen = [(g, k) for g in self.groups for k in g if k not in live and not is_tensor(g[k])]
         self._frozen = [group for group, _ in frozen], [name for _, name in frozen]
-        given = chain.from_iterable(g[k] for g, k in frozen if type(g[k]) in (list, tuple))
-        self._has_tables = any(type(value) is list for value in given)
+        given = [g[k] for g, k in frozen]
+        inside = chain.from_iterable(v for v in given if type(v) in (list, tuple))
+        self._has_tables = any(isinstance(v, (dict, set)) for v in given)
+        self._has_tables |= any(isinstance(v, (list, dict, set)) for v in inside)
+        # Tensors in containers of its state, and in its attributes, at the last capture
+        self._inside: list[Tensor] = []
 
     def numbers(self) -> Values:
         """Return names and values that a capture freezes in the groups; learning rates are live."""
@@ -303,12 +314,12 @@ class OptimizerGuard:
             and self._holds(self._witnesses)
             and all(map(is_, lists, self._lists))
             and list(map(len, lists)) == self._lengths
-            and (self._known is None or len(self.state) == len(self._known))
+            and (self._known is None or len(self.state) == len(self._known) + self._further)
         ):
-            return False
+            return bool(self._inside) and self._has_others_inside()
         members = list(chain.from_iterable(lists))
         same = len(members) == len(self._members) and all(map(is_, members, self._members))
-        if not (same and self._holds(self._known or [])):
+        if not (same and self._holds(self._known or [])) or self._has_others_inside():
             return True
         self._epoch = epoch
         if self._known is not None:  # a parameter that was unfrozen has made its own
@@ -323,13 +334,39 @@ class OptimizerGuard:
                 return False
         return True
 
+    def _tensors_inside(self) -> Iterator[Tensor]:
+        """List the tensors that are held otherwise than as an entry of a parameter's state."""
+        for key, state in self.state.items():
+            if isinstance(state, dict):
+                yield from tensors_inside([*held_in_containers(state.values())])
+            elif key not in self._moving:
+                yield from tensors_inside(state)
+        for name, value in vars(self._optimizer).items():
+            if name not in OF_TENSORS:
+                yield from tensors_inside(value)
+
+    def _has_others_inside(self) -> bool:
+        found = [*self._tensors_inside()]
+        known = self._inside
+        return self._known is not None and not (
+            len(found) == len(known) and all(map(is_, found, known))
+        )
+
     def _lasting(self, state: dict[str, Any]) -> list[Any]:
         """List what is in a parameter's state, but for numbers that replays move."""
         return [value for key, value in state.items() if key not in self._moving]
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a capture reads and writes these."""
+        return self._known is not None
+
     def remember(self) -> None:
         """Remember the tensors of a capture: others in their place are a replacement."""
-        self._known = [(p, state, self._lasting(state)) for p, state in self.state.items()]
+        entries = [(p, state) for p, state in self.state.items() if isinstance(state, dict)]
+        self._known = [(p, state, self._lasting(state)) for p, state in entries]
+        self._further = len(self.state) - len(entries)
+        self._inside = [*self._tensors_inside()]
         firsts = {next(filter(self.state.__contains__, params), None) for params in self._lists}
         self._witnesses = [known for known in self._known if known[0] in firsts]
 

@@ -56,7 +56,7 @@ from lightning_graphs.regions.tried import (
     why_failed,
 )
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
-from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.values.tree import leaves_of, tensors_inside
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.scalars import holds_number
 from lightning_graphs.watch.user_code import hidden_in
@@ -356,7 +356,7 @@ class CapturableOptimizer:
         # Its step calls a closure once, ahead of all else, and only passes on what that returns; of
         # one that is tried, the first step tells
         self.takes_closure_once = not self._is_tried
-        self._has_taken_closure = False
+        self._has_taken_closure = self._hides = False
         # Its state exists. A gradient scaler may skip the first steps of a fit.
         self.has_stepped = bool(optimizer.state) and not self._is_tried
         self._is_restored = False
@@ -390,7 +390,9 @@ class CapturableOptimizer:
         def called(closure: Callable[[], Any] | None = None) -> Any:
             return step() if closure is None else step(closure)  # an author's may take none
 
-        taken = kept_in_place(self.optimizer, called) if self._is_tried else called
+        taken = called
+        if self._is_tried:
+            taken = kept_in_place(self.optimizer, called, lambda: self.guard.is_captured)
         if not self.unscales:
             taken = unless_overflowed(self.optimizer, taken)
 
@@ -437,6 +439,7 @@ class CapturableOptimizer:
                 sees = can_watch(self.optimizer)
                 returned = use.watched(step) if sees else step(closure)
                 self.takes_closure_once = use.is_plain
+                self._hides = use.runs_compiled or not sees
             self.has_stepped = True
             return returned
         if self.counters is not None and self.counters.are_moved:
@@ -482,9 +485,8 @@ class CapturableOptimizer:
         if self.takes_closure_once or not self.has_stepped:
             return None
         why = "it does not call its closure once, ahead of all else, or computes with the loss"
-        is_seen = can_watch(self.optimizer)
         return self._refused(
-            why if is_seen else "it runs compiled code, which hides what that does"
+            "it runs compiled code, which hides what that does" if self._hides else why
         )
 
     def _refused(self, observed: str) -> UpdateRefused:
@@ -522,8 +524,7 @@ class CapturableOptimizer:
     def defragment_state(self) -> None:
         """Defragment the optimizer's state; to be called before the first capture."""
         if self._device.type == "cuda":
-            values = chain.from_iterable(state.values() for state in self.guard.state.values())
-            defragment(plain(value for value in values if isinstance(value, Tensor)))
+            defragment(plain(tensors_inside([*self.guard.state.values()])))
 
     def refresh(self) -> None:
         """Fill the learning rates on the device if they have changed since."""

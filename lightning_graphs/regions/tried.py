@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, getitem, setitem
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,16 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
 from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
 from lightning_graphs.private.exchange import Absence, replaced
-from lightning_graphs.private.torch import hides_memory, out_of_sight, plain
+from lightning_graphs.private.torch import (
+    compiled_code_noticed,
+    hides_memory,
+    out_of_sight,
+    plain,
+)
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
-from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.values.tree import OF_TENSORS, leaves_of
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
 from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
@@ -55,7 +61,6 @@ divides gradients by the loss scale itself, and its hooks see scaled ones."""
 
 _GIVEN = "grad_scale", "found_inf"
 """Attributes by which a scaler tells an optimizer what it is to do itself."""
-_OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -196,42 +201,120 @@ def _together(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 # ------------------ What a step makes anew
 
 
-def kept_in_place(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a step that writes what it binds anew in its state (``state["rms"] = p.norm()``).
+def kept_in_place(
+    optimizer: Optimizer, step: Callable[..., Any], is_captured: Callable[[], bool]
+) -> Callable[..., Any]:
+    """Make a step that writes what it binds anew in its tables (``state["rms"] = p.norm()``).
 
     A captured one copies it to the tensor that was there, which the next replay reads, and so do
-    eager ones after it.
+    eager ones once there was a capture.
     """
-    binds = False
 
     def stepped(*args: Any) -> Any:
-        nonlocal binds
-        if not (binds or is_current_stream_capturing()):
+        if not (is_captured() or is_current_stream_capturing()):
             return step(*args)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        here = {parameter.device for parameter in parameters}
-        before = [
-            (table, key, value)
-            for table in optimizer.state.values()
-            if isinstance(table, dict)
-            for key, value in table.items()
-            if type(value) is Tensor and value.device in here
-        ]
-        held = [value for *_, value in before] + [*parameters, *(p.grad for p in parameters)]
+        held = _HeldTensors(optimizer)
         returned = step(*args)
-        anew = [entry for entry in before if entry[0].get(entry[1]) is not entry[2]]
-        strided = (t for t in held if t is not None and t.layout is torch.strided)
-        others = {*map(_address, strided)} if anew else ()
-        for table, key, own in anew:
-            made = table.get(key)
-            if type(made) is Tensor and _kind(made) == _kind(own) and _address(made) not in others:
-                with torch.no_grad():
-                    own.copy_(made)
-                table[key] = own
-                binds = True
+        held.keep()
         return returned
 
     return stepped
+
+
+class _Look(NamedTuple):
+    """A value as it was: what is inside of a container, by its key in a dict."""
+
+    value: Any
+    keys: Sequence[Any] = ()
+    inside: Sequence[_Look] | None = None  # None: it is no container
+
+    @classmethod
+    def at(cls, value: Any) -> _Look:
+        if type(value) is dict:
+            return cls(value, [*value], [*map(cls.at, value.values())])
+        is_container = type(value) in (list, tuple, deque)
+        return cls(value, (), [*map(cls.at, value)]) if is_container else cls(value)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that were in it."""
+        if type(self.value) is Tensor and self.value.layout is torch.strided:
+            yield self.value
+        for look in self.inside or ():
+            yield from look.tensors()
+
+    def finds(self, now: Any, anew: list[tuple[Tensor, Tensor]]) -> bool:
+        """Append tensors with those now in their places; False if more than that has changed."""
+        was = self.value
+        if self.inside is None:
+            is_anew = type(now) is type(was) is Tensor and now is not was
+            if is_anew and _kind(now) == _kind(was):
+                anew.append((was, now))
+                return True
+            return now is was
+        if type(now) is not type(was) or len(now) != len(self.inside):
+            return False
+        if type(now) is dict and [*now] != self.keys:
+            return False
+        items = now.values() if type(now) is dict else now
+        return all(look.finds(item, anew) for look, item in zip(self.inside, items, strict=True))
+
+    def restored(self) -> Any:
+        """Return the value, with what was inside of it."""
+        value = self.value
+        if self.inside is None or type(value) is tuple:
+            for look in self.inside or ():
+                look.restored()
+            return value
+        items = [look.restored() for look in self.inside]
+        value.clear()
+        if type(value) is dict:
+            value.update(zip(self.keys, items, strict=True))
+        else:
+            value.extend(items)
+        return value
+
+
+class _HeldTensors:
+    """Tensors that an optimizer holds in its state, groups and attributes, by their places."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        own: dict[Any, Any] = vars(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held += [p.grad for p in held if p.grad is not None]
+        self._places = [
+            (table, key, _Look.at(value))
+            for table in (*_tables_of(optimizer), own)
+            for key, value in table.items()
+            if not (key == "params" or (table is own and key in OF_TENSORS))
+            if not (table is optimizer.state and isinstance(value, dict))
+            if type(value) in (Tensor, list, tuple, dict, deque)
+        ]
+        self._others = {_address(t) for t in held if t.layout is torch.strided}
+        self._here = {t.device for t in held}
+
+    def keep(self) -> None:
+        """Write to them what is in their places by now, and put them back there."""
+        before = Counter(_address(t) for *_, look in self._places for t in look.tensors())
+        taken = {*before, *self._others}  # memory that is in use otherwise
+        for table, key, look in self._places:
+            anew: list[tuple[Tensor, Tensor]] = []
+            if not look.finds(table.get(key), anew) or not anew:
+                continue
+            # Tensors of one place may have changed their order there, as in a queue
+            own = {_address(was) for was, _ in anew if before[_address(was)] == 1}
+            made = [_address(tensor) for _, tensor in anew]
+            if len({*made}) < len(made) or not own.issuperset(taken.intersection(made)):
+                continue
+            if not all(was.device in self._here for was, _ in anew):
+                continue
+            taken.update(made)
+            with torch.no_grad():
+                values = [
+                    t.clone() if a in own else t for a, (_, t) in zip(made, anew, strict=True)
+                ]
+                for (was, _), value in zip(anew, values, strict=True):
+                    was.copy_(value)
+            table[key] = look.restored()
 
 
 def _address(tensor: Tensor) -> int:
@@ -315,11 +398,12 @@ class ClosureUse:
         self._closure = closure
         self._watching = contextlib.ExitStack()
         self._calls, self._is_only_called = 0, True
+        self.runs_compiled = False  # it calls compiled code, which hides what that does
         self._loss: Any = None
 
     @property
     def is_plain(self) -> bool:
-        return self._calls == 1 and self._is_only_called
+        return self._calls == 1 and self._is_only_called and not self.runs_compiled
 
     def watched(self, step: Callable[..., Any]) -> Any:
         """Take the step, and watch its functions of torch."""
@@ -328,7 +412,11 @@ class ClosureUse:
             return step(self._called)
 
     def _watch(self) -> None:
+        self._watching.enter_context(compiled_code_noticed(self._note))
         self._watching.enter_context(FunctionMode(self._seen))
+
+    def _note(self) -> None:
+        self.runs_compiled = True
 
     def _called(self) -> Any:
         self._calls += 1
@@ -352,7 +440,10 @@ MakeNumber = Callable[[str, Callable[[], Any]], Any]
 
 
 def _tables_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
-    held: Iterable[Any] = chain(optimizer.param_groups, optimizer.state.values())
+    """List groups, states of parameters, and the state itself where it has more than these."""
+    state: Any = optimizer.state
+    has_more = not all(isinstance(value, dict) for value in state.values())
+    held = chain(optimizer.param_groups, state.values(), (state,) if has_more else ())
     return (table for table in held if isinstance(table, dict))
 
 
@@ -558,10 +649,9 @@ class HostState:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         reached = [*_reached(optimizer, {})]
         own: list[dict[Any, Any]] = list(map(vars, reached))
-        held = chain.from_iterable([*o.state.values(), *o.param_groups] for o in reached)
-        tables = [table for table in held if isinstance(table, dict)]
+        tables = [table for o in reached for table in _tables_of(o)]
         self._tables = [*tables, *own]
-        inside = ((k, v) for table in own for k, v in table.items() if k not in _OF_TENSORS)
+        inside = ((k, v) for table in own for k, v in table.items() if k not in OF_TENSORS)
         self._values = PythonSnapshot(iter_inside([*(("state", t) for t in tables), *inside]))
         for table in own:
             self._values.add("", table)
@@ -579,6 +669,7 @@ class HostState:
     def moved(self) -> list[str]:
         """List the names of what has another value now."""
         found = list(self._values.changes())
+        found = [c for c in found if not isinstance(c.key, Tensor)]  # a parameter's first state
         names = {str(c.key) if c.key is not Absence.ABSENT else c.name for c in found}
         with out_of_sight():
             changed = {id(tensor) for tensor, was in self._known if not torch.equal(tensor, was)}

@@ -7,7 +7,6 @@ import copy
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.errors import ReplayError
 from lightning_graphs.private.exchange import Absence, bind, bound
 from lightning_graphs.private.torch import (
     flattened,
@@ -45,7 +44,7 @@ from lightning_graphs.values.guards import (
     walk,
 )
 from lightning_graphs.values.memory import bytes_of, copy_all
-from lightning_graphs.values.tree import flatten
+from lightning_graphs.values.tree import flatten, held_in_containers, tensors_inside
 
 # ------------------------------------------------------------------ fingerprints
 
@@ -324,23 +323,6 @@ def _same(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def contents_undone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Undo and refuse what the body, the capture of a call, changes in its arguments."""
-    remedy = "return the new value, and let the caller store it"
-    if any(map(_is_of_transformers, [*args, *kwargs.values()])):
-        remedy = "set config.use_cache = False: training needs no cache of keys and values"
-
-    def refuse(names: Sequence[str]) -> None:
-        raise CaptureError(
-            "A graphed callable must not change its arguments, because a replay leaves containers "
-            "and objects of the caller as they are.",
-            f"the call changes {', '.join(names[:3])}",
-            remedy,
-        )
-
-    return contents_of(args, kwargs).changes_undone(refuse)
-
-
 def contents_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PythonSnapshot:
     named = [(f"args[{i}]", value) for i, value in enumerate(args)]
     named += [(f'kwargs["{key}"]', value) for key, value in kwargs.items()]
@@ -360,12 +342,12 @@ def _inside(value: Any) -> list[tuple[str, Any, Any]]:
     Of objects of transformers, which are no author's own, the tables of attributes: the layers of a
     model fill those of a cache.
     """
-    if _is_of_transformers(value):
+    if is_of_transformers(value):
         return [("", "", attributes_of(value))]
     return entries(value) or []
 
 
-def _is_of_transformers(value: Any) -> bool:
+def is_of_transformers(value: Any) -> bool:
     kind = type(value)
     return kind.__module__.startswith("transformers.") and not issubclass(kind, (dict, nn.Module))
 
@@ -548,29 +530,42 @@ class Gradients:
             parameter.grad = gradient
 
 
+def _states_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """List the states of parameters."""
+    return [state for state in optimizer.state.values() if isinstance(state, dict)]
+
+
 class OptimizerState:
     """Snapshot of optimizer state with the numbers of its groups, and of the loss scale."""
 
     def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
-        self._known = {p: dict(state) for p, state in optimizer.state.items()}
-        groups = optimizer.param_groups
+        table, groups = optimizer.state, optimizer.param_groups
+        self._known = dict(table)  # some optimizers keep there what is of no parameter
+        self._states = [(state, dict(state)) for state in _states_of(optimizer)]
         self._numbers = [{k: v for k, v in g.items() if type(v) in (int, float)} for g in groups]
         self._scale: dict[str, Any] = {} if scaler is None else scaler.state_dict()
-        values = chain.from_iterable(t.values() for t in (*self._known.values(), *groups))
-        self.tensors = [value for value in values if isinstance(value, Tensor)]
+        held = [*chain.from_iterable(map(dict.values, [*_states_of(optimizer), *groups]))]
+        held += [value for value in table.values() if not isinstance(value, dict)]
+        nested = [*held_in_containers(held)]
+        self.tensors = [value for value in held if isinstance(value, Tensor)]
+        self.tensors += tensors_inside(nested)
+        self._nested = PythonSnapshot(iter_inside([("state", value) for value in nested]))
 
     def restore(self) -> int:
         """Put it back; of how many parameters there were other tensors."""
         table: dict[Any, Any] = self._optimizer.state
         mine = set(map(id, self.tensors))
-        made = [[v for v in s.values() if isinstance(v, Tensor)] for s in table.values()]
-        for parameter in [p for p in table if p not in self._known]:
-            del table[parameter]
-        for parameter, known in self._known.items():
-            table[parameter].clear()
-            table[parameter].update(known)
+        now = _states_of(self._optimizer)
+        made = [[v for v in s.values() if isinstance(v, Tensor)] for s in now]
+        for key in [key for key in table if key not in self._known]:
+            del table[key]
+        table.update(self._known)
+        for state, known in self._states:
+            state.clear()
+            state.update(known)
+        self._nested.restore()
         for group, numbers in zip(self._optimizer.param_groups, self._numbers, strict=False):
             group.update(numbers)
         if self._scaler is not None:
@@ -690,6 +685,9 @@ class RegionState:
                     if isinstance(value, Tensor) and (id(state), key) not in self.counted:
                         whose = f"the optimizer's `{key}` of {name}"
                         found += results_of(value, whose, gradient=_gradient_of(name))
+            for key, value in optimizer.state.items():
+                if isinstance(value, Tensor) and (id(optimizer.state), key) not in self.counted:
+                    found += results_of(value, f"the optimizer's `{key}`")
         if self.scaler is not None:
             found.append(Result("the loss scale", torch.tensor(self.scaler.get_scale())))
         return found

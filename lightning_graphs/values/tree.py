@@ -11,7 +11,7 @@ import copy
 import json
 import reprlib
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import (
     Container,
     Hashable,
@@ -300,6 +300,25 @@ def leaves_of(value: Any, kind: type = object) -> list[Any]:
     found: list[tuple[str, Any]] = []
     flatten(value, "", found)
     return [leaf for _, leaf in found if isinstance(leaf, kind)]
+
+
+OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
+"""Attributes of every optimizer that hold what it has of its parameters."""
+_OPENED = (list, tuple, dict, deque)
+
+
+def held_in_containers(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield those values that are containers, in which tensors may be."""
+    return (value for value in values if isinstance(value, _OPENED))
+
+
+def tensors_inside(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value, and in containers inside of it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, _OPENED):
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from tensors_inside(held)
 
 
 def substitute(

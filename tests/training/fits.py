@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -412,7 +413,7 @@ def close(mine: Any, theirs: Any, tolerance: float, where: str) -> None:
         assert list(mine) == list(theirs), where
         for key in theirs:
             close(mine[key], theirs[key], tolerance, f"{where}[{key!r}]")
-    elif isinstance(theirs, (list, tuple)):
+    elif isinstance(theirs, (list, tuple, deque)):
         assert len(mine) == len(theirs), where
         for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             close(a, b, tolerance, f"{where}[{i}]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -168,6 +169,42 @@ def from_device(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.sub_(g, alpha=group["lr"] / (1 + state["norm"].item()))
 
 
+def in_containers(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As Shampoo, and AdaShift: lists bound anew and filled anew, a queue; one every fifth step."""
+    state["step"] = state.get("step", 0) + 1
+    norms = state.setdefault("norms", [torch.zeros_like(p), {"all": torch.zeros_like(p)}])
+    state["norms"] = [norms[0] * 0.5 + g.abs(), {"all": norms[1]["all"] + norms[0]}]
+    roots = state.setdefault("blocks", [{"roots": []}])[0]["roots"]
+    if not roots or state["step"] % 5 == 0:
+        roots[:] = [(norm + 1).rsqrt() for norm in (norms[0], norms[1]["all"])]
+    queue = state.setdefault("queue", deque(maxlen=3))
+    queue.append(g.clone())
+    p.sub_(queue[0] * roots[0] * roots[1], alpha=group["lr"])
+
+
+class OfAll(optim.Optimizer):
+    """As MADGRAD: its state has what is of no parameter, its groups have tables of options."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([*params], {"lr": RATE, "options": {"power": 0.5}, "kinds": {"a"}})
+        self.state["k"] = torch.tensor([0], dtype=torch.long)
+        self.state["steps"] = 0
+        self.means = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        with torch.no_grad():
+            factor = 1 + self.state["k"].item() * 2**-4
+            for group in self.param_groups:
+                for i, p in enumerate(group["params"]):
+                    self.means[i] = self.means[i] * 0.5 + p.grad
+                    rate = group["lr"] / (self.state["steps"] + 1) ** group["options"]["power"]
+                    p.sub_(self.means[i], alpha=rate * factor)
+        self.state["k"] += 1
+        self.state["steps"] += 1
+        return loss
+
+
 class Lookahead(optim.Optimizer):
     """Wraps another optimizer, whose state it does not show."""
 
@@ -199,6 +236,16 @@ class Compiled(optim.Optimizer):
                 for p in group["params"]:
                     p.sub_(self.scaled(p.grad, group["lr"]))
         return loss
+
+
+def elsewhere(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As HeavyBall: a function compiles another one when it is called first."""
+    if not _COMPILED:
+        _COMPILED.append(torch.compile(torch.mul, backend="eager", fullgraph=True))
+    p.sub_(_COMPILED[0](g, torch.full((), group["lr"], device=p.device)))
+
+
+_COMPILED: list[Any] = []
 
 
 class Fixed(optim.Optimizer):
@@ -260,6 +307,9 @@ ROWS: dict[str, Row] = {
     "SGD, foreach": Row(lambda p: optim.SGD(p, RATE, 0.75, foreach=True)),
     "SGD, maximizing": Row(lambda p: optim.SGD(p, RATE, maximize=True, fused=False)),
     "without a rate": Row(Fixed, has_rate=False),
+    "in containers": own(in_containers),
+    "of all parameters": Row(OfAll),
+    "compiled elsewhere": own(elsewhere, "it runs compiled code"),
     "Kron": Row(Compiled, "it runs compiled code"),
 }
 
