@@ -127,13 +127,15 @@ class Head:
         def line(frame: FrameType, event: str, _: object) -> Any:
             if event != "line" or frame.f_lineno not in lines:
                 return line
-            table = frame.f_locals  # each look at it before Python 3.13 would undo changes of it
-            if (leaving := self._leaving(frame, table)) is None:
+            if (leaving := self._leaving(frame, frame.f_locals)) is None:
                 return line
             self._note(leaving)
             sys.settrace(before)
             frame.f_trace = None
-            table.update(at_end(leaving) or {})
+            left = at_end(leaving) or {}
+            # Before Python 3.13 this is a table that is written back to the variables, enclosing
+            # ones among them, when tracing ends. A look at it reads them: they hold others by now
+            frame.f_locals.update(left)
             return None
 
         def call(frame: FrameType, event: str, _: object) -> Any:

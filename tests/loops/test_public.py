@@ -380,6 +380,52 @@ def with_graph(lab: Lab) -> Any:
     return losses, encoder.state_dict()
 
 
+class Normalized:
+    """A layer that is no module, with a running mean."""
+
+    def __init__(self, lab: Lab, generator: torch.Generator, inside: int, outside: int) -> None:
+        made = torch.randn(inside, outside, generator=generator, device=lab.device)
+        self.weight = (made / inside**0.5).requires_grad_()
+        self.mean, self.out = torch.zeros(1, outside, device=lab.device), made
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.out = x @ self.weight
+        mean = self.out.mean(0, keepdim=True)
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * mean
+        return self.out - mean
+
+
+def without_modules(lab: Lab) -> Any:
+    """makemore: layers and updates of one's own; lists are filled behind a draw on the host."""
+    generator = torch.Generator(lab.device).manual_seed(3)
+    layers = [Normalized(lab, generator, *widths) for widths in ((12, 8), (8, 27))]
+    table = torch.randn(27, 4, generator=generator, device=lab.device).requires_grad_()
+    parameters, losses, ratios = [table, *(layer.weight for layer in layers)], [], []
+    words = torch.randint(27, (200, 4), generator=generator, device=lab.device)
+
+    def train_step(i: int) -> None:
+        chosen = words[torch.randint(len(words), (32,), generator=generator, device=lab.device)]
+        x = table[chosen[:, :3]].view(32, -1)
+        for layer in layers:
+            x = layer(x)
+        loss = F.cross_entropy(x, chosen[:, 3])
+        for p in parameters:
+            p.grad = None
+        loss.backward()
+        rate = 0.1 if i < 20 else 0.01
+        for p in parameters:
+            p.data += -rate * p.grad
+        losses.append(loss.log10().item())
+        with torch.no_grad():
+            ratios.append([(rate * p.grad.std() / p.data.std()).item() for p in parameters])
+
+    step = lab.capture(train_step, nn.ParameterList(parameters), [])
+    for i in range(40):
+        step(i)
+    return losses, ratios, [layer.mean for layer in layers]
+
+
 def environment(lab: Lab) -> Any:
     """The step reads a variable of the environment, which the loop sets."""
 
@@ -497,6 +543,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "told_apart": (told_apart, 25),
     "with_graph": (with_graph, "an argument has a graph of autograd behind it"),
     "environment": (environment, 15),
+    "without_modules": (without_modules, 15),
     "frozen_and_copied": (frozen_and_copied, 20),
     "rewards": (rewards, r"goes through .*test_public.py:\d+ in update: loss.backward\(\)"),
     "called": (called, 15),
