@@ -274,7 +274,7 @@ CLOCK = Obstacle(
     kind="python-state",
 )
 COUNTER = Obstacle(
-    "A graph would freeze a counter, or another value that the trainer changes.",
+    "A graph would freeze a counter, or another number that changes from step to step.",
     "make the value a tensor that is filled ahead of the captured code; replays can follow a "
     "counter that is only added, multiplied, divided or compared",
     kind="python-state",

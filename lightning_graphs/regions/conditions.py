@@ -23,7 +23,7 @@ from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
 from lightning_graphs.private.torch import hook_tables, hooks_registered, step_hook_tables
 from lightning_graphs.report.messages import listed
-from lightning_graphs.values.guards import in_words, is_tensor
+from lightning_graphs.values.guards import in_words, is_list, is_number, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
 from lightning_graphs.values.tree import OF_TENSORS, held_in_containers, tensors_inside
@@ -49,6 +49,13 @@ def tensors_moved(before: Values, now: Values) -> list[str]:
         return []
     pairs = [(n, a, b) for (n, a), (_, b) in zip(before, now, strict=True) if a != b]
     return [name for name, *both in pairs if all(map(is_tensor, both))]
+
+
+def lists_filled(before: Values, now: Values) -> list[str]:
+    """Return the names of lists that have another number of entries now."""
+    known = dict(before)
+    pairs = ((name, known.get(name), value) for name, value in now)
+    return [name for name, *both in pairs if all(map(is_list, both)) and both[0] != both[1]]
 
 
 class Phase(NamedTuple):
@@ -159,6 +166,13 @@ def moving(before: Signature, after: Signature, codes: Iterable[CodeType]) -> Ca
     """Return the refusal of steps that find other values of user code; None of other steps."""
     moved = _moved(before, after)
     return MOVING_VALUE.refused(listed(moved) + named_at(moved[0], codes)) if moved else None
+
+
+def numbers_moved(before: Signature, after: Signature) -> list[str]:
+    """Return the names of numbers that user code finds to be others."""
+    known = dict(conditions_of(before).attributes)
+    pairs = ((name, known.get(name), now) for name, now in conditions_of(after).attributes)
+    return [name for name, *both in pairs if all(map(is_number, both)) and both[0] != both[1]]
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:
@@ -518,8 +532,9 @@ class ReplayGuards:
         values = self._facts.reads.now()
         if values is not self._known:
             before, self._known = self._known, values
-            bound = tensors_moved(before, values)
-            if bound and self._facts.places.learn_bound(bound):
+            bound, filled = tensors_moved(before, values), lists_filled(before, values)
+            places = self._facts.places
+            if (bound and places.learn_bound(bound)) or (filled and places.learn_named(filled)):
                 self._known = values = self._facts.reads.now()
         return (*zip(OF_LIBRARIES, self._of_libraries(), strict=True), *values)
 

@@ -33,6 +33,7 @@ from lightning_graphs.regions.conditions import (
     conditions_of,
     differences,
     moving,
+    numbers_moved,
     signature_in_words,
     without_values,
 )
@@ -53,7 +54,14 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verification, Verifier
-from lightning_graphs.report.messages import Messages, Statistics, capture_cost, listed, padding_for
+from lightning_graphs.report.messages import (
+    FEW,
+    Messages,
+    Statistics,
+    capture_cost,
+    listed,
+    padding_for,
+)
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import Gradients, RegionState
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues, refuse_iterator
@@ -102,6 +110,7 @@ class StepRegion(HeadedSteps):
         self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
         self._captures_unseen = True
         self._moved = ""
+        self._moves = 0  # so many steps in a row waited, and found other numbers
         self._warmup_left = options.warmup_steps
         self._facts = CaptureFacts(fit, self.forget_plans, recovery.gradients_held)
         self._overlap = Overlap.of(fit, self._facts, self) if self.has_backward else None
@@ -257,12 +266,21 @@ class StepRegion(HeadedSteps):
 
     def wait(self, call: tuple[Any, ...], key: Signature) -> None:
         self._waits = True
+        if self._follows_numbers(key):
+            return
         why, is_new = self._moved or self._cache.why_not, self._cache.is_new(key)
         step = key, why, self._values.why, self._facts.reads.codes, self._cache.by_key.values()
         if self._gives_up_head():
             return
         if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
             self._fail()
+
+    def _follows_numbers(self, key: Signature) -> bool:
+        """Let numbers that keep changing be inputs of graphs, as those that steps count are."""
+        before = self._notices.latest
+        names = [] if before is None else numbers_moved(before, key)
+        self._moves = self._moves + 1 if names else 0
+        return self._moves == FEW and self._facts.places.learn_named(names)
 
     def is_ready(self, call: tuple[Any, ...], key: Signature) -> bool:
         # Libraries choose and load their kernels for a shape in its first step.
@@ -457,12 +475,12 @@ class StepMessages:
         self._options = options
         self._statistics = statistics
         self._messages = messages
-        self._latest: Signature | None = None
+        self.latest: Signature | None = None
 
     def captured(self, signature: Signature) -> None:
         """Count a capture, and say what tells it from the last one."""
         self._statistics.captures += 1
-        before, self._latest = self._latest, signature
+        before, self.latest = self.latest, signature
         if before is None or not (changes := differences(before, signature)):
             return
         phases = [conditions_of(key).phase for key in (before, signature)]
@@ -485,7 +503,7 @@ class StepMessages:
         at_once: bool,  # do not wait for more of them
     ) -> bool:
         """Say once why steps run eagerly, after many in a row."""
-        before = self._latest
+        before = self.latest
         moved = moving(before, signature, codes) if before is not None else None
         read = read or (_read_on_host(signature, plans) if plans else None)
         say = read is None and moved is None

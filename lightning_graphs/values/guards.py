@@ -100,6 +100,12 @@ class Identity:
     def matches(self, value: Any) -> bool:
         return value is not None and value is self._object()
 
+    @property
+    def kind(self) -> type:
+        """The class of the object, or a class that is the object."""
+        found = self._object()
+        return found if isinstance(found, type) else type(found)
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
@@ -117,6 +123,16 @@ class Identity:
 def is_tensor(value: Any) -> bool:
     """Return whether this is the identity of a tensor."""
     return isinstance(value, Identity) and value.is_tensor
+
+
+def is_list(value: Any) -> bool:
+    """Return whether this stands for a list or deque, with its length."""
+    return isinstance(value, Identity) and value.kind in (list, deque)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether this is a constant that is a number."""
+    return isinstance(value, Constant) and value.kind in (int, float)
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
@@ -487,6 +503,12 @@ class ValueGuards:
 
     def has(self, owner: object, key: Any) -> bool:
         return (id(owner), key) in self._roots
+
+    def tables(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield name, table and key of each value that is read in a table, or in a cell."""
+        for name, get, key in self._roots.values():
+            table = get.args[0] if isinstance(get, partial) else getattr(get, "__self__", None)
+            yield name, table, key
 
     def add(self, name: str, get: Callable[[Any], Any], key: Any, owner: object) -> None:
         """Guard ``get(key)`` from now on; a known key of this owner keeps its guard."""

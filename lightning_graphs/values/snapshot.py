@@ -224,7 +224,9 @@ class PythonSnapshot:
             yield Change(f"the order of {name}", owner, table, Absence.ABSENT, *order)
 
     def entries(self) -> Iterator[Change]:
-        """List all entries of the containers as changes."""
+        """List all entries of the containers, and all bindings, as changes."""
+        for one in self.bindings.values():
+            yield Change(one.name, one.owner, one.owner, one.key, one.before, one.before)
         for name, owner, table, _ in self._containers:
             pairs = enumerate(table) if isinstance(table, (list, deque)) else ()
             for key, held in table.items() if isinstance(table, dict) else pairs:

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType
 from typing import Any, ClassVar, NoReturn
@@ -359,17 +359,6 @@ def signature_now(places: Iterable[Place], is_read: Callable[[Place], bool]) -> 
     return signature_of([State(p, found.all) for p in found.stored if is_read(p)])[0]
 
 
-def sameness(values: Sequence[Any]) -> list[int]:
-    """Map each container to the first one that is identical to it."""
-    first: dict[int, int] = {}
-    opened = (id(v) if is_container(v) else None for v in values)
-    return [-1 if key is None else first.setdefault(key, i) for i, key in enumerate(opened)]
-
-
-def copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, set) else value
-
-
 # ------------------ State between steps
 
 
@@ -530,6 +519,20 @@ class StepState:
             found.append(Entry(name, modules[path], (key,)))
         return self.learn(found)
 
+    def learn_named(self, names: Container[str]) -> bool:
+        """Add numbers, and lists of other lengths than before, by their names; see :meth:`learn`.
+
+        They keep changing, so that a graph would be lost with its values. A step that depends on
+        what is in a list is refused.
+        """
+        held, seen = PythonSnapshot(iter_objects(self._module)), dict[int, Any]()
+        for name, table, key in self._reads.tables():
+            if is_namespace(table):
+                _add_variable(held, name, table, key, seen)
+        found = [place_of(one, held, ()) for one in held.entries() if one.name in names]
+        known = (place for place in found if place is not None)
+        return self.learn([p for p in known if isinstance(p, Number) or p.is_filled()])
+
     def are_used(self, *filled: Entry) -> bool:
         """Mark filled lists with which steps compute as state: these, or all; False if none."""
         found = filled or [p for p in self if isinstance(p, Entry) and p.is_filled()]
@@ -593,13 +596,10 @@ class StepState:
 
     def _known_outside(self) -> PythonSnapshot:
         """Take a snapshot of the places outside of modules to which code stores."""
-        found, seen = PythonSnapshot(), {}  # type: tuple[PythonSnapshot, dict[int, Any]]
+        found, seen = PythonSnapshot(), dict[int, Any]()
         for place in self:
             if isinstance(place, Entry) and is_namespace(place.owner):
-                name, value = place.name, value_at(place.owner, place.keys[0])
-                found.add_place(place.binding or name, place.owner, place.keys[0])
-                for label, inside in objects_in(name, value, seen):
-                    found.add(label, inside)
+                _add_variable(found, place.binding or place.name, place.owner, place.keys[0], seen)
         return found
 
     def _further_names(self) -> Iterator[Entry]:
@@ -623,6 +623,14 @@ class StepState:
         if not self._places:
             return ()
         return (signature_now(self, self._is_read),)
+
+
+def _add_variable(
+    held: PythonSnapshot, name: str, owner: Any, key: Any, seen: dict[int, Any]
+) -> None:
+    held.add_place(name, owner, key)
+    for label, inside in objects_in(name, value_at(owner, key), seen):
+        held.add(label, inside)
 
 
 def _is_tree(value: Any) -> bool:

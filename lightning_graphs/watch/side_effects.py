@@ -39,12 +39,11 @@ from lightning_graphs.watch.places import (
     Order,
     Place,
     State,
-    copied,
     depth_of,
     detached,
+    is_container,
     is_same_content,
     perform,
-    sameness,
     signature_of,
 )
 from lightning_graphs.watch.tracers import Tracer
@@ -227,14 +226,14 @@ class SideEffects:
         self._versions = list(map(version_of, own))
         supply = iter(own)
         values = [state.now() for state in self._states]
-        self._inside = [copied(substitute(value, supply)) for value in values]
+        self._inside = [_copied(substitute(value, supply)) for value in values]
         self._leaves = [
             (state.place, leaf)
             for state, inside in zip(self._states, self._inside, strict=True)
             for leaf in leaves_of(inside, Tensor)
         ]
         self._contained = [*(s.place for s in self._states), *self._filled]
-        self._same = sameness([place.now() for place in self._contained])
+        self._same = _sameness([place.now() for place in self._contained])
         self._batch, self._holders = batch, holders_in(batch)
         self._effects: list[_Effect] = []
         self._in_batch: list[_Effect] = []
@@ -360,7 +359,7 @@ class SideEffects:
             raw = [state.now() for state in self._states]
             others = any(type(place.now()) is not kind for place, kind in self._types)
             contained = [place.now() for place in self._contained]
-            if others or (len(contained) > 1 and sameness(contained) != self._same):
+            if others or (len(contained) > 1 and _sameness(contained) != self._same):
                 return False
         except (LookupError, TypeError):  # what holds it is something else by now
             return False
@@ -448,6 +447,17 @@ class SideEffects:
             return [*found, *(new_results(batch, had) if self._in_batch else ())]
 
         return results
+
+
+def _sameness(values: Sequence[Any]) -> list[int]:
+    """Map each container to the first one that is identical to it."""
+    first: dict[int, int] = {}
+    opened = (id(v) if is_container(v) else None for v in values)
+    return [-1 if key is None else first.setdefault(key, i) for i, key in enumerate(opened)]
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, set) else value
 
 
 def _changed(observed: str) -> CaptureError:

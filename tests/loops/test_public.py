@@ -7,7 +7,7 @@ import enum
 import os
 import random
 import re
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -426,6 +426,78 @@ def without_modules(lab: Lab) -> Any:
     return losses, ratios, [layer.mean for layer in layers]
 
 
+Sampled = namedtuple("Sampled", ["observations", "actions", "rewards"])
+
+
+def now_and_then(lab: Lab) -> Any:
+    """CleanRL's SAC: every other step trains the actor, and every tenth one writes a log.
+
+    The number that weighs the entropy is read of the device, and used by the next step.
+    """
+    actor, critic, logs = net_of(lab, 4, 16, 2), net_of(lab, 6, 16, 1), []
+    entropy, alpha = torch.zeros(1, device=lab.device, requires_grad=True), 1.0
+    of_actor, of_critic = adamw(actor), adamw(critic)
+    of_entropy = torch.optim.Adam([entropy], lr=0.01, fused=True)
+
+    def train_step(data: Sampled, step: int) -> None:
+        nonlocal alpha
+        with torch.no_grad():
+            noise = torch.distributions.Normal(actor(data.observations), 0.5)
+            following = noise.sample()
+            wanted = data.rewards - alpha * noise.log_prob(following).sum(1)
+        value = critic(torch.cat([data.observations, data.actions], 1)).view(-1)
+        loss = update(of_critic, F.mse_loss(value, wanted))
+        if step % 2 == 0:
+            noise = torch.distributions.Normal(actor(data.observations), 0.5)
+            action = noise.rsample()
+            chance = noise.log_prob(action).sum(1)
+            gain = critic(torch.cat([data.observations, action], 1)).view(-1)
+            update(of_actor, (alpha * chance - gain).mean())
+            update(of_entropy, (-entropy.exp() * (chance.detach() - 2.0)).mean())
+            alpha = entropy.exp().item()
+        if step % 10 == 0:
+            logs.append(("loss", loss.item(), step))
+            logs.append(("alpha", alpha, step))
+
+    optimizers = [of_actor, of_critic, of_entropy]
+    step, generator = lab.capture(train_step, [actor, critic], optimizers), torch.Generator()
+    for i in range(70):
+        given = (torch.randn(16, count, generator=generator) for count in (4, 2, 1))
+        observations, actions, rewards = (part.to(lab.device) for part in given)
+        step(Sampled(observations, actions, rewards.view(-1)), i)
+    return logs, alpha, entropy
+
+
+def annealed_outside(lab: Lab) -> Any:
+    """The loop moves a number that the function finds in an enclosing variable."""
+    model, weight = net_of(lab, 8, 16, 3), 1.0
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        return update(optimizer, weight * loss_of(model, batch))
+
+    step, losses = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(lab.batches(40)):
+        weight = 1 / (1 + i)
+        losses.append(step(batch))
+    return losses
+
+
+def read_outside(lab: Lab) -> Any:
+    """The loop fills a list that the function reads: it is no place that steps only fill."""
+    model, history = net_of(lab, 8, 16, 3), [1.0]
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        return update(optimizer, sum(history[-3:]) * loss_of(model, batch))
+
+    step, losses = lab.capture(train_step, model, optimizer, on_failure="eager"), []
+    for i, batch in enumerate(lab.batches(60)):
+        losses.append(step(batch))
+        history.append(1 / (2 + i))
+    return losses
+
+
 def environment(lab: Lab) -> Any:
     """The step reads a variable of the environment, which the loop sets."""
 
@@ -544,6 +616,9 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "with_graph": (with_graph, "an argument has a graph of autograd behind it"),
     "environment": (environment, 15),
     "without_modules": (without_modules, 15),
+    "now_and_then": (now_and_then, 30),
+    "annealed_outside": (annealed_outside, 20),
+    "read_outside": (read_outside, "which keeps changing: structure: history"),
     "frozen_and_copied": (frozen_and_copied, 20),
     "rewards": (rewards, r"goes through .*test_public.py:\d+ in update: loss.backward\(\)"),
     "called": (called, 15),

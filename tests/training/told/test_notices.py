@@ -91,22 +91,37 @@ def test_graphs_that_are_dropped_must_have_been_repaid(
 class Stepwise(Net):
     """Reads an attribute that moves on after every so many batches."""
 
-    every = 1
+    every, of_text = 1, False
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.share = 0.5 + 2.0 ** -(
+        self.share: Any = 0.5 + 2.0 ** -(
             1 + self.trainer.fit_loop.epoch_loop.total_batch_idx // type(self).every
         )
+        if self.of_text:
+            self.share = str(self.share)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * self.share
+        return self.loss(batch) * (len(self.share) if self.of_text else self.share)
 
 
-def moving(every: int) -> type[Stepwise]:
-    return type("Stepwise", (Stepwise,), {"every": every})
+def moving(every: int, *, of_text: bool = False) -> type[Stepwise]:
+    return type("Stepwise", (Stepwise,), {"every": every, "of_text": of_text})
 
 
-KEEPS_CHANGING = r"a step runs eagerly: .*which keeps changing: self\.share: \d\.\d+ -> 0\.\d+"
+KEEPS_CHANGING = r"a step runs eagerly: .*which keeps changing: self\.share: '0\.\d+' -> '0\.\d+"
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_number_that_keeps_changing_is_read_by_each_replay(
+    backend: str, tmp_path: Path, every: int
+) -> None:
+    eager, captured = fit_twice(
+        backend, tmp_path, module=moving(every), data=lambda: lengths(*[8] * 50)(), max_epochs=1,
+        capture={"warmup_steps": 1},
+    )  # fmt: skip
+    compare(eager, captured)
+    assert captured.statistics.replayed > 30
+    assert captured.statistics.captures < 6
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -114,7 +129,7 @@ def test_an_attribute_that_keeps_changing_is_named_once(
     backend: str, tmp_path: Path, lines: Lines, every: int
 ) -> None:
     options: dict[str, Any] = {
-        "module": moving(every),
+        "module": moving(every, of_text=True),
         "data": lambda: lengths(*[8] * (50 if every == 1 else 120))(),
         "capture": {"warmup_steps": 1, "on_failure": "eager"},
     }
@@ -130,13 +145,13 @@ def test_an_attribute_that_keeps_changing_is_named_once(
 @pytest.mark.filterwarnings("ignore:GraphCapture")
 def test_a_fit_that_ends_soon_after_its_first_graph_says_why(backend: str, tmp_path: Path) -> None:
     fit = prepare(
-        backend, tmp_path, True, module=moving(1), data=lambda: lengths(*[8] * 20)(), max_epochs=1,
-        validation=0, capture={"warmup_steps": 1},
+        backend, tmp_path, True, module=moving(1, of_text=True),
+        data=lambda: lengths(*[8] * 20)(), max_epochs=1, validation=0, capture={"warmup_steps": 1},
     ).run()  # fmt: skip
     report = fit.capture.report
     assert (report.replayed, report.eager) == (1, 19)
     (reason,) = report.fallbacks
-    assert re.search(r"The last two steps differ: self\.share: 0\.5\d* -> 0\.5", reason)
+    assert re.search(r"The last two steps differ: self\.share: '0\.5\d*' -> '0\.5", reason)
 
 
 def test_an_attribute_that_moves_after_many_replays(backend: str, tmp_path: Path) -> None:
