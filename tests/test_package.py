@@ -44,7 +44,6 @@ LAYERS = (
     "regions",
     "loops",
     "lightning",
-    "moved",
     "pytorch_lightning",
     "__main__",
 )

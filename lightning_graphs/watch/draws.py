@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_map
 
-from lightning_graphs.device.rules import DRAWN, Obstacle
+from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import exchanged, replaced, standing_in
@@ -22,6 +22,7 @@ from lightning_graphs.private.generators import PythonGenerator, shared_generato
 from lightning_graphs.private.torch import out_of_sight
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.forms import Numbers
 from lightning_graphs.watch.host_trace import HostTracer
 from lightning_graphs.watch.tracers import (
     ArrayTracer,
@@ -34,18 +35,6 @@ from lightning_graphs.watch.tracers import (
 
 SETTERS = ("setstate", "set_state", "seed")
 _GETTERS = ("getstate", "get_state")
-
-
-class Numbers(Protocol):
-    """The numbers of one step."""
-
-    drawing: set[DrawingFunction]
-
-    def number(self, name: str, read: Callable[[], Any], obstacle: Obstacle) -> Any: ...
-
-    def unique(self, name: str) -> str: ...
-
-    def refuse(self, obstacle: Obstacle, name: str) -> None: ...
 
 
 Exchange = Callable[[str, Callable[..., Any], PythonGenerator], Callable[..., Any]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_graphs.device.rules import HOST_READ
+from lightning_graphs.device.rules import COUNTER, HOST_READ, Obstacle
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.tracers import NumberUses, ScalarTracer
 
@@ -27,7 +27,7 @@ class Numbers(NumberUses):
     These are all read of the device; a capture that follows numbers of the host has more.
     """
 
-    def number(self, name: str, read: Callable[[], Any]) -> Any:
+    def number(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> Any:
         """Return what code gets for a number of the host that changes: it is not followed."""
         return read()
 

@@ -30,7 +30,6 @@ from lightning_graphs.device.rules import (
     DRAWN,
     NOT_RECORDED,
     Obstacle,
-    refuse,
     with_known_remedy,
 )
 from lightning_graphs.device.trace import FunctionMode
@@ -67,7 +66,6 @@ from lightning_graphs.watch.tracers import (
     calls_followed,
     constants_around,
     tensors_asked,
-    used,
 )
 from lightning_graphs.watch.user_code import CompiledCode, UserCode
 
@@ -128,7 +126,6 @@ class StepNumbers(Numbers):
         self._room = torch.empty(_ROOM, dtype=torch.float64, device=device)
         # Those that a replay must refresh
         self.filled: dict[tuple[str, torch.dtype], FilledNumber] = {}
-        self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self.refused: set[DrawingFunction] = set()  # those, where what they drew was refused
         self.finds_places = False  # parts of tensors that move are indexed on the device
         self._read_only: list[tuple[str, Tensor, int]] = []
@@ -194,10 +191,9 @@ class StepNumbers(Numbers):
         return value
 
     def refuse(self, obstacle: Obstacle, name: str) -> None:
-        """Refuse a use that no replay can follow; where this returns, the use goes on."""
         if obstacle is DRAWN:
             self.refused |= self.drawing
-        refuse(used(obstacle, name))
+        super().refuse(obstacle, name)
 
     def logged(self, value: Any) -> Callable[[], Any] | None:
         """Return a reader for a logged float that a guard fixes; None for other values.

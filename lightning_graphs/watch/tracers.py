@@ -256,12 +256,17 @@ class NumberUses:
         self.bounds: list[float] = []
         self.asked: set[Conversion] = set()  # where code asks for bare numbers
         self.are_places = False  # it asks for one as an index
+        self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self._names: Counter[str] = Counter()
 
     def unique(self, name: str) -> str:
         """Return a name that is unique in this capture."""
         self._names[name] += 1
         return f"{name}#{self._names[name]}" if self._names[name] > 1 else name
+
+    def refuse(self, obstacle: Obstacle, name: str) -> None:
+        """Refuse a use that no replay can follow; where this returns, the use goes on."""
+        refuse(used(obstacle, name))
 
 
 class ScalarTracer(Tracer):
