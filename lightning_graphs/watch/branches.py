@@ -23,14 +23,18 @@ from torch import Tensor
 
 from lightning_graphs.private.callsite import (
     STANDARD,
+    Listing,
+    compiled,
     frames_from,
     frames_of_region,
     is_installed,
     is_library,
+    listing_of,
+    names_in,
     raises_by_itself,
+    tree_of,
     variables_of,
 )
-from lightning_graphs.private.source import Listing, compiled, listing_of, names_in, tree_of
 
 # ------------------ Ways that only raise
 

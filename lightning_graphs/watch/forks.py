@@ -23,9 +23,8 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, tree_of
 from lightning_graphs.private.engine import leaf_of
-from lightning_graphs.private.source import compiled, tree_of
 from lightning_graphs.watch.branches import LateWarning, Way, is_telling, landings
 from lightning_graphs.watch.host import HostReads
 

@@ -34,9 +34,12 @@ from lightning_graphs.private.callsite import (
     calls_observed,
     frames_of_region,
     is_library,
+    listing_of,
+    offsets_at,
+    statements_around,
+    tell,
 )
 from lightning_graphs.private.exchange import exchanged
-from lightning_graphs.private.source import listing_of, offsets_at, statements_around, tell
 from lightning_graphs.private.torch import version_of
 from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import storage_address

@@ -30,6 +30,7 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
+from lightning_graphs.private.callsite import positions_of
 from lightning_graphs.private.exchange import (
     Member,
     called_from,
@@ -38,7 +39,6 @@ from lightning_graphs.private.exchange import (
     is_exchanged,
     standing_in,
 )
-from lightning_graphs.private.source import positions_of
 from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.memory import RETURNED
 from lightning_graphs.values.tree import leaves_of

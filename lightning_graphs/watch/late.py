@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_graphs.private.source import instruction_at
+from lightning_graphs.private.callsite import instruction_at
 from lightning_graphs.private.torch import plain, version_of
 from lightning_graphs.values.memory import clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute

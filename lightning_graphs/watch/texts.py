@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.private.source import listing_of, positions_of, statements_around, tree_of
+from lightning_graphs.private.callsite import listing_of, positions_of, statements_around, tree_of
 from lightning_graphs.watch.tracers import MAKES_TEXT
 
 Position = tuple[int | None, ...]
