@@ -63,10 +63,12 @@ def form_of(
     if make is None:
         return None
     try:
-        return make(device if name == "full" else function, *args, **further)
+        return make(device if name in _FACTORIES else function, *args, **further)
     except TypeError:  # it has other arguments
         return None
 
+
+_FACTORIES = ("full", "arange")
 
 # ------------------ Numbers for operators
 
@@ -303,13 +305,16 @@ def _set(function: Any, input: Any, index: Any, value: Any) -> Form | None:
 
 
 def _full(here: torch.device, size: Any, fill_value: Any, **options: Any) -> Form | None:
-    target = options.get("device")
-    if target in (None, "cpu") or torch.device(target).type != here.type:
-        return None  # it is made on the host
-    if not _is_number(fill_value):
+    if not (_is_number(fill_value) and _is_made_here(here, options)):
         return None
     options.setdefault("dtype", torch.full((), fill_value.value).dtype)
     return _made(partial(torch.empty, size, **options), fill_value)
+
+
+def _is_made_here(here: torch.device, options: Mapping[str, Any]) -> bool:
+    """Return whether a factory makes a tensor of the device, and none of the host."""
+    target = options.get("device")
+    return target not in (None, "cpu") and torch.device(target).type == here.type
 
 
 def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
@@ -446,6 +451,26 @@ def _place(given: Numbers, part: Any, size: int) -> Any:
     return torch.arange(count, device=first.device) + first
 
 
+def _ranged(
+    here: torch.device, start: Any, end: Any = None, step: Any = 1, **options: Any
+) -> Form | None:
+    """Form of ``torch.arange(ptr, ptr + n)``: as many places as ever, from a number on."""
+    numbers = [number.value for number in (start, end) if _is_number(number)]
+    is_whole = step == 1 and all(type(number) is int for number in numbers)
+    is_whole &= type(end) is int or _is_number(end)
+    if not (_is_number(start) and is_whole and _is_made_here(here, options)):
+        return None
+    if options.pop("dtype", torch.int64) is not torch.int64:
+        return None
+
+    def count_on(given: Numbers) -> Tensor:
+        count: Any = end - start
+        first = given.tensor_of(start, torch.int64)
+        return torch.arange(count.guarded(), dtype=torch.int64, **options).add_(first)
+
+    return count_on
+
+
 # ------------------ Lists of tensors
 
 _EACH = "_foreach_"
@@ -540,6 +565,7 @@ _FORMS: dict[str, Callable[..., Form | None]] = {
     "__setitem__": _set,
     "__getitem__": _indexed,
     "full": _full,
+    "arange": _ranged,
     "full_like": lambda _, x, fill_value, **o: _made(partial(torch.empty_like, x, **o), fill_value),
     "new_full": lambda _, x, size, fill_value, **o: _made(
         partial(x.new_empty, size, **o), fill_value

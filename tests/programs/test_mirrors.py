@@ -92,6 +92,7 @@ class Held(Queue):
     def __init__(self) -> None:
         super().__init__()
         self.place = self.count = 0
+        self.is_filled = False
         self.register_buffer("history", torch.zeros(4, 3, 5))
 
 
@@ -100,6 +101,19 @@ def of_an_attribute(self: Any, batch: Any, batch_idx: int) -> Tensor:
     keys = self.net[0](batch["x"]).detach()
     self.queue[:, self.place : self.place + len(keys)] = keys.T
     self.place = (self.place + len(keys)) % self.size
+    return loss
+
+
+def of_a_range(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As cross-batch memory: indices that begin where the last batch has ended."""
+    loss: Tensor = self.against(batch)
+    keys = self.net[0](batch["x"]).detach()
+    places = torch.arange(self.place, self.place + len(keys), device=keys.device) % self.size
+    self.queue[:, places] = keys.T
+    self.places = places
+    self.place = (self.place + len(keys)) % self.size
+    if not self.is_filled and self.place == 0:
+        self.is_filled = True
     return loss
 
 
@@ -127,7 +141,7 @@ ALSO = "cut; accumulated; verified; bf16"
 ROWS = {
     **stepping(Queue, of_moco, graphs=range(1, 3), also=ALSO),
     **stepping(Queue, of_lightly, of_a_flag, of_an_item, also=ALSO),
-    **stepping(Held, of_an_attribute, of_a_history, of_a_crop, graphs=range(1, 4)),
+    **stepping(Held, of_an_attribute, of_a_range, of_a_history, of_a_crop, graphs=range(1, 4)),
     **table(Reset),
 }
 
