@@ -460,6 +460,12 @@ COVARIANCE = Remedy(
     "factor = torch.linalg.cholesky_ex(covariance).L\n"
     "noise = MultivariateNormal(mean, scale_tril=factor)  # for covariance_matrix=covariance",
 )
+NESTED = Remedy(
+    "let the encoder make no nested tensors of padded batches, whose sizes are on the host: "
+    "enable_nested_tensor=False, or encoder.use_nested_tensor = False",
+    "nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)",
+)
+_NESTED = aten._nested_tensor_from_mask_left_aligned, aten._nested_tensor_from_mask
 _CAUSES: dict[tuple[str, str], Remedy] = {
     (f"{__name__.replace('.', '/')}.py", "_one_hot"): CLASSES,
     ("torch/distributions/multivariate_normal.py", "__init__"): COVARIANCE,
@@ -583,6 +589,8 @@ def operator_obstacle(
     """Return the reason why CUDA would refuse this operator in a capture, or None."""
     if func in _LOOKED_AT:
         return LINEAR_ALGEBRA
+    if func.overloadpacket in _NESTED:
+        return replace(HOST_READ, remedy=NESTED.remedy, code=NESTED.code)
     if func.overloadpacket is aten._ctc_loss:
         return None if func is aten._ctc_loss.default else CTC_LOSS
     if func is aten.is_nonzero.default or torch.Tag.data_dependent_output in func.tags:
@@ -637,14 +645,6 @@ def _reads_packed(args: Sequence[object], kwargs: Mapping[str, object]) -> Obsta
     return HOST_READ if isinstance(lengths, Tensor) and lengths.dtype is torch.int64 else None
 
 
-def _reads_for_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
-    return HOST_READ if in_forward_mode() else None
-
-
-def _rounds_tangents(args: Sequence[object], kwargs: Mapping[str, object]) -> Obstacle | None:
-    return TANGENTS if in_forward_mode() else None
-
-
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 """Functions of recurrent layers."""
 
@@ -654,8 +654,8 @@ FUNCTION_RULES: Mapping[str, _Rule] = {
     "ctc_loss": _reads_lengths,
     **dict.fromkeys(("_pack_padded_sequence", "_pad_packed_sequence"), _reads_packed),
     **dict.fromkeys(RECURRENT, _reads_packed),
-    "prod": _reads_for_tangents,
-    **dict.fromkeys(WITH_OTHER_TANGENTS - {"prod"}, _rounds_tangents),
+    **dict.fromkeys(WITH_OTHER_TANGENTS, lambda *_: TANGENTS if in_forward_mode() else None),
+    "prod": lambda *_: HOST_READ if in_forward_mode() else None,
     **dict.fromkeys(("tensor", "as_tensor", "asarray"), _builds_from_host_data),
     **dict.fromkeys(("new_tensor", "from_numpy", "frombuffer"), lambda args, kwargs: HOST_DATA),
     **dict.fromkeys(

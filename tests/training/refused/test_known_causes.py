@@ -137,3 +137,37 @@ def test_a_whole_step_waits_for_what_torch_reads_from_a_mask(backend: str, tmp_p
     assert f"{__file__}:" in line
     assert "self.encoder(" in line
     assert prepare(backend, tmp_path, True, module=Told).run().capture.report.graphs[0].waits == []
+
+
+class Padded(Net):
+    """An encoder that may make nested tensors of padded batches, in evaluations alone."""
+
+    nested = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+        self.embed = nn.Linear(1, 16)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=self.nested)
+        self.head = nn.Linear(16, 3)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        mask = torch.arange(8, device=x.device) >= 5 + (x[:, :1] > 0).long()
+        hidden = self.encoder(self.embed(x[..., None]), src_key_padding_mask=mask)
+        return nn.functional.cross_entropy(self.head(hidden.mean(1)), batch["y"])
+
+
+class PaddedAlone(Padded):
+    nested = False
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
+def test_nested_tensors_of_an_encoder(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"validation": 6, "capture": {"on_failure": "eager"}}
+    with pytest.warns(UserWarning, match="enable_nested_tensor=False"):
+        refused = prepare(backend, tmp_path, True, module=Padded, **options).run()
+    assert refused.capture.report.evaluation["validation_step"].replayed == 0
+    eager, captured = fit_twice(backend, tmp_path, module=PaddedAlone, **options)
+    compare(eager, captured)
+    assert captured.capture.report.evaluation["validation_step"].replayed > 0
