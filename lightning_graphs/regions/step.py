@@ -63,7 +63,7 @@ from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.host_trace import ArenaFull
-from lightning_graphs.watch.kept import LATE_RULES
+from lightning_graphs.watch.kept import LATE_RULES, first_read
 from lightning_graphs.watch.mechanism import Mechanism, Watcher
 from lightning_graphs.watch.numbers import Followed
 from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
@@ -159,7 +159,7 @@ class Attempts(StepBody):
         except CaptureError as raised:
             # Others follow the first one
             caught = self._followed.caught
-            error = caught[0] if caught and AFTERMATH in raised.observed else raised
+            error = caught[0] if caught and AFTERMATH in raised.observed else first_read(raised)
             refused, forks = raised.others or (raised,), self._facts.forks
             if forks.taken:
                 if self._learns_on_way(error):

@@ -43,6 +43,7 @@ from lightning_graphs.regions.headed import HeadedSteps, refuse_unlike
 from lightning_graphs.regions.lifecycle import Lifecycle
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
+    NoStateError,
     StateAwaited,
     UpdateRefused,
     follow_moving,
@@ -130,6 +131,7 @@ class StepRegion(HeadedSteps):
         self._awaited = StateAwaited()
         self._optimizers: list[Optimizer] = []
         self._left: dict[Optimizer, str] = {}  # those that step eagerly, and why
+        self._awaiting = -1  # entries of their state, while more of it is awaited
         self._in_graphs: list[CapturableOptimizer] = []
         self._bind()
 
@@ -409,7 +411,24 @@ class StepRegion(HeadedSteps):
             return True
         if self._facts.forks.may_turn_later():
             return True
-        return self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error)
+        if self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error):
+            return True
+        if isinstance(error, NoStateError) and (hooks := self._observers.before_step):
+            self._await_state(f"{hooks[0]} takes gradients away, and {error.observed}")
+            return True
+        return False
+
+    def _await_state(self, why: str) -> None:
+        """Let optimizers step eagerly until they have made more state."""
+        self._awaiting = sum(len(optimizer.state) for optimizer in self._optimizers)
+        self._left |= dict.fromkeys(self._optimizers, why)
+        self._rebind()
+
+    def _take_back_updates(self) -> None:
+        """Let graphs step the optimizers again, which have made the state that was missing."""
+        if sum(len(optimizer.state) for optimizer in self._optimizers) > self._awaiting:
+            self._awaiting, self._left = -1, {}
+            self._rebind("the optimizer has made the state that was missing")
 
     def _leave_update(self, error: UpdateRefused) -> None:
         """Let the optimizer step be eager; the rest of the step may be captured."""
@@ -447,6 +466,8 @@ class StepRegion(HeadedSteps):
 
     def _current_conditions(self, *, has_graphs: bool) -> CaptureKey:
         """Return the conditions of the coming step; graphs that they make wrong are dropped."""
+        if self._awaiting >= 0:
+            self._take_back_updates()
         self._moved = reason = self._watch.reason_to_rebind(has_graphs=has_graphs)
         if reason:
             self._rebind(reason)

@@ -105,6 +105,12 @@ _MOST = 24
 """Calls of one fit that are kept back."""
 
 
+def first_read(error: CaptureError) -> CaptureError:
+    """Return the refused read of the device in whose ``except`` clause an error was raised."""
+    found = (e for e in causes_of(error) if isinstance(e, CaptureError) and e.rule in LATE_RULES)
+    return error if error.rule in LATE_RULES else next(found, error)
+
+
 @dataclass(eq=False)
 class _Kept:
     """A call that is kept back."""
