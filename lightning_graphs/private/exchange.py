@@ -244,6 +244,11 @@ def modes_entered() -> tuple[int, int]:
     ), torch._C._len_torch_function_stack()
 
 
+def is_in_backward_pass() -> bool:
+    """Return whether autograd's engine runs the calling code: a hook or a custom function."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @contextlib.contextmanager
 def modes_left(entered: tuple[int, int]) -> Iterator[None]:
     """Leave modes that were entered after these for the body, which exchanges the others.

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.graphed import Stores, set_again
 from lightning_graphs.device.graph import CUDAGraph, GraphPool
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.private.exchange import modes_entered, modes_left
+from lightning_graphs.private.exchange import is_in_backward_pass, modes_entered, modes_left
 from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.regions.conditions import CaptureKey, conditions_of
 from lightning_graphs.regions.forked import Forked
@@ -312,7 +312,7 @@ class StepPlan(Plan):
         self.takes = tuple(self._of_all("takes"))
         if self.forked is not None:
             cancels = [m.cancel for m in self.mechanisms if m.cancel is not None]
-            self.forked.begin([*self._of_all("before")], cancels)
+            self.forked.begin([*self._of_all("before"), *self.loads_ahead], cancels)
             self.takes = (*self.takes, self.forked.take)
         self.parts = {
             name: Part.of(graph, self._before(name), self._after(name))
@@ -331,7 +331,7 @@ class StepPlan(Plan):
         elif name == "step":
             yield from self._of_all("before_update")
             yield partial(self.gradients.bring_in, self.are_kept)
-        if name == self.first_backward:
+        if name == self.first_backward and not self.loads_ahead:
             yield from self.loads()
         if name == "forward":
             yield from self._of_all("before") if self.forked is None else (self.forked.end,)
@@ -358,6 +358,12 @@ class StepPlan(Plan):
             yield self.outside.load
         if self.replaced is not None and self.replaced.parameters:
             yield partial(self.replaced.load, replaced=True)
+
+    @property
+    def loads_ahead(self) -> list[Instruction]:
+        """What loads them ahead of forks, where a step's own code runs its backward passes."""
+        by_hand = self.forked is not None and self.visible is not None
+        return [*self.loads()] if by_hand else []
 
     @property
     def first_backward(self) -> str:
@@ -514,8 +520,9 @@ class Segments:
             yield
 
     def can_fork(self) -> bool:
-        """Whether all modes of the first graph are entered, and none is in the midst of a call."""
-        return all(now >= first for now, first in zip(modes_entered(), self._entered, strict=True))
+        """Whether all modes of the first graph are entered, and no call or pass is under way."""
+        modes = zip(modes_entered(), self._entered, strict=True)
+        return all(now >= first for now, first in modes) and not is_in_backward_pass()
 
     def fork(self) -> None:
         """Begin another graph where code asks which way to go on."""

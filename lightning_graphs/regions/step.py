@@ -43,7 +43,7 @@ from lightning_graphs.regions.conditions import (
     refuse_new_seeds,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
-from lightning_graphs.regions.forked import Forked
+from lightning_graphs.regions.forked import Forked, state_ahead
 from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
@@ -118,7 +118,6 @@ class Attempts(StepBody):
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._behind: list[UpdateBehind] = []
-        self._versions: list[tuple[Tensor, int]] = []  # of state, as the capture begins
         self._written_ahead: list[Tensor] = []  # state that graphs ahead of forks write
         # Surrounds what a graph captures
         self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -208,14 +207,19 @@ class Attempts(StepBody):
         facts.has_host_program, facts.is_unseen = False, True
         return True
 
+    def _state_ahead(self, environment: Environment) -> set[Tensor]:
+        optimizers = self.optimizers if self.client.optimizes_itself else ()
+        return state_ahead(self.module, environment.in_attributes, optimizers, self._scaler)
+
     def _goes(self, plan: StepPlan, call: Sequence[Tensor]) -> bool:
         """Whether a step goes the way of a plan that was captured with it.
 
         It learns from that what the graphs ahead of forks write, and undoes them.
         """
         assert plan.forked is not None, "it has forks"
-        loose = self.context.watch.environment().in_attributes
-        state = {*self.module.parameters(), *self.module.buffers(), *plan.loose.values(), *loose}
+        for load in plan.loads_ahead:
+            load()
+        state = {*self._state_ahead(self.context.watch.environment()), *plan.loose.values()}
         before = Snapshot(state, room=self.context.budget.room_for)
         goes = plan.take(call)
         if goes:
@@ -311,7 +315,8 @@ class Attempts(StepBody):
         passes = itertools.count(1)
 
         def begun(*_: object) -> None:
-            self._facts.forks.ends = None  # gradients cannot be put back
+            if not self.client.optimizes_itself:
+                self._facts.forks.ends = None  # hooks and updates follow, which see gradients
             if next(passes) > 1 and adds and not self._facts.has_several_passes:
                 self._has_several_passes = True
                 raise CaptureError(
@@ -428,6 +433,7 @@ class StepCapture(Attempts):
         self._facts.forks.taken.clear()
         self._facts.forks.ends, self._written_ahead = None, []
         watchers: list[Watcher] = []
+        versions: list[tuple[Tensor, int]] = []  # of state, as the capture begins
 
         def cut(name: str) -> None:
             if name == "step":
@@ -439,8 +445,7 @@ class StepCapture(Attempts):
             if not segments.can_fork():
                 return False
             segments.fork()
-            written = (t for t, version in self._versions if version_of(t) != version)
-            self._written_ahead = [*written]
+            self._written_ahead = [t for t, as_it_was in versions if version_of(t) != as_it_was]
             return True
 
         def begin(given: Given) -> Sequence[Any]:
@@ -456,9 +461,8 @@ class StepCapture(Attempts):
             for watcher in watchers:
                 self._inside.enter_context(watcher.inside())
             if self._facts.forks.is_on:
-                state = *self.module.parameters(), *self.module.buffers()
-                loose = begun.environment.in_attributes
-                self._versions = [(t, version_of(t)) for t in {*state, *loose}]
+                ahead = self._state_ahead(begun.environment)
+                versions.extend((t, version_of(t)) for t in ahead)
                 self._facts.forks.ends = fork
             self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments

@@ -605,7 +605,7 @@ class Verification(StepBody):
             for instruction in (*before, *mechanism.noted):
                 instruction()
         for name, graph in plan.graphs.items():
-            if name == plan.first_backward:
+            if name == plan.first_backward and not plan.loads_ahead:
                 for load in plan.loads():
                     load()
             graph.replay()

@@ -28,8 +28,10 @@ from lightning_graphs.private.engine import leaf_of
 from lightning_graphs.watch.branches import LateWarning, Way, is_telling, landings
 from lightning_graphs.watch.host import HostReads
 
-_MOST = 12
+_MOST = 256
 """Forks of one step: each is a graph, and a wait in every replay."""
+_TRIALS = 12
+"""Ways of one step that are captured, and that it does not go."""
 _TURNS = 6
 """Ways that are tried of one step, until more is learned of it."""
 _TRIES = 4
@@ -43,6 +45,7 @@ class Fork(NamedTuple):
     truth: Tensor  # in the memory of the graph that computes it
     goes: bool  # by which the code went on
     site: CallSite
+    asker: tuple[CodeType, int]  # code and instruction that have asked
 
 
 @dataclass(eq=False)
@@ -63,6 +66,7 @@ class Forks:
     _was_asked: bool = False  # a capture was, and has not answered
     _known: list[bool] = field(default_factory=list)  # answers in the step that is captured
     _way: list[bool] = field(default_factory=list)  # those of the coming capture
+    _usual: dict[tuple[CodeType, int], bool] = field(default_factory=dict)  # by who has asked
     _dead: set[tuple[bool, ...]] = field(default_factory=set)  # ways that were refused
 
     def begin_step(self) -> None:
@@ -89,10 +93,14 @@ class Forks:
         if not self.ask() or self.ends is None or not self.ends():
             return None
         place, code = len(self.taken), frame.f_code
-        goes = self._way[place] if place < len(self._way) else _likely(frame, called=called)
+        asker = code, frame.f_lasti
+        if place < len(self._way):
+            goes = self._way[place]
+        else:
+            goes = self._usual.get(asker, _likely(frame, called=called))
         here = CallSiteFinder().here()  # in code of a package it is the line that calls that
         site = here if here.line else CallSite(code.co_filename, frame.f_lineno, code.co_name)
-        self.taken.append(Fork(truth, goes, site))
+        self.taken.append(Fork(truth, goes, site, asker))
         return goes
 
     def turn(self, error: CaptureError) -> bool:
@@ -129,9 +137,10 @@ class Forks:
         """
         self._way = [*answers]
         if now:
+            self._usual |= {f.asker: goes for f, goes in zip(self.taken, answers, strict=False)}
             self._trials += 1
             self._known, self.first_refusal = [*answers], None
-            if self._trials > _MOST:
+            if self._trials > _TRIALS:
                 line = self.taken[len(answers) - 1].site.describe()
                 raise HOST_READ.refused(f"a value that is another one each time is read at {line}")
 

@@ -237,6 +237,39 @@ def queue(lab: Lab) -> Any:
     return losses, keys, place, slow.state_dict()
 
 
+def finite(lab: Lab) -> Any:
+    """Takes a step if the norm of the gradients is finite, as in nearly every training script."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch) * batch["x"][0, 0].exp() ** (90 if i == 30 else 0)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            return None
+        optimizer.step()
+        return loss.item(), norm
+
+    return trained(lab, take)
+
+
+def clipped_objective(lab: Lab) -> Any:
+    """PPO: epochs end where the policy has moved too far, behind updates."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Any:
+        before = model(batch["x"]).log_softmax(-1).detach()
+        for _ in range(3):
+            for rows in torch.arange(16, device=before.device).split(8):
+                moved = model(batch["x"][rows]).log_softmax(-1) - before[rows]
+                distance = (moved.exp() - 1 - moved).mean().detach()
+                loss = update(optimizer, -(moved.exp() * batch["x"][rows, :3]).mean())
+            if distance > 0.001:
+                break
+        return loss.item(), distance.item()
+
+    return trained(lab, take, 48)
+
+
 def conflicts(lab: Lab) -> Any:
     """PCGrad: gradients of several losses, projected and written by hand."""
 
@@ -602,6 +635,8 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "own_optimizer": (own_optimizer, 20),
     "inner_loop": (inner_loop, 25),
     "queue": (queue, 35),
+    "finite": (finite, 25),
+    "clipped_objective": (clipped_objective, 25),
     "conflicts": (conflicts, 25),
     "outside_rates": (outside_rates, 20),
     "gradient_penalty": (gradient_penalty, 35),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,91 @@ ROWS = stepping(
 ) | stepping(
     Forking, skips_some, also="verified; cut; accumulated", said=None, found=None, max_epochs=3,
     data=lambda: batches(8), replayed=2,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------ behind a backward pass
+
+
+class ByHand(Forking):
+    """Optimizes by its own code, with an optimizer that has state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = torch.nn.Linear(3, 1)
+
+    def configure_optimizers(self) -> Any:
+        adam = partial(torch.optim.Adam, lr=1e-2, fused=True)
+        return adam(self.net.parameters()), adam(self.critic.parameters())
+
+    def backward_of(self, loss: Tensor) -> torch.optim.Optimizer:
+        optimizer = self.optimizers()[0]
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        return optimizer
+
+
+def steps_if_finite(self: Any, batch: Any, batch_idx: int) -> None:
+    optimizer = self.backward_of(self.loss(batch))
+    norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+    if torch.isfinite(norm):
+        optimizer.step()
+    else:
+        self.seen.append("never")
+    self.log("norm", norm)
+
+
+def steps_if_small(self: Any, batch: Any, batch_idx: int) -> None:
+    """Gradients of several steps add up, and are zeroed where they are."""
+    loss = self.loss(batch)
+    self.manual_backward(loss)
+    if loss.item() < 1.2:
+        optimizer = self.optimizers()[0]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    self.log("loss", loss)
+
+
+def ends_its_epochs(self: Any, batch: Any, batch_idx: int) -> None:
+    """Updates parameters and state of the optimizer ahead of the question."""
+    before = self.net(batch["x"]).log_softmax(-1).detach()
+    for _ in range(3):
+        loss = self.loss(batch)
+        optimizer = self.backward_of(loss)
+        optimizer.step()
+        moved = (self.net(batch["x"]).log_softmax(-1) - before).abs().mean()
+        if moved > 0.02:
+            break
+    self.log("moved", moved)
+
+
+def plays(self: Any, batch: Any, batch_idx: int) -> None:
+    _, second = self.optimizers()
+    judged = self.critic(self.net(batch["x"]).detach()).sigmoid().mean()
+    second.zero_grad()
+    self.manual_backward(judged)
+    if judged.item() > 0.45:
+        second.step()
+    loss = self.loss(batch) - self.critic(self.net(batch["x"])).mean() * 0.1
+    self.backward_of(loss).step()
+    self.log_dict({"loss": loss, "judged": judged})
+
+
+def looks_at_each(self: Any, batch: Any, batch_idx: int) -> None:
+    """Asks about each parameter, as published code does that perturbs them."""
+    optimizer = self.backward_of(self.loss(batch))
+    for parameter in self.net.parameters():
+        norm = parameter.grad.norm()
+        if norm != 0 and not torch.isnan(norm):
+            parameter.data.add_(0.01 * parameter.grad / norm)
+    optimizer.step()
+
+
+ROWS |= stepping(
+    ByHand, steps_if_finite, ends_its_epochs, plays, looks_at_each, steps_if_small,
+    also="verified; unverified", said=None, found=None, max_epochs=3, data=lambda: batches(8),
+    replayed=4, check=tells_its_waits,
 )  # fmt: skip
 
 
