@@ -138,6 +138,7 @@ class StepRunner(StepRegion):
                 returned = self._calls.optimizer_step(optimizer, closure, model, **kwargs)
                 if own and capturable is not None and (error := capturable.closure_refused()):
                     self._leave_update(error)
+                self._take_back_updates()
                 return returned
             result = closure()
         finally:

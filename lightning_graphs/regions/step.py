@@ -461,8 +461,7 @@ class StepCapture(Attempts):
             for watcher in watchers:
                 self._inside.enter_context(watcher.inside())
             if self._facts.forks.is_on:
-                ahead = self._state_ahead(begun.environment)
-                versions.extend((t, version_of(t)) for t in ahead)
+                versions.extend((t, version_of(t)) for t in self._state_ahead(begun.environment))
                 self._facts.forks.ends = fork
             self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments

@@ -425,8 +425,8 @@ class StepRegion(HeadedSteps):
         self._rebind()
 
     def _take_back_updates(self) -> None:
-        """Let graphs step the optimizers again, which have made the state that was missing."""
-        if sum(len(optimizer.state) for optimizer in self._optimizers) > self._awaiting:
+        """Let graphs step the optimizers again, if they have made the state that was missing."""
+        if 0 <= self._awaiting < sum(len(optimizer.state) for optimizer in self._optimizers):
             self._awaiting, self._left = -1, {}
             self._rebind("the optimizer has made the state that was missing")
 
@@ -466,8 +466,6 @@ class StepRegion(HeadedSteps):
 
     def _current_conditions(self, *, has_graphs: bool) -> CaptureKey:
         """Return the conditions of the coming step; graphs that they make wrong are dropped."""
-        if self._awaiting >= 0:
-            self._take_back_updates()
         self._moved = reason = self._watch.reason_to_rebind(has_graphs=has_graphs)
         if reason:
             self._rebind(reason)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.programs.table import Promises, table
-from tests.training.fits import Net, batches
+from tests.training.fits import Fit, Net, batches
 
 
 def _sum(tensor: Tensor | None) -> float | None:
@@ -222,6 +222,22 @@ class ReadsInAHook(Net):
 
 
 WINDOWS = "accumulated; cut; cut, accumulated"
+class CancelsTheLast(Net):
+    """Cancels gradients of its last layer in the first epoch, as DINO and SwAV do."""
+
+    def on_after_backward(self) -> None:
+        if self.current_epoch < 1:
+            for parameter in self.net[-1].parameters():
+                parameter.grad = None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-2, fused=True)
+
+
+def steps_in_graphs_again(fit: Fit) -> bool:
+    return any("made the state" in reason for reason in fit.statistics.recaptures)
+
+
 ROWS = (
     table(
         Saliency, Returned, InADict, InAList, OfHooks, OfTheBatch, Zeroed, OfACopy, OfAnAttribute,
@@ -233,6 +249,10 @@ ROWS = (
     | table(
         ReadsItsOwn, ReadsTheLast, said=r"\.grad of a tensor in an attribute is read at .*# read",
         also="unverified", validation=0,
+    )
+    | table(
+        CancelsTheLast, said=None, found=None, replayed=15, validation=0, max_epochs=3,
+        data=lambda: batches(12), check=steps_in_graphs_again,
     )
     | table(ReadsInAHook, said=r"\.grad of a parameter is read at .*# read", validation=0)
 )  # fmt: skip
