@@ -222,6 +222,8 @@ class ReadsInAHook(Net):
 
 
 WINDOWS = "accumulated; cut; cut, accumulated"
+
+
 class CancelsTheLast(Net):
     """Cancels gradients of its last layer in the first epoch, as DINO and SwAV do."""
 
