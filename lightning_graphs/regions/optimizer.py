@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import (
     Callable,
     Collection,
@@ -16,6 +17,7 @@ from collections.abc import (
 from functools import partial, wraps
 from itertools import chain
 from operator import attrgetter, getitem, itemgetter
+from types import FunctionType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -57,6 +59,7 @@ from lightning_graphs.regions.tried import (
 )
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
 from lightning_graphs.values.tree import leaves_of, tensors_inside
+from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.scalars import holds_number
 from lightning_graphs.watch.user_code import hidden_in
@@ -294,6 +297,10 @@ _following: WeakKeyDictionary[Optimizer, frozenset[str]] = WeakKeyDictionary()
 """Optimizers that are tried with live numbers: names of those that move time and again."""
 
 
+_asking: WeakKeyDictionary[Optimizer, frozenset[FunctionType]] = WeakKeyDictionary()
+"""Functions that the steps of optimizers call, and that ask the device which way to go."""
+
+
 def follow_moving(capturables: Iterable[CapturableOptimizer], churn: HyperParameterChurn) -> None:
     """Let numbers of optimizers be live that have moved too often.
 
@@ -453,7 +460,9 @@ class CapturableOptimizer:
         if self._may_follow and are_noted() and not is_scaled(self.optimizer):
             # Reads are no errors then, by which a capture would learn to follow these
             follows = follows.union(numbers_of(self.optimizer, holds_number))
-        self.counters = counters = Counters(self.optimizer, follows, self._number)
+        own: Any = inspect.unwrap(type(self.optimizer).step)
+        ways = BothWays(_asking.get(self.optimizer, frozenset()), getattr(own, "__code__", None))
+        self.counters = counters = Counters(self.optimizer, follows, self._number, ways)
         try:
             with capturable_unasked(self.optimizer), counters.followed():
                 returned = step(closure)
@@ -464,13 +473,23 @@ class CapturableOptimizer:
             # Of what it has refused a tensor of the host may be the reason; a rehearsal cannot tell
             # these from others until they are read
             asked = numbers_of(self.optimizer, holds_number)
-            raise self._following(asked, why_failed(self.optimizer, error)) from error
+            refusal = self._following(asked, why_failed(self.optimizer, error))
+            refusal.may_succeed |= self._learns(ways)
+            raise refusal from error
+        if are_noted():
+            self._learns(ways)
         if moved := before.moved():
             before.restore()
             names = ", ".join(f"`{name}`" for name in moved[:3])
             known = moved if numbers_of(self.optimizer).issuperset(moved) else ()
             raise self._following(known, f"it computes {names} on the host in every step")
         return returned
+
+    def _learns(self, ways: BothWays) -> bool:
+        """Learn which functions ask the device; tell whether there are more of them."""
+        learned = ways.learned()
+        _asking[self.optimizer] = ways.functions | learned
+        return bool(learned)
 
     def _following(self, names: Collection[str], otherwise: str) -> UpdateRefused:
         """Let the next capture follow numbers on the host; return why this one has failed."""

@@ -38,6 +38,7 @@ from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import OF_TENSORS, leaves_of
+from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
 from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
@@ -521,7 +522,11 @@ class Counters:
     """
 
     def __init__(
-        self, optimizer: Optimizer, names: frozenset[str], number: MakeNumber | None
+        self,
+        optimizer: Optimizer,
+        names: frozenset[str],
+        number: MakeNumber | None,
+        ways: BothWays,
     ) -> None:
         # Name, kind, and value, which tells types apart -> places
         self._alike: dict[tuple[str, Any, str], list[Place]] = {}
@@ -530,7 +535,7 @@ class Counters:
                 if is_number(table[key]):
                     place = Place(table, key)
                     self._alike.setdefault((key, place.kind, repr(place.read())), []).append(place)
-        self._number = number
+        self._number, self._ways = number, ways
         # Its classes may ask for bare numbers; compiled code would trace what stands for `float`
         classes = type(optimizer).__mro__[:-1] if can_watch(optimizer) else ()
         own = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] != "torch"}
@@ -567,7 +572,7 @@ class Counters:
             with contextlib.ExitStack() as following:
                 if self._number is not None and (given or self._modules):
                     numbers = self._number("", float).numbers
-                    own = scalars_followed(numbers, self._conversions, self._modules)
+                    own = scalars_followed(numbers, self._conversions, self._modules, self._ways)
                     following.enter_context(own)
                 yield
         finally:

@@ -24,6 +24,7 @@ from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
 from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.forms import of_single, one_by_one
 from lightning_graphs.watch.on_device import DeviceNumber, is_scalar, of_two
 from lightning_graphs.watch.tracers import (
@@ -119,7 +120,7 @@ class HostScalar(Tensor):
 
 @contextlib.contextmanager
 def scalars_followed(
-    numbers: Any, conversions: Collection[Conversion], modules: Iterable[str]
+    numbers: Any, conversions: Collection[Conversion], modules: Iterable[str], ways: BothWays
 ) -> Iterator[None]:
     """Let functions of torch and of Python take stand-ins in the body, a step of an optimizer.
 
@@ -127,6 +128,7 @@ def scalars_followed(
         numbers: The :class:`~lightning_graphs.watch.numbers.StepNumbers` of the capture.
         conversions: Those of modules that take them.
         modules: Names of modules whose ``max`` and ``min`` take numbers of the device.
+        ways: Answers where the step asks the device.
     """
 
     def answer(question: Question) -> Any:
@@ -135,8 +137,8 @@ def scalars_followed(
             return tensor.number
         is_read = question.asks in (Asks.ITEM, Asks.NUMBER) and tensor.numel() == 1
         if not (is_read and is_scalar(number := tensor.detach().reshape(()), numbers.device)):
-            return None
-        return DeviceNumber(numbers, number.double())
+            return ways.answer(question)
+        return DeviceNumber(numbers, number.double(), owner=ways)
 
     larger_or_smaller = [of_two(numbers, function) for function in (max, min)]
     following = [(sys.modules[m], f.__name__, f) for m in modules for f in larger_or_smaller]
@@ -145,6 +147,7 @@ def scalars_followed(
         FunctionMode(HostScalar.called),
         tensors_asked(answer),
         calls_followed(conversions),
+        ways.followed(numbers),
     ):
         yield
 

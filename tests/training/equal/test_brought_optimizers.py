@@ -182,6 +182,31 @@ def in_containers(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.sub_(queue[0] * roots[0] * roots[1], alpha=group["lr"])
 
 
+def projected(p: Tensor, g: Tensor, update: Tensor) -> tuple[Tensor, float]:
+    """As AdamP: its projection asks the device, writes in place and returns a number."""
+    for moment in (g.sum(), (g * p).sum()):
+        if moment > 0:
+            update -= p * (update * p).sum()
+            update.mul_(g.abs() > 2**-4)
+            return update, 0.25
+    return update * 1.5, 1.0
+
+
+def projection(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    state["step"] = state.get("step", 0) + 1
+    update, ratio = projected(p, g, g / (1 - 0.9 ** state["step"]))
+    p.mul_(1 - group["lr"] * 2**-3 * ratio)
+    p.sub_(update, alpha=group["lr"])
+
+
+def drawn(p: Tensor, g: Tensor) -> Tensor:
+    return torch.rand_like(p) if g.sum() > 0 else g
+
+
+def asks_and_draws(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    p.sub_(drawn(p, g), alpha=group["lr"])
+
+
 class OfAll(optim.Optimizer):
     """As MADGRAD: its state has what is of no parameter, its groups have tables of options."""
 
@@ -307,6 +332,8 @@ ROWS: dict[str, Row] = {
     "SGD, foreach": Row(lambda p: optim.SGD(p, RATE, 0.75, foreach=True)),
     "SGD, maximizing": Row(lambda p: optim.SGD(p, RATE, maximize=True, fused=False)),
     "without a rate": Row(Fixed, has_rate=False),
+    "AdamP": own(projection),
+    "draws on one way": own(asks_and_draws, "draws on one of its ways"),
     "in containers": own(in_containers),
     "of all parameters": Row(OfAll),
     "compiled elsewhere": own(elsewhere, "it runs compiled code"),
