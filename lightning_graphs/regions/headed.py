@@ -129,7 +129,8 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         return signature, tensors
 
     def _plan_of(self, leaving: dict[str, Any]) -> StepPlan | None:
-        """Return a plan for what follows a head, of which nothing is prepared."""
+        """Return a plan for what follows a head that is undone, of which nothing is prepared."""
+        self._facts.kept.count()  # what is put back holds gradients, which no user code keeps
         plans = self._cache.plans()
         return next((p for p in plans if p.may_fit((leaving,)) and p.holds()), None)
 
@@ -221,6 +222,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
                 self._unverified = plan
         key = self._head.due_key(self._phase())
         if key is not None:
+            self._facts.kept.has_external_references()  # that the step before has left
             self._life.capture(args, key)
             self._head.end_capture()
 
@@ -259,6 +261,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         captures = self._tries > 0 and self._due == self._phase()
         if plan is None and not captures:
             return
+        self._facts.kept.has_external_references()  # that the step before has left
         key, found = self._coming(args)
         if plan is not None and not self._ranks.any(found is not plan):
             self._life.verified(plan, args)

@@ -7,14 +7,17 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.programs.table import Promises, stepping, table
+from lightning_graphs.policy.worth import MemoryBudget
+from tests.programs.table import Promises, assert_as_expected, run, stepping, table
 from tests.programs.test_draws import LEFT
 from tests.training.fits import Fit, Net
 
@@ -204,6 +207,18 @@ class Frozen(ByHand):
             self.optimizers().zero_grad(set_to_none=False)
 
 
+class Keeping(ByHand):
+    """Keeps the gradients of a step until the next one is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += [float(gradient.double().sum()) for gradient in self.kept]
+        self.kept = [parameter.grad for parameter in self.parameters()]
+
+
 def keeps_nothing(fit: Fit) -> bool:
     """No code keeps gradients: a snapshot for a step that may find no memory is none of it."""
     return not any("is kept" in reason for reason in fit.statistics.recaptures)
@@ -279,6 +294,7 @@ ROWS = (
         ByHand, Frozen, max_epochs=3, replayed=9, check=keeps_nothing, also="verified; bf16",
         **LEFT,
     )
+    | table(Keeping, max_epochs=3, validation=0, **LEFT)
     | table(Windows, InAFunction, InAModule, also=MANY, max_epochs=3, replayed=9, **LEFT)
     | stepping(
         Net, asserts, counts, by_an_operator, held_by_a_call, max_epochs=3, also="verified",
@@ -293,3 +309,11 @@ ROWS["counts"] = replace(ROWS["counts"], found=None)
 
 class TestHeads(Promises):
     rows = ROWS
+
+
+def test_gradients_that_are_put_back_are_kept_by_no_user(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with room, where no step has a snapshot for the case that it finds no memory."""
+    monkeypatch.setattr(MemoryBudget, "is_roomy", True)
+    assert_as_expected(ROWS["Frozen"], run(ROWS["Frozen"], backend, tmp_path, True).fit)
