@@ -11,7 +11,7 @@ import enum
 import itertools
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -20,9 +20,17 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
+from torch.nn import functional
 
 from lightning_graphs.device.inspect import GraphInfo, from_recording
-from lightning_graphs.device.rules import COMPILED, MOVED_STORAGE, MOVES_STORAGE, Obstacle
+from lightning_graphs.device.rules import (
+    CLASSES,
+    COMPILED,
+    MOVED_STORAGE,
+    MOVES_STORAGE,
+    Obstacle,
+    know_cause,
+)
 from lightning_graphs.device.trace import (
     KnownStorage,
     Operation,
@@ -323,6 +331,45 @@ def _spreads_evenly(node: object) -> bool:
     return type(node).__name__ in _OF_LARGEST
 
 
+# ------------------ Captures that are undone
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    # With a number of classes, a GPU's kernels look for themselves whether it is large enough; see
+    # ``one_hot`` in aten/src/ATen/native/Onehot.cpp.
+    if num_classes < 0:
+        return functional.one_hot(tensor, num_classes)
+    zeros = tensor.new_zeros((*tensor.shape, num_classes))
+    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    # For a mean torch divides by a table of lengths, which it writes out of the dispatcher's sight.
+    means = reduction == "mean" and not isinstance(target_lengths, Tensor)
+    given = (log_probs, targets, input_lengths, target_lengths, blank)
+    losses = functional.ctc_loss(*given, "none" if means else reduction, zero_infinity)
+    if not means:
+        return losses
+    return (losses / torch.stack([losses.new_full((), max(1, n)) for n in target_lengths])).mean()
+
+
+REHEARSED: Mapping[Any, Callable[..., Any]] = {
+    functional.one_hot: _one_hot,
+    functional.ctc_loss: _ctc_loss,
+}
+"""Functions that read values on a CPU only, and what a rehearsal runs in their place."""
+
+know_cause(f"{__name__.replace('.', '/')}.py", "_one_hot", CLASSES)
+
+
 class UndoneCapture(Recorder):
     """Recorder of a capture that runs, refuses what CUDA does, and undoes writes; it keeps nothing.
 
@@ -330,6 +377,7 @@ class UndoneCapture(Recorder):
     """
 
     is_rehearsal = True  # of what a GPU captures; else the GPU may capture more
+    instead = REHEARSED
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__(generators)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.nn import functional
 
 from lightning_graphs.errors import CODE, REFUSED, CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder, frames_of_region
@@ -467,7 +466,6 @@ NESTED = Remedy(
 )
 _NESTED = aten._nested_tensor_from_mask_left_aligned, aten._nested_tensor_from_mask
 _CAUSES: dict[tuple[str, str], Remedy] = {
-    (f"{__name__.replace('.', '/')}.py", "_one_hot"): CLASSES,
     ("torch/distributions/multivariate_normal.py", "__init__"): COVARIANCE,
     ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): IS_CAUSAL,
     ("torch/nn/modules/batchnorm.py", "forward"): MOMENTUM,
@@ -664,37 +662,3 @@ FUNCTION_RULES: Mapping[str, _Rule] = {
     ),
 }
 """Python functions that the dispatcher never shows, or shows too late to tell what they are."""
-
-
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-    # With a number of classes, a GPU's kernels look for themselves whether it is large enough; see
-    # ``one_hot`` in aten/src/ATen/native/Onehot.cpp.
-    if num_classes < 0:
-        return functional.one_hot(tensor, num_classes)
-    zeros = tensor.new_zeros((*tensor.shape, num_classes))
-    return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
-
-
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    reduction: str = "mean",
-    zero_infinity: bool = False,
-) -> Tensor:
-    # For a mean torch divides by a table of lengths, which it writes out of the dispatcher's sight.
-    means = reduction == "mean" and not isinstance(target_lengths, Tensor)
-    given = (log_probs, targets, input_lengths, target_lengths, blank)
-    losses = functional.ctc_loss(*given, "none" if means else reduction, zero_infinity)
-    if not means:
-        return losses
-    return (losses / torch.stack([losses.new_full((), max(1, n)) for n in target_lengths])).mean()
-
-
-REHEARSED: Mapping[Any, Callable[..., Any]] = {
-    functional.one_hot: _one_hot,
-    functional.ctc_loss: _ctc_loss,
-}
-"""Functions that read values on a CPU only, and what a rehearsal runs in their place."""

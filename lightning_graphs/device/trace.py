@@ -31,7 +31,6 @@ from lightning_graphs.device.rules import (
     MOVED_STORAGE,
     OF_TWO_FORMULAS,
     READ_IN_BACKWARD,
-    REHEARSED,
     SET_GENERATOR,
     UNSUPPORTED_LAYOUT,
     WITH_TWO_FORMULAS,
@@ -539,6 +538,8 @@ class Recorder(OperatorMode):
             as it does during a real capture, where CUDA itself refuses.
     """
 
+    instead: Mapping[Any, Callable[..., Any]] = {}  # what runs in place of functions
+
     def __init__(self, generators: Sequence[torch.Generator] = (), *, strict: bool = True) -> None:
         super().__init__()
         self.sees_functions = strict
@@ -565,7 +566,7 @@ class Recorder(OperatorMode):
         rule = FUNCTION_RULES.get(name)
         if rule is not None and (obstacle := rule(args, kwargs)) is not None:
             self.refuse(name, obstacle)
-        return REHEARSED.get(func, func)(*args, **kwargs)
+        return self.instead.get(func, func)(*args, **kwargs)
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._strict and eager_attention(func) is None:
