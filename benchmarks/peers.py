@@ -22,8 +22,9 @@ ways, are compared with those of ``torch.compile``.
 
 Compiling takes longest: ``--ahead`` does no more than that, in a process beside those that measure.
 What is known is written at once, after each fit; no fit begins after ``--seconds``. ``--from``
-reads figures of earlier runs in place of measuring; ``--pages`` puts tables between the marks of
-pages, and ``--plot`` draws them. All that the documentation quotes is made by
+reads figures of earlier runs in place of measuring: of each row those of the first file, and what
+it lacks from the next ones. ``--pages`` puts tables between the marks of pages, and ``--plot``
+draws them. All that the documentation quotes is made by
 
     python benchmarks/peers.py --from benchmarks/peers.json --quote
 """
@@ -329,9 +330,27 @@ Rows = Mapping[str, Mapping[str, Any]]
 
 
 def by_name(rows: Sequence[Mapping[str, Any]]) -> Rows:
-    """Rows that have figures, in the order of the models; of some of one name, the last."""
-    known = {row["row"]: row for row in rows if "peers" in row}
+    """Rows that have figures, in the order of the models.
+
+    Of several of one name the first counts. What it lacks comes from those behind it.
+    """
+    known: dict[str, Mapping[str, Any]] = {}
+    for row in rows:
+        if "peers" in row:
+            name = row["row"]
+            known[name] = _with_more(known[name], row) if name in known else row
     return {name: known[name] for name in sorted(known, key=_place)}
+
+
+def _with_more(row: Mapping[str, Any], later: Mapping[str, Any]) -> Mapping[str, Any]:
+    mine, theirs = ({p: f for p, f in r["peers"].items() if "ms" in f} for r in (row, later))
+    added = [peer for peer in theirs if peer not in mine]
+    about = dict(row["about"])
+    if added and about.get("commit") != later["about"].get("commit"):
+        about["commit"] = f"{about.get('commit')} ({', '.join(added)}: {later['about']['commit']})"
+    sizes = {**later.get("sizes", {}), **row.get("sizes", {})}
+    more: dict[str, Any] = {"about": about, "peers": {**theirs, **mine}}
+    return {**row, **more, **({"sizes": sizes} if sizes else {})}
 
 
 def _place(name: str) -> tuple[str, int]:

@@ -333,6 +333,17 @@ def test_pages_quote_the_written_figures_of_peers(script: Any, tmp_path: Path) -
         assert page.read_text(encoding="utf-8") == text, f"peers.py --quote changes {name}"
 
 
+def test_figures_that_a_run_lacks_come_from_later_ones(script: Any) -> None:
+    def row(commit: str, **ms: float) -> dict[str, Any]:
+        peers = {peer: {"ms": figure} for peer, figure in ms.items()} | {"nemo": {"error": "-"}}
+        return {"row": "bert", "about": {"card": "H100", "commit": commit}, "peers": peers}
+
+    peers = script("peers")
+    (found,) = peers.by_name([row("a1", step=7.0), row("b2", step=8.0, compile=9.0)]).values()
+    assert found["peers"] == {"step": {"ms": 7.0}, "compile": {"ms": 9.0}}
+    assert found["about"]["commit"] == "a1 (compile: b2)"
+
+
 def test_peers_that_are_slower_or_wrong_fail(script: Any, lab: Any) -> None:
     peers = script("peers")
     ours, theirs = {"ms": 4.0, "losses": "equal"}, {"ms": 9.9, "losses": "equal"}
