@@ -138,6 +138,37 @@ def test_a_replayed_step_calls_few_functions(tmp_path: Path, calls: Calls, name:
     assert found.total() <= most, found
 
 
+class Refused(Small):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        (found,) = self.weights.nonzero(as_tuple=True)
+        return (self.weights * batch).sum() + len(found)
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_a_step_that_is_refused_calls_few_functions_more(tmp_path: Path) -> None:
+    found = []
+    for captured in (False, True):
+        calls = Calls()
+        fit = prepare(
+            "emulated",
+            tmp_path,
+            captured,
+            module=Refused,
+            data=loader,
+            callbacks=lambda calls=calls: [calls],
+            trace=Silent,
+            validation=0,
+            capture={"scope": "auto", "on_failure": "eager"},
+            logger=False,
+            max_epochs=1,
+            log_every_n_steps=1000,
+        ).run()
+        found.append(max(calls.steps[-6:-3], key=Counter.total))
+    assert fit.statistics.replayed == 0
+    eager, refused = found
+    assert refused.total() - eager.total() <= 180, refused - eager
+
+
 EVALUATIONS = {"validate": 75, "predict": 65}
 
 
