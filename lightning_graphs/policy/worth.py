@@ -665,6 +665,9 @@ def defragment(tensors: Iterable[Tensor]) -> None:
             while movable and (size := size + movable[-1].nbytes) <= _AT_ONCE:
                 moved.append(movable.pop())
             with torch.cuda.use_mem_pool(pool):
+                # The allocator cuts up one large piece, where it would get many, which takes longer
+                large = [-(-t.nbytes // 512) * 512 for t in moved if t.nbytes > _MIB]
+                torch.empty(sum(large), dtype=torch.uint8, device=moved[0].device)
                 copies = clone_all(moved)
             while copies:
                 moved.pop().data = copies.pop()

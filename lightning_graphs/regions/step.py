@@ -529,7 +529,7 @@ class StepCapture(Attempts):
             head=given.head,
             forked=forked,
             behind=self._behind,
-            surroundings=(environment.held, before),
+            surroundings=(environment.held, before, environment.small),
         )
 
     @property

@@ -388,11 +388,12 @@ class Verification(StepBody):
         known = None if plan is None or plan.head is not None else plan.surroundings
         if known is None or self._places is None:
             self._held = [*iter_objects(self.module)]
-        else:
-            self._held = [*known[0]]
-            if not self._verifier.ranks.wrappers:  # runs without a reduction set attributes of DDP
-                self._places.known = known[1]
-        return UnregisteredTensors(self.module, self._held).small
+            return UnregisteredTensors(self.module, self._held).small
+        held, before, small = known
+        self._held = [*held]
+        if not self._verifier.ranks.wrappers:  # runs without a reduction set attributes of DDP
+            self._places.known = before
+        return [tensor for find in small if (tensor := find()) is not None]
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
         """Describe what a step may change; without a plan an optimizer step."""

@@ -282,8 +282,9 @@ class PythonSnapshot:
 
 def _is_untouched(table: Any, before: Any) -> bool:
     """Return whether a plain dict has the same keys and values, in the same order."""
-    is_dict = type(table) in (dict, OrderedDict) and len(table) == len(before)
-    return is_dict and all(map(is_, (*table, *table.values()), (*before, *before.values())))
+    if type(table) not in (dict, OrderedDict) or len(table) != len(before):
+        return False
+    return all(map(is_, table.values(), before.values())) and all(map(is_, table, before))
 
 
 def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:

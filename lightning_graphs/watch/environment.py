@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from operator import is_
 from types import FrameType
 from typing import Any, Protocol
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -145,6 +146,7 @@ class Environment:
         self.generators = Generators(self.held, root.device)
         self.loose = UnregisteredTensors(root, self.held)
         self.in_attributes = self.loose.tensors  # those that modules hold
+        self.small = [*map(ref, self.loose.small)]  # of these, while they live
         code = root if modules is None else nn.ModuleList(modules)
         held = self.held if modules is None else None
         self.outside = GlobalReads(

@@ -325,8 +325,13 @@ class UnregisteredTensors:
             parameters, buffers, _ = tables = tables_of(value)
             self._tables.update((id(table), table) for table in tables)
             self._buffers.update([f"{name}.{key}" for key in buffers])
-            held = [item for t in (vars(value), parameters, buffers) for item in t.items()]
-            pairs = [(f".{k}", t) for k, t in held if isinstance(t, Tensor)]
+            held, known = (vars(value), parameters, buffers), self._known
+            pairs = [
+                (f".{key}", tensor)
+                for table in held
+                for key, tensor in table.items()
+                if isinstance(tensor, Tensor) and id(tensor) not in known
+            ]
         elif isinstance(value, Tensor):
             pairs = [("", value), *_tensors_in(value)]
         else:
