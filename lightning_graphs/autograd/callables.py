@@ -445,12 +445,12 @@ class CallableCapture:
 
     def _trained(self) -> dict[Tensor, str]:
         """Return by name all tensors that may have a gradient, but for arguments."""
-        held = {tensor: name for name, tensor in self._held.named("parameters")}
+        held = {tensor: name for name, tensor in self._held.parameters}
         own = {parameter: name for name, parameter in self._named()}
         return own | {t: name for name, t in self._held.tensors.items() if t.requires_grad} | held
 
     def _named(self) -> list[tuple[str, Parameter]]:
-        named = (*self._held.named("parameters"), *self._held.tensors.items())
+        named = (*self._held.parameters, *self._held.tensors.items())
         names = {id(tensor): name for name, tensor in named}
         return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._parameters)]
 

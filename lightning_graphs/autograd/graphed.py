@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -464,17 +465,19 @@ class FreeVariables:
         self.owners = named_modules_in(*self.modules.items())
         self.submodules = [owner for _, owner in self.owners]
 
-    def named(self, kind: str) -> list[tuple[str, Tensor]]:
-        """Return the parameters or buffers of all modules by full name."""
-        tree = named_modules_in(*self.modules.items())
-        return (named_parameters_in if kind == "parameters" else named_buffers_in)(tree)
+    @functools.cached_property
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """List the parameters of all modules by full name, as they were when it was read first."""
+        return named_parameters_in(self.owners)
 
     def state(self) -> list[Tensor]:
         """List every tensor that a call may read or write next to its arguments."""
+        tree = [tables_of(owner) for _, owner in named_modules_in(*self.modules.items())]
+        tables = chain([t for t, _, _ in tree], [t for _, t, _ in tree])
+        named = {id(t): t for table in tables for t in table.values() if t is not None}
         attributes = (v for owner in self.submodules for v in vars(owner).values())
-        named = (*self.named("parameters"), *self.named("buffers"), *self.tensors.items())
         plain = [value for value in attributes if isinstance(value, Tensor)]
-        return list(filter(is_strided, (*(tensor for _, tensor in named), *plain)))
+        return list(filter(is_strided, (*named.values(), *self.tensors.values(), *plain)))
 
     def guards(self, parameters: Sequence[Tensor]) -> list[AddressGuard]:
         guards = [AddressGuard.of_module(root, name) for name, root in self.modules.items()]
@@ -492,7 +495,7 @@ class FreeVariables:
                 "a module inside of it is graphed already",
                 "call .forward.reset() on that module first, or leave that module out",
             )
-        buffers = self.named("buffers")
+        buffers = named_buffers_in(self.owners)
         trainable = next((name for name, buffer in buffers if buffer.requires_grad), None)
         if trainable is not None:
             raise CaptureError(
@@ -500,7 +503,7 @@ class FreeVariables:
                 f"buffer `{trainable}` requires grad",
                 "make the buffer an nn.Parameter, or call requires_grad_(False) on it",
             )
-        named = (*self.named("parameters"), *buffers)
+        named = (*self.parameters, *buffers)
         lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
         if lazy is not None:
             raise CaptureError(
