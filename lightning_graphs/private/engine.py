@@ -203,16 +203,20 @@ def runs_code(outputs: Sequence[Tensor], adds_to: Container[int] | None = None) 
     """
     if any(output.grad_fn is None for output in outputs):
         return True
+    kinds: dict[type, tuple[bool, bool]] = {}  # whether nodes of it are leaves', or say so alone
     nodes: Iterator[Any] = nodes_behind(outputs)
     for node in nodes:
-        leaf = leaf_of(node)
-        if leaf is None and isinstance(node, BackwardCFunction) and not is_compiled_node(node):
-            return True
-        if leaf is not None and has_gradient_hooks(leaf, node):
-            return True
-        if adds_to is not None and not (
-            is_node_of_torch(node) if leaf is None else id(leaf) in adds_to
-        ):
+        kind = type(node)
+        if kind not in kinds:
+            says = isinstance(node, BackwardCFunction) and not is_compiled_node(node)
+            says |= adds_to is not None and not is_node_of_torch(node)
+            kinds[kind] = leaf_of(node) is not None, says
+        is_of_leaf, says = kinds[kind]
+        leaf = leaf_of(node) if is_of_leaf else None
+        if leaf is None:
+            if says:
+                return True
+        elif has_gradient_hooks(leaf, node) or (adds_to is not None and id(leaf) not in adds_to):
             return True
     return False
 

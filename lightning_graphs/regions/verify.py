@@ -33,6 +33,7 @@ from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.private.torch import (
     hide_modes,
     hooks_registered,
+    modules_in,
     storage_reference,
 )
 from lightning_graphs.regions.behind import HeadMissed, StepHead, Undone, WayMissed
@@ -461,7 +462,7 @@ class Verification(StepBody):
             raise WayMissed
 
     def _random(self) -> RandomState:
-        return RandomState(self.module.device, self.module.modules())
+        return RandomState(self.module.device, modules_in(self.module))
 
     def _eager(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]
