@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.errors import CODE, GraphError
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Collectives, Ranks
+from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Ranks, StepCollectives
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.trainer import (
@@ -96,9 +96,9 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         self._skips_backward = bool  # there is none
         self._is_synced: Callable[[], bool] = bool  # the coming step gets the buffers of rank 0
         # Called by steps of several ranks, of which each decides alone
-        self._collectives: Collectives | None = None
+        self._collectives: StepCollectives | None = None
         if fit.trainer.world_size > 1:
-            self._collectives, self._is_synced = Collectives(), partial(syncs, fit.trainer)
+            self._collectives, self._is_synced = StepCollectives(), partial(syncs, fit.trainer)
         statistics = fit.statistics
         self._verifier.step = lambda: statistics.eager + statistics.replayed
 
@@ -166,7 +166,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
     def _eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._collectives is None or self._is_synced():  # DDP broadcasts its buffers
             return super()._eager(args, kwargs)
-        with self._collectives.observing(self._module):
+        with self._collectives.observing_step(self._module):
             return super()._eager(args, kwargs)
 
     # ------------------------------------------------------------------ the region

@@ -17,7 +17,7 @@ from lightning_graphs.lightning.trainer import wrapper_of
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.distributed import FsdpModules, collectives_called
 from lightning_graphs.regions import lifecycle
-from lightning_graphs.regions.reduction import why_not_reduced
+from lightning_graphs.regions.reduction import Collectives, why_not_reduced
 from lightning_graphs.watch.user_code import is_lightnings
 
 # ------------------ Strategies
@@ -86,33 +86,23 @@ COLLECTIVE_ALONE = Obstacle(
 )
 
 
-class Collectives:
-    """Notes whether eager steps of an evaluation call collectives.
+class StepCollectives(Collectives):
+    """Notes whether eager steps of an evaluation call collectives, but for what they log.
 
     Ranks may have different numbers of batches, so they cannot agree on each of them. Lightning
     reduces what is logged by itself, also after a replay.
     """
 
-    def __init__(self) -> None:
-        self.are_called = False
-        self.are_known = False  # a step was observed
-        self._by_logs = 0
-
     @contextlib.contextmanager
-    def observing(self, module: LightningModule) -> Iterator[None]:
+    def observing_step(self, module: LightningModule) -> Iterator[None]:
         """Observe a step of the module in the body."""
-        self._by_logs, before = 0, collectives_called()
-        with log_exchanged(module, self._log):
+        with log_exchanged(module, self._log), self.observing():
             yield
-        now = collectives_called()
-        is_known = before is not None and now is not None
-        self.are_called |= not is_known or (now or 0) - (before or 0) > self._by_logs
-        self.are_known = True
 
     def _log(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         before = collectives_called()
         log(*args, **kwargs)
-        self._by_logs += (collectives_called() or 0) - (before or 0)
+        self._allowed += (collectives_called() or 0) - (before or 0)
 
 
 # ------------------ Decisions of all ranks

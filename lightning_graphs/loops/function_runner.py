@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
 from lightning_graphs.errors import GraphError, first_line
-from lightning_graphs.loops.processes import OWN_COLLECTIVE, Collectives
+from lightning_graphs.loops.processes import OWN_COLLECTIVE
 from lightning_graphs.loops.program import (
     CONFIGURATION,
     OPTIMIZER,
@@ -36,6 +36,7 @@ from lightning_graphs.regions.lifecycle import EAGER, Ranks
 from lightning_graphs.regions.optimizer import Kernel, capture_obstacle
 from lightning_graphs.regions.plan import StepOutputs, StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery, StateBefore
+from lightning_graphs.regions.reduction import Collectives
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.regions.whole_step import BY_HAND, EvaluationSteps, StepRegion
@@ -188,7 +189,8 @@ class FunctionSteps(StepRegion):
         self._statistics.ran_eagerly()
         if not self._is_apart or self._client.processes.sync():
             return self._module.function(*args, **kwargs)
-        return self._collectives.observed(partial(self._module.function, *args, **kwargs))
+        with self._collectives.observing():
+            return self._module.function(*args, **kwargs)
 
     @calls_observed
     def _begun(self, given: Any) -> Any:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.device.rules import Obstacle
-from lightning_graphs.private.distributed import (
-    FsdpModules,
-    collectives_called,
-    is_within_backward,
-    renew_reducer,
-)
+from lightning_graphs.private.distributed import FsdpModules, is_within_backward, renew_reducer
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import local
 from lightning_graphs.regions.lifecycle import Ranks
@@ -136,21 +131,6 @@ class Processes:
     def key(self) -> tuple[tuple[bool, bool], ...]:
         """Return whether each wrapper gets buffers in the coming call, and reduces gradients."""
         return tuple((syncs(ddp), ddp.require_backward_grad_sync) for ddp in self.wrappers)
-
-
-class Collectives:
-    """Notes whether calls of a function that is a rank's own exchange data with other processes."""
-
-    def __init__(self) -> None:
-        self.are_called = False
-
-    def observed(self, call: Callable[[], Any]) -> Any:
-        """Run an eager call; a group that does not number collectives may have called one."""
-        before = collectives_called()
-        returned = call()
-        now = collectives_called()
-        self.are_called |= now is None or now != before
-        return returned
 
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.autograd.backward import empty_gradient, is_dense, write_all
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.distributed import buckets_of
+from lightning_graphs.private.distributed import buckets_of, collectives_called
 from lightning_graphs.private.engine import removed, require_plain_gradients
 from lightning_graphs.private.exchange import Member, replaced
 from lightning_graphs.regions.gradients import fused_grad_casts
@@ -65,6 +65,25 @@ def unseen_by(wrappers: Iterable[DistributedDataParallel]) -> list[Member]:
     """List what is to be put back, so that these forget the forward passes of a body."""
     tables = [(ddp, vars(ddp)) for ddp in wrappers]
     return [(ddp, name, own[name]) for ddp, own in tables for name in OF_A_FORWARD if name in own]
+
+
+class Collectives:
+    """Notes whether eager code of steps that each rank decides about alone calls collectives."""
+
+    def __init__(self) -> None:
+        self.are_called = False
+        self.are_known = False  # a step was observed
+        self._allowed = 0  # those of the observed step that a replay is followed by, too
+
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe a step in the body; a group that does not number collectives may call some."""
+        self._allowed, before = 0, collectives_called()
+        yield
+        now = collectives_called()
+        is_known = before is not None and now is not None
+        self.are_called |= not is_known or (now or 0) - (before or 0) > self._allowed
+        self.are_known = True
 
 
 # ------------------ How ranks sum gradients
