@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -151,14 +151,31 @@ class StepHead:
             self.now = self._error = None  # whose traceback has tensors of the step
         return False
 
+    def is_behind(self, error: CaptureError, args: Sequence[Any]) -> bool:
+        """Whether a graph may begin behind code with shapes that no capture has, ahead of a use."""
+        has_shapes = error.rule in (DYNAMIC_SHAPE.rule, NOT_RECORDED.rule)
+        if self.now is not None or not (has_shapes and self.may_learn(error)):
+            return False
+        if self._endings is None:
+            self._error, self._endings = error, self._found(args)
+        refused = lines_of(error)
+        return any(ending.is_behind(refused) for ending in self._endings)
+
     def may_learn(self, error: GraphError) -> bool:
         """Return whether code that a capture was refused for may run ahead of its graph."""
         is_read = isinstance(error, BatchValueRead) and self.now is not None
         is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
         if not (is_known or is_read) or isinstance(error, DrawnOutsideError):
             return False
-        # FSDP2 gathers parameters ahead of the statement that uses them
-        return self.context.ranks.units is None and not self.context.compiled.runs
+        # Of a step that FSDP2 gathers parameters for, these are there ahead of its first statement
+        is_unit = id(self.context.module) in self._units
+        return not (is_unit or self.context.compiled.runs)
+
+    @property
+    def _units(self) -> Container[int]:
+        """The ``id`` of each module whose parameters FSDP2 gathers when it is called."""
+        units = self.context.ranks.units
+        return () if units is None else units.modules
 
     def forget(self) -> None:
         """Let no step have a head, since other ranks have none."""
@@ -212,7 +229,8 @@ class StepHead:
         found = FirstUse([], False)
         with self.undone(args) as undone, noting(), refusals() as refused:
             with contextlib.suppress(HeadEnded), environment.acting():
-                found = first_use(partial(self.step, undone.arguments), *tensors, stepping)
+                step = partial(self.step, undone.arguments)
+                found = first_use(step, *tensors, stepping, self._units)
             seen += [error for error in refused if error.rule == SIDE_EFFECT.rule]
             seen += generators.outside.intersection(generators.drawn()), outside.contents.changed()
             generators.restore()

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
@@ -327,10 +328,12 @@ def first_use(
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
     stepping: Iterable[object] = (),  # optimizers and schedulers
+    units: Container[int] = (),  # the ``id`` of each module that gathers its parameters
 ) -> FirstUse:
     """Run a step up to its first use of a parameter, or of a buffer that it changes.
 
-    It uses a parameter that it freezes, and all of them where an optimizer or a scheduler steps.
+    It uses a parameter that it freezes or gathers, and all of them where an optimizer or a
+    scheduler steps.
     """
     stack: list[Running] = []
     reads = False
@@ -359,11 +362,18 @@ def first_use(
         stack.extend(Running(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
         raise _Used
 
+    def begins(module: Any, _: object) -> None:
+        if id(module) in units:
+            use()
+
+    gathering = register_module_forward_pre_hook(begins)
     try:
         with FunctionMode(called), exchanged((one, "step", use) for one in stepping):
             step()
     except _Used:
         pass
+    finally:
+        gathering.remove()
     return FirstUse(list(dropwhile(attrgetter("is_of_library"), reversed(stack))), reads)
 
 

@@ -103,6 +103,15 @@ class Counting(Sharded):
         return loss * self.seen.to_local().mean()
 
 
+class Choosing(Sharded):
+    """Begins with a choice of samples that no graph can hold."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = torch.nonzero(batch["x"][:, 0] > -3.0).flatten()[:4]
+        x, y = batch["x"][rows], batch["y"][rows]
+        return super().training_step({"x": x / x.std().item(), "y": y}, batch_idx)
+
+
 Case = Callable[[], dict[str, Any]]
 CASES: dict[str, Case] = {
     "plain": dict,
@@ -126,6 +135,7 @@ CASES: dict[str, Case] = {
     "clipping": lambda: {"gradient_clip_val": 0.01},
     "clipping values": lambda: {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
     "hooks that look at gradients": lambda: {"trace": GradientTrace},
+    "a head": lambda: {"module": Choosing, "max_epochs": 4},
     "a sharded tensor in an attribute": lambda: {"module": Counting},
     "tensor parallelism": lambda: {
         "module": Parallel,
