@@ -47,6 +47,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
     _tries, _due = 0, Phase(zeroing=False, stepping=False, window=1)
     _rest, _pause = 0, _PAUSE
     _idle = 0  # so many steps in a row had no replay
+    _gave_way: bool | None = None  # whether a capture has given way to a head; False: to none
     _coming_key: Signature | None = None  # what a capture is for on this rank
 
     _fit: TrainingContext
@@ -98,7 +99,19 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         """Whether a capture with a head may succeed: at another statement, or for another batch."""
         if isinstance(error, HeadMissed):
             return True
-        return self._ranks.are_one and self._learns_head(error)
+        if self._ranks.are_one and self._learns_head(error):
+            return True
+        if not self._gave_way:
+            return False
+        self._gave_way = False  # to a head that is none
+        return True
+
+    def _gives_way(self, error: CaptureError) -> bool:
+        """Whether a capture is to be given up for a head, before it is tried in further ways."""
+        may = self._gave_way is None and self._ranks.are_one
+        if may and self._head.is_behind(error, self._call):
+            self._gave_way = True
+        return may and bool(self._gave_way)
 
     def _learns_head(self, error: GraphError) -> bool:
         if not self._head.learn(error, self._call):
@@ -140,6 +153,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         self._verification = self.verifies(self._verifier, *body)
         self._verification.fits = self._watch.are_as_in
         self._head.look_again()
+        self._capture.gives_way = self._gives_way
         is_alone = self._ranks.are_one and not (self._ranks.wrappers or self._by_hand)
         # Nothing but a head and one graph runs between the batch and the end of the step
         is_alone &= not self._observers

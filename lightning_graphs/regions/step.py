@@ -119,6 +119,7 @@ class Attempts(StepBody):
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._behind: list[UpdateBehind] = []
         self._written_ahead: list[Tensor] = []  # state that graphs ahead of forks write
+        self.gives_way: Callable[[CaptureError], bool] = lambda _: False  # to a head
         # Surrounds what a graph captures
         self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
         self.notes = Notes()
@@ -170,13 +171,10 @@ class Attempts(StepBody):
                 refused = error.others or (error,)
             try:
                 learned = self._learns_of(error, compiled=compiled)
-                if not learned and self.client.keeps_back(error, self._followed.reads):
-                    # once more as an eager step, to begin with
-                    self._facts.is_unseen = learned = True
                 if learned:
                     forks.learned()
-                else:
-                    learned = self._forks_on(error)
+                elif are_noted() or not self.gives_way(error):
+                    learned = self._learns_of_reads(error)
                 if are_noted():
                     asks_host = self._facts.has_host_program and not had_program
                     learned = learned or self._learns_of_noted(refused[1:])
@@ -198,9 +196,13 @@ class Attempts(StepBody):
         reads = self._followed.reads
         return error.rule in LATE_RULES and self.client.keeps_back(error, reads)
 
-    def _forks_on(self, error: CaptureError) -> bool:
-        """Let captures follow forks, if one is refused for what it reads of the device."""
+    def _learns_of_reads(self, error: CaptureError) -> bool:
+        """Let captures keep back what one is refused for reading of the device, or follow forks."""
         facts = self._facts
+        if self.client.keeps_back(error, self._followed.reads):
+            facts.is_unseen = True  # once more as an eager step, to begin with
+            facts.forks.learned()
+            return True
         may = error.rule in LATE_RULES and self.context.ranks.are_one
         if not (may and facts.forks.switch_on()):
             return False
@@ -221,8 +223,7 @@ class Attempts(StepBody):
             load()
         state = {*self._state_ahead(self.context.watch.environment()), *plan.loose.values()}
         before = Snapshot(state, room=self.context.budget.room_for)
-        goes = plan.take(call)
-        if goes:
+        if goes := plan.take(call):
             plan.forked.learn(before, state)
             plan.cancel()
         before.restore()
@@ -238,9 +239,8 @@ class Attempts(StepBody):
     def _learns_of_noted(self, refused: Iterable[CaptureError]) -> bool:
         """Learn what further refusals of an attempt show, which were noted."""
         noted, compiled = [e for e in refused if e.is_noted], self.context.compiled.runs
-        if any([self._learns_of(error, compiled=compiled) for error in noted]):
-            return True
-        return any([self.client.keeps_back(error, self._followed.reads) for error in noted])
+        known, reads = [self._learns_of(e, compiled=compiled) for e in noted], self._followed.reads
+        return any(known) or any([self.client.keeps_back(error, reads) for error in noted])
 
     def _learns_of(self, error: CaptureError, *, compiled: bool) -> bool:
         """Learn what a failed attempt shows of the step; tell whether another one may succeed."""
