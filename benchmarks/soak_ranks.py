@@ -261,6 +261,7 @@ def fit(
     steps: int, callbacks: Sequence[Callback], graphs: GraphCapture | None, start: int = 0
 ) -> None:
     gpu = torch.cuda.is_available()
+    faulthandler.register(signal.SIGUSR1)  # the end of a fit of Lightning takes it back
     seed_everything(1, verbose=False)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trainer = Trainer(
@@ -285,7 +286,6 @@ def program(folder: Path, rank: int, steps: int, way: str, victim: int, seed: in
     for stream in (1, 2):
         os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     be_quiet()
-    faulthandler.register(signal.SIGUSR1)
     options: dict[str, Any] = {
         "on_failure": "raise",
         "backend": "cuda" if torch.cuda.is_available() else "emulated",

@@ -133,9 +133,9 @@ def _begin(variables: dict[str, str], target: Callable[..., Any], *arguments: An
 
 def _serve(work: Callable[..., Any], rank: int, asked: Any, results: Any) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the progress bar
-    faulthandler.register(signal.SIGUSR1)
     be_quiet()
     while (arguments := asked.get()) is not None:
+        faulthandler.register(signal.SIGUSR1)  # the end of a fit of Lightning takes it back
         try:
             value = work(rank, *arguments)
         except BaseException:
