@@ -188,7 +188,7 @@ class CallableCapture:
             self.bound = [*own, *entries]
         written = [version_of(t) != v for t, v in zip(tensors, versions, strict=True)]
         self._refuse_written(written)
-        return OutputPlan(returned, static=static, state=self._held.state(), bound=self.bound)
+        return OutputPlan(returned, static=static, state=self._held.state, bound=self.bound)
 
     def _look_behind(self, outputs: OutputPlan, start: int) -> None:
         """Find the leaves on which outputs depend; so many autograd nodes were recorded before."""

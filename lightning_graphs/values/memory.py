@@ -490,9 +490,9 @@ class OutputPlan:
         value: Any,
         *,
         static: bool,  # the graph's own output tensors are handed out instead of copies
-        # Tensors of the callable's own. An output that lies in the memory of one is handed out
-        # itself: code that writes it means to write there.
-        state: Sequence[Tensor] = (),
+        # Lists tensors of the callable's own. An output that lies in the memory of one is handed
+        # out itself: code that writes it means to write there.
+        state: Callable[[], Sequence[Tensor]] = tuple,
         bound: Sequence[Bound] = (),
     ) -> None:
         tensors = tensors_returned(value)
@@ -510,11 +510,11 @@ class OutputPlan:
         self.requiring_grad = [tensors[i] for i in self.differentiable_indices]
         self.tensors = [tensor.detach() for tensor in tensors]
         self._gradients: list[tuple[int, Tensor]] = []  # of outputs that retain them, by index
-        own = set(map(storage_address, plain(state))) - {0}
         # Those that are handed out without a copy
-        self._itself = {i for i in self._plain if storage_address(tensors[i]) in own}
-        if static:
-            self._itself.update(range(len(tensors)))
+        self._itself = set(range(len(tensors)) if static else ())
+        if self._plain and not static:
+            own = set(map(storage_address, plain(state()))) - {0}
+            self._itself.update(i for i in self._plain if storage_address(tensors[i]) in own)
         self._aliased: dict[int, AliasedBuffer] = {}
         template = substitute(value, self.tensors)
         self._build: Callable[[Sequence[Tensor]], Any] = lambda found: substitute(template, found)

@@ -91,7 +91,7 @@ def test_copies_keep_dtype_and_special_values() -> None:
 @pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:], lambda t: t.detach()])
 def test_outputs_in_the_memory_of_the_state_are_handed_out_themselves(view: Any) -> None:
     state, computed = torch.arange(4.0), torch.ones(2)
-    plan = OutputPlan((view(state), computed), static=False, state=[state])
+    plan = OutputPlan((view(state), computed), static=False, state=lambda: [state])
     found, copied = plan.hand_out()
     found.add_(1)
     copied.add_(1)
