@@ -281,6 +281,7 @@ class CapturePolicy:
         # After how many steps the first graph may come
         self.earliest = options.warmup_steps + (0 if self.measures else self._sightings)
         self._steps_left = steps_left
+        self.met = ""  # what the last attempt was refused for
         self.is_over = False  # no graph can pay off in this fit any more, and there is none
         self._experience = Experience() if experience is None else experience
         self._expects = self._experience.price  # at least
@@ -334,9 +335,10 @@ class CapturePolicy:
         if remaining < safe:
             is_settled = len(self._step_times.eager) >= SAMPLES or self._in_vain > 0.0
             self.is_over = remaining < (1.0 if is_settled else _SURE) * safe
+            met = f"; the last attempt met this: {self.met}" if self.met else ""
             return (
                 "too few steps are left to try a capture, which may fail "
-                f"(about {safe:.0f} would do)"
+                f"(about {safe:.0f} would do){met}"
             )
         return "" if self._expected >= wanted else TOO_RARE
 

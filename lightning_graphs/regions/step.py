@@ -157,9 +157,9 @@ class Attempts(StepBody):
             goes = call is None or plan.forked is None or are_noted() or self._goes(plan, call)
             return plan if goes else None
         except CaptureError as raised:
-            # Others follow the first one
-            caught = self._followed.caught
+            caught = self._followed.caught  # others follow the first one
             error = caught[0] if caught and AFTERMATH in raised.observed else first_read(raised)
+            self.context.policy.met = error.observed
             refused, forks = raised.others or (raised,), self._facts.forks
             if forks.taken:
                 if self._learns_on_way(error):

@@ -179,7 +179,10 @@ def test_what_serves_no_whole_step_is_spent_in_vain(monkeypatch: pytest.MonkeyPa
     fit.policy.observed(began)  # in an observed step, which is a step
     # 100 ms, 70 ms, 1.5 steps and 20 ms are 2 % of 1,025 steps, of which 8 have been
     assert not fit.cache.is_due("x")
-    assert "(about 1017 would do)" in fit.cache.why_not
+    assert fit.cache.why_not.endswith("(about 1017 would do)")
+    fit.policy.met = "loss.item() at train.py:3"
+    assert not fit.cache.is_due("x")
+    assert fit.cache.why_not.endswith("; the last attempt met this: loss.item() at train.py:3")
 
 
 def test_a_graph_that_computes_something_else_was_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
