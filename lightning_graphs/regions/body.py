@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import OLD_GRADIENTS, SCHEDULED
+from lightning_graphs.device.trace import tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -34,8 +35,10 @@ from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepOutputs
 from lightning_graphs.regions.tried import UNSCALES_ITSELF, MakeNumber, decided_on_device
 from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.snapshot import OptimizerState
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.environment import (
+    Environment,
     NumberPlaces,
     Schedulers,
     number_places,
@@ -238,6 +241,17 @@ class StepBody:
         with decided_on_device(self.optimizer):
             scaler.step(self.optimizer)
         scaler.update()
+
+    def state_written(self, environment: Environment) -> set[Tensor]:
+        """Collect what the step's own code may write, and a step that goes another way needs."""
+        loose = environment.in_attributes
+        state = {*self.module.parameters(), *self.module.buffers(), *loose}
+        for optimizer in self.optimizers if self.client.optimizes_itself else ():
+            state.update(p for group in optimizer.param_groups for p in group["params"])
+            state.update(OptimizerState(optimizer).tensors)
+            state.update(tensors_in([vars(self._scaler)]) if self._scaler is not None else ())
+            state.update([p.grad for p in state if p.is_leaf and p.grad is not None])
+        return state
 
     def scaling(self) -> dict[str, Any]:
         """Return the scaler's state in a step that is under way; nothing without a scaler.

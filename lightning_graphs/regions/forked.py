@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_graphs.device.graph import CUDAGraph
-from lightning_graphs.device.trace import tensors_in
 from lightning_graphs.private.generators import RandomState
 from lightning_graphs.private.torch import is_strided, plain
 from lightning_graphs.values.memory import bytes_of, copy_all
-from lightning_graphs.values.snapshot import OptimizerState, Snapshot
+from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.forks import Fork
 from lightning_graphs.watch.mechanism import Instruction
 
@@ -109,29 +107,6 @@ class Forked:
     def end(self) -> None:
         """Note that the rest of the step is replayed."""
         self._random = None
-
-
-def state_ahead(
-    module: nn.Module,
-    loose: Iterable[Tensor],
-    optimizers: Iterable[Optimizer],
-    scaler: torch.amp.GradScaler | None,
-) -> set[Tensor]:
-    """Collect what graphs ahead of forks may write: a step that goes another way needs it.
-
-    Args:
-        module: All of its parameters and buffers are state.
-        loose: Tensors that it holds in attributes.
-        optimizers: Those that the step's own code steps, behind its own backward passes.
-        scaler: What scales their losses.
-    """
-    state = {*module.parameters(), *module.buffers(), *loose}
-    for optimizer in optimizers:
-        state.update(p for group in optimizer.param_groups for p in group["params"])
-        state.update(OptimizerState(optimizer).tensors)
-        state.update(tensors_in([vars(scaler)]) if scaler is not None else ())
-        state.update([p.grad for p in state if p.is_leaf and p.grad is not None])
-    return state
 
 
 def _bits_of(tensor: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from lightning_graphs.regions.conditions import (
     refuse_new_seeds,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
-from lightning_graphs.regions.forked import Forked, state_ahead
+from lightning_graphs.regions.forked import Forked
 from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
@@ -61,6 +61,7 @@ from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
+from lightning_graphs.watch.data import SetData
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.host_trace import ArenaFull
 from lightning_graphs.watch.kept import LATE_RULES, first_read
@@ -209,10 +210,6 @@ class Attempts(StepBody):
         facts.has_host_program, facts.is_unseen = False, True
         return True
 
-    def _state_ahead(self, environment: Environment) -> set[Tensor]:
-        optimizers = self.optimizers if self.client.optimizes_itself else ()
-        return state_ahead(self.module, environment.in_attributes, optimizers, self._scaler)
-
     def _goes(self, plan: StepPlan, call: Sequence[Tensor]) -> bool:
         """Whether a step goes the way of a plan that was captured with it.
 
@@ -221,7 +218,7 @@ class Attempts(StepBody):
         assert plan.forked is not None, "it has forks"
         for load in plan.loads_ahead:
             load()
-        state = {*self._state_ahead(self.context.watch.environment()), *plan.loose.values()}
+        state = {*self.state_written(self.context.watch.environment()), *plan.loose.values()}
         before = Snapshot(state, room=self.context.budget.room_for)
         if goes := plan.take(call):
             plan.forked.learn(before, state)
@@ -461,7 +458,7 @@ class StepCapture(Attempts):
             for watcher in watchers:
                 self._inside.enter_context(watcher.inside())
             if self._facts.forks.is_on:
-                versions.extend((t, version_of(t)) for t in self._state_ahead(begun.environment))
+                versions.extend((t, version_of(t)) for t in self.state_written(begun.environment))
                 self._facts.forks.ends = fork
             self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments
@@ -474,6 +471,7 @@ class StepCapture(Attempts):
                         output = self.run((code,), phase, recorder, cut=cut, keep=keep)
                         begun = self._begun
                         begun.effects.look(self._facts.places.adopt)
+                        self._sets.refuse_kept((*output.tensors, *begun.effects.left))
                     copied = self._facts.kept.are_copied
                     gradients = begun.targets.found(copied=copied)
                 for watcher in watchers:
@@ -575,6 +573,7 @@ class StepCapture(Attempts):
         number, listed = self._followed.numbers.number, environment.outside.listed
         surrounding = self._facts.places, environment.held, environment.generators, listed
         unused = UnusedTensors(environment.held, environment.outside.words)
+        self._sets = SetData(targets.parameters, self.module, environment.in_attributes)
         known = held_elsewhere(self.module)
         parts = self.optimizers, self.client.schedulers, number
         self._in_optimizers = rates = OptimizerNumbers(*parts)
@@ -613,6 +612,7 @@ class StepCapture(Attempts):
             Watcher(inside=self._unseen),
             Watcher(inside=nullcontext if self._reduction is None else self._reduction.unprepared),
             Watcher(inside=deepcopies_cloned),
+            Watcher(inside=self._sets.setting, mechanism=self._sets.mechanism),
             Watcher(inside=unused.watching, finish=partial(unused.tell, self._facts.reads)),
             *self._followed.watchers(),
             Watcher(

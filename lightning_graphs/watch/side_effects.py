@@ -61,7 +61,7 @@ class CopiedOut:
         self._state, self._own = set(map(id, known)), set(map(storage_address, plain(known))) - {0}
         self._themselves: dict[int, Any] = {}  # those that the step stores
         self._copied: list[Tensor] = []  # with their history
-        self._sources: list[Tensor] = []  # without it
+        self.sources: list[Tensor] = []  # without it
         self._gradients: list[tuple[int, Tensor]] = []  # of tensors with ``retain_grad``
         self._tracers: list[Tracer] = []
 
@@ -93,7 +93,7 @@ class CopiedOut:
             self._themselves[id(source)] = source
         else:
             self._copied.append(tensor)
-            self._sources.append(source)
+            self.sources.append(source)
         return source
 
     def finish_capture(self) -> None:
@@ -103,13 +103,13 @@ class CopiedOut:
 
     def memo(self, owing: Owing, *, copies: bool) -> dict[int, Any]:
         """Return the memo by which ``copy.deepcopy`` makes the values of a replay."""
-        found = self._sources
+        found = self.sources
         if copies and found:
             pairs = zip(clone_all(found), self._parameters, strict=True)
             found = [Parameter(copied) if is_one else copied for copied, is_one in pairs]
             owing += [(found[i], gradient) for i, gradient in self._gradients]
         memo: dict[int, Any] = dict(self._themselves)
-        memo.update(zip(map(id, self._sources), found, strict=True))
+        memo.update(zip(map(id, self.sources), found, strict=True))
         memo.update((id(tracer), tracer.now()) for tracer in self._tracers)
         return memo
 
@@ -346,6 +346,11 @@ class SideEffects:
         for _, given in self._given:
             if isinstance(given, ListAppend) and not given.operations:
                 given.refuse()
+
+    @property
+    def left(self) -> Sequence[Tensor]:
+        """The tensors that the captured step has left in places, and that are copied out."""
+        return self._copies.sources
 
     def finish_capture(self) -> None:
         """Let go of the captured autograd graph, but for gradients."""
