@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_graphs.watch.side_effects import SetData
 from tests.programs.table import Promises, stepping
 from tests.training.fits import Net, batches
 
@@ -125,8 +126,6 @@ class TestData(Promises):
 
 def test_tied_weights_are_set_as_code_sets_them(backend: str, device: torch.device) -> None:
     """What two parameters share is no memory of one of them."""
-    from lightning_graphs.watch.data import SetData
-
     first, second = nn.Linear(4, 4, bias=False, device=device), nn.Linear(4, 4, bias=False)
     second.to(device).weight.data = first.weight.data
     both = nn.ModuleList([first, second])
