@@ -9,10 +9,12 @@ catch an error.
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import dis
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
@@ -57,6 +59,8 @@ _TELLING = frozenset(
     ("print", "warn", "warning", "error", "info", "debug", "critical", "exception")
 ) | {"rank_zero_warn", "rank_zero_info"}
 """Functions that tell a message, and do nothing else."""
+_ENDS = ("exit", "quit")
+"""Functions that raise ``SystemExit``."""
 _TESTS = ("isnan", "isinf", "isfinite", "abs")
 _EXACT = ("+", "-", "*", "BINARY_ADD", "BINARY_SUBTRACT", "BINARY_MULTIPLY")
 """Arithmetic that gives the same 64 bits everywhere, as Python versions call it."""
@@ -315,7 +319,8 @@ def _raises(listing: Listing, at: int | None) -> set[int]:
             instruction = listing.instructions[at]
             name, target = instruction.opname, instruction.argval
             at += 1
-            if name == "RAISE_VARARGS" and instruction.arg:
+            is_raised = name == "RAISE_VARARGS" and instruction.arg
+            if is_raised or (name in _CALLS and _called(listing, at - 1) in _ENDS):
                 lines.add(listing.lines[at - 1])
                 break
             if "JUMP" in name:
@@ -603,9 +608,10 @@ def _statements(way: Way) -> list[ast.stmt]:
                     continue
                 if isinstance(statement, ast.Assert):
                     return [_raise_of(statement)]
-                if isinstance(statement, ast.Raise):
+                raised = _exit_of(statement, way.frame)
+                if isinstance(raised, ast.Raise):
                     asked = way.frame.f_lineno
-                    return [s for s in block[:place] if s.lineno > asked] + [statement]
+                    return [s for s in block[:place] if s.lineno > asked] + [raised]
     return []
 
 
@@ -614,3 +620,17 @@ def _raise_of(statement: ast.Assert) -> ast.Raise:
     kind, given = ast.Name("AssertionError", ast.Load()), [statement.msg] if statement.msg else []
     raised = ast.Raise(ast.Call(kind, given, []), None)
     return ast.copy_location(raised, statement)
+
+
+def _exit_of(statement: ast.stmt, frame: FrameType) -> ast.stmt:
+    """Return what a statement raises that ends the program; others as they are."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or _found_by(call.func, frame) not in _EXITING:
+        return statement
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    raised = ast.Raise(ast.Call(ast.Name("SystemExit", ast.Load()), given, []), None)
+    return ast.fix_missing_locations(ast.copy_location(raised, statement))
+
+
+_EXITING = [sys.exit, *(getattr(builtins, name) for name in _ENDS if hasattr(builtins, name))]
+"""Those functions themselves; Python may have been started without the two of its prompt."""

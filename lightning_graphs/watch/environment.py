@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
 import threading
+import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -45,7 +47,12 @@ from lightning_graphs.private.torch import caches_weights, subclasses_unasked, v
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
 from lightning_graphs.watch.tracers import OURS, Nothing, OpaqueTracer
-from lightning_graphs.watch.user_code import UnregisteredTensors, UserCode, iter_objects
+from lightning_graphs.watch.user_code import (
+    UnregisteredTensors,
+    UserCode,
+    function_of,
+    iter_objects,
+)
 
 _CALLS = (
     *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),
@@ -293,6 +300,14 @@ class RaisedInCapture(CaptureError):
     """Captured code raised an error, which is ``__cause__``."""
 
 
+def _is_of_signal(error: BaseException) -> bool:
+    """Return whether a handler of a signal has raised this, and not the code that it was in."""
+    handlers = [function_of(signal.getsignal(number)) for number in signal.valid_signals()]
+    calls = (one if hasattr(one, "__code__") else type(one).__call__ for one in handlers if one)
+    codes = {getattr(call, "__code__", None) for call in calls}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 @contextlib.contextmanager
 def code_captured(what: str) -> Iterator[None]:
     """Turn every error of the body, the capture of the named code, into a refusal.
@@ -313,7 +328,9 @@ def code_captured(what: str) -> Iterator[None]:
                 refused[0].others = [*refused]
                 raise refused[0] from error
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and _is_of_signal(error):
+                raise
             if is_out_of_memory(error):
                 raise no_room(what, first_line(error)) from error
             if refused:  # by a handler in the captured code

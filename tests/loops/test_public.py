@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 import os
 import random
 import re
+import sys
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from itertools import pairwise
@@ -531,6 +533,23 @@ def read_outside(lab: Lab) -> Any:
     return losses
 
 
+def stopping(lab: Lab) -> Any:
+    """MAE, DETR, DINO: a loss that is not finite ends the program, with a message."""
+    meter = Meter()
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> float:
+        loss = loss_of(model, batch)
+        value = loss.item()
+        if not math.isfinite(value):
+            print(f"Loss is {value}, stopping training")
+            sys.exit(1)
+        update(optimizer, loss)
+        meter.update(value, 1)
+        return value
+
+    return trained(lab, take), vars(meter)
+
+
 def environment(lab: Lab) -> Any:
     """The step reads a variable of the environment, which the loop sets."""
 
@@ -652,6 +671,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "environment": (environment, 15),
     "without_modules": (without_modules, 15),
     "now_and_then": (now_and_then, 30),
+    "stopping": (stopping, 25),
     "annealed_outside": (annealed_outside, 20),
     "read_outside": (read_outside, "which keeps changing: structure: history"),
     "frozen_and_copied": (frozen_and_copied, 20),
@@ -673,3 +693,35 @@ def test_a_published_loop(name: str, backend: str, device: torch.device) -> None
             assert step.report.replayed >= expected, step.report
         else:
             assert any(re.search(expected, said) for said in step.report.fallbacks), step.report
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_code_that_ends_the_program_does_so_with_its_code(
+    backend: str, device: torch.device, is_plain: bool
+) -> None:
+    """Also where it does more ahead of that, which no capture may run."""
+    lab, seen = Lab(backend, device, {"on_failure": "eager"}), []
+    model = net_of(lab, 8, 16, 3)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        if loss.isnan():
+            if not is_plain:
+                seen.append(optimizer.param_groups.pop())
+            sys.exit(3)
+        return update(optimizer, loss)
+
+    step = lab.capture(train_step, model, optimizer)
+
+    def run() -> None:
+        for i, batch in enumerate(lab.batches(30)):
+            batch["x"][0] *= float("nan") if i > 19 else 1.0
+            step(batch)
+        step.close()
+
+    with pytest.raises(SystemExit) as caught:
+        run()
+    assert caught.value.code == 3
+    assert len(seen) == (not is_plain)
+    assert step.report.replayed >= 10
