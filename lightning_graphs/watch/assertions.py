@@ -210,8 +210,7 @@ class Assertions:
                 kind = int if asked.asks is Asks.INT else float
                 self.numbers.asked.add((asked.frame.f_globals.get("__name__", ""), kind))
                 return None
-            with torch.no_grad():
-                return self._number(tensor.detach().clone())
+            return self._number(tensor)
         if asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER):
             return None
         with torch.no_grad():
@@ -222,7 +221,9 @@ class Assertions:
         return self.forks.answer(truth.reshape(()), asked.frame, called=called)
 
     def _number(self, tensor: Tensor) -> DeviceNumber:
-        return DeviceNumber(self.numbers, tensor.reshape(()), owner=self)
+        with torch.no_grad():
+            now = tensor.detach().reshape(()).clone()  # code may go on to change it in place
+        return DeviceNumber(self.numbers, now, owner=self)
 
     def _chooses(self, asked: Question, choice: Choice) -> bool | None:
         """Let the graph choose the values of variables; answer by which way code goes on."""

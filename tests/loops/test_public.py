@@ -543,6 +543,7 @@ def stopping(lab: Lab) -> Any:
         if not math.isfinite(value):
             print(f"Loss is {value}, stopping training")
             sys.exit(1)
+        loss /= 2
         update(optimizer, loss)
         meter.update(value, 1)
         return value
