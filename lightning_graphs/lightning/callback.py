@@ -189,7 +189,10 @@ class GraphCapture(Callback):
         return True
 
     def on_after_setup(self, **_: object) -> None:
-        """Refuse a Fabric: it calls this hook and :meth:`on_after_optimizer_step` only."""
+        """Refuse a Fabric: it calls this hook and :meth:`on_after_optimizer_step` only.
+
+        Where the package is installed it is refused already when it is made.
+        """
         raise UnsupportedError(
             "GraphCapture must be a callback of a Trainer.",
             "got Fabric(callbacks=[GraphCapture()])",

@@ -1,12 +1,14 @@
 """``LIGHTNING_GRAPHS``: graphs for a program that does not know of them.
 
 Lightning calls :func:`callbacks`, through the entry point ``lightning.pytorch.callbacks_factory``,
-for every trainer of the process, so nothing is imported here before graphs are asked for.
+for every trainer of the process, and :func:`callbacks_of_fabric` for every Fabric, so nothing is
+imported here before graphs are asked for.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,28 @@ def callbacks() -> list[Callback]:
     capture = capture_of(value)
     capture.gives_way = True
     return [capture]
+
+
+def callbacks_of_fabric() -> list[Any]:
+    """Tell a Fabric that is made that graphs need a Trainer, or ``lightning_graphs.capture``.
+
+    Raises:
+        UnsupportedError: One of its callbacks is a GraphCapture.
+    """
+    if module := sys.modules.get("lightning_graphs.lightning.callback"):
+        from lightning_graphs.lightning.private import given_to_fabric
+
+        for one in given_to_fabric():
+            if isinstance(one, module.GraphCapture):
+                one.on_after_setup()
+    if os.environ.get(VARIABLE, "").strip().lower() not in _OFF:
+        from lightning.fabric.utilities import rank_zero_info
+
+        rank_zero_info(
+            f"{VARIABLE} is for trainers. In a loop of Fabric write step = "
+            "lightning_graphs.capture(train_step, model, optimizer)."
+        )
+    return []
 
 
 def capture_of(value: str) -> GraphCapture:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import re
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import lightning_graphs
+from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import local
 from tests.loops.twice import Lab, twice
+from tests.processes import ROOT
 from tests.ranks import run_on_ranks
 
 
@@ -179,13 +187,69 @@ def sharded(lab: Lab, *, every: int = 1, **options: Any) -> Any:
     return [step(batch, i % every == every - 1) for i, batch in enumerate(batches(lab, 30 * every))]
 
 
+def of_fabric(lab: Lab, strategy: Any) -> Any:
+    """Fabric wraps the model, sums gradients up, and clips them."""
+    kind = "gpu" if lab.device.type == "cuda" else "cpu"
+    fabric = Fabric(accelerator=kind, devices=2, strategy=strategy(), precision="bf16-true")
+    fabric.launch()
+    given = Shard().to(lab.device)
+    model = fabric.setup_module(given)
+    optimizer = fabric.setup_optimizers(adamw(model))
+
+    def train_step(batch: Any, last: bool) -> Tensor:
+        # Fabric leaves it to FSDP2's next call then, also behind one that is not enabled
+        syncs = nullcontext() if strategy is sharding else fabric.no_backward_sync(model, not last)
+        with syncs:
+            loss = loss_of(model, batch)
+            fabric.backward(loss / 2)
+        if last:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    step, losses = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(batches(lab, 60)):
+        losses.append(step({**batch, "x": batch["x"].to(torch.bfloat16)}, i % 2 == 1))
+    return losses
+
+
+def sharding() -> ModelParallelStrategy:
+    def shard(model: Any, mesh: Any) -> Any:
+        for part in (model.first, model.block, model):
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return model
+
+    return ModelParallelStrategy(shard, data_parallel_size=2, tensor_parallel_size=1)
+
+
+def example(lab: Lab, *flags: str) -> Any:
+    """``examples/torchrun_loop.py``, in processes that are initialized already."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("init_process_group", "destroy_process_group"):
+            patched.setattr(torch.distributed, name, nothing)
+        patched.setattr(sys, "argv", ["torchrun_loop.py", *flags])
+        own = lightning_graphs.capture
+
+        def capture(*given: Any, **_: Any) -> Any:
+            patched.setattr(lightning_graphs, "capture", own)
+            return lab.capture(*given)
+
+        patched.setattr(lightning_graphs, "capture", capture)
+        return runpy.run_path(str(ROOT / "examples/torchrun_loop.py"))["losses"]
+
+
 CASES: dict[str, Callable[[Lab], Any]] = {
+    "Fabric, DDP": partial(of_fabric, strategy=lambda: "ddp"),
+    "Fabric, FSDP2": partial(of_fabric, strategy=sharding),
     "plain": plain,
     "no_sync around the call": surrounded,
     "no_sync": accumulated,
     "views of buckets": partial(plain, gradient_as_bucket_view=True),
     "no_sync, views of buckets": partial(accumulated, gradient_as_bucket_view=True),
     "two wrappers": adversarial,
+    "example": example,
+    "example, FSDP2": lambda lab: example(lab, "--fsdp"),
     "FSDP2": sharded,
     "FSDP2, added up": partial(sharded, every=2),
     "FSDP2, gathered twice": partial(sharded, reshard_after_forward=True),

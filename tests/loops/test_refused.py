@@ -14,14 +14,16 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lightning_graphs
 from lightning_graphs import GraphError, capture
 from tests.loops.test_training import adamw, loss_of
-from tests.loops.twice import Lab, twice
+from tests.loops.twice import Eager, Lab, assert_same, twice
 from tests.processes import ROOT
 
 OF_LIGHTNING = ("Trainer", "self.log", "training_step", "on_train", "GraphCapture")
@@ -239,12 +241,39 @@ def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "library"), [("accelerate_loop", "accelerate"), ("hf_trainer", "transformers")]
+    ("name", "library", "most"),
+    [
+        ("accelerate_loop", "accelerate", 20),
+        ("hf_trainer", "transformers", 20),
+        ("fabric_loop", "lightning", 30),
+    ],
 )
-def test_examples_for_libraries_replay(name: str, library: str) -> None:
+@pytest.mark.filterwarnings("ignore")  # what the libraries advise
+def test_examples_for_libraries_compute_what_eager_loops_do(
+    name: str, library: str, most: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip(library)
-    report = runpy.run_path(str(ROOT / f"examples/{name}.py"))["main"](12)
-    assert report.replayed >= 3, report
+    path, page = ROOT / f"examples/{name}.py", ROOT / "docs/accelerate.md"
+    text = path.read_text(encoding="utf-8").partition('"""\n\n')[2]
+    assert len([line for line in text.splitlines() if line.strip()]) <= most
+    assert library == "lightning" or text in page.read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for captured in (False, True):
+        with monkeypatch.context() as patched:
+            if not captured:
+                patched.setattr(
+                    lightning_graphs, "capture", lambda function, *_, **__: Eager(function)
+                )
+            torch.manual_seed(0)
+            names = runpy.run_path(str(path))
+        trainer = names.get("trainer")
+        logged = [row.get("loss") for row in trainer.state.log_history] if trainer else []
+        found.append(([*logged, *names.get("losses", ())], names["model"].state_dict()))
+    assert_same(*found)
+    assert len(found[0][0]) >= 40
+    report = (names["step"] if trainer is None else trainer.step).report
+    assert report.replayed >= 25, report
 
 
 def test_threads_capture_one_function_each(backend: str, device: torch.device) -> None:

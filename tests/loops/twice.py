@@ -16,6 +16,8 @@ import lightning_graphs
 class Eager:
     """Stands for a captured function in the loop that is compared."""
 
+    report = None
+
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 

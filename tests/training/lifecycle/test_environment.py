@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.errors import GraphError
+from lightning_graphs.errors import GraphError, UnsupportedError
 from lightning_graphs.lightning import callback
 from lightning_graphs.lightning.plugins import callbacks
 from tests.test_package import run_python
@@ -28,6 +29,7 @@ GROUPS = {
     "lightning.pytorch": "lightning.pytorch.callbacks_factory",
     "pytorch_lightning": "pytorch_lightning.callbacks_factory",
 }
+FABRIC = "lightning.fabric.callbacks_factory"
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (metadata / "METADATA").write_text("Name: lightning-graphs\nVersion: 0\n", encoding="utf-8")
     listed = [
         f"[{group}]\nlightning_graphs = {project['entry-points'][group]['lightning_graphs']}\n"
-        for group in GROUPS.values()
+        for group in (*GROUPS.values(), FABRIC)
     ]
     (metadata / "entry_points.txt").write_text("".join(listed), encoding="utf-8")
     monkeypatch.syspath_prepend(str(metadata.parent))
@@ -71,6 +73,24 @@ def test_every_trainer_finds_the_factory(monkeypatch: pytest.MonkeyPatch, librar
     monkeypatch.setenv("LIGHTNING_GRAPHS", "1")
     [one] = found(trainer_of(library))
     assert one.options == GraphCapture().options
+
+
+@pytest.mark.parametrize("given", [GraphCapture, lambda: [GraphCapture()]])
+def test_a_fabric_is_told_what_to_write_when_it_is_made(given: Any) -> None:
+    with pytest.raises(UnsupportedError, match="Trainer") as caught:
+        Fabric(accelerator="cpu", devices=1, callbacks=given())
+    assert "step = lightning_graphs.capture(train_step, model, optimizer)" in caught.value.remedy
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_a_fabric_says_that_the_variable_is_for_trainers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, value: str
+) -> None:
+    monkeypatch.setenv("LIGHTNING_GRAPHS", value)
+    with caplog.at_level("INFO"):
+        Fabric(accelerator="cpu", devices=1)
+    said = [m for m in caplog.messages if "lightning_graphs.capture(" in m]
+    assert len(said) == len(value)
 
 
 @pytest.mark.parametrize("value", ["", "0", " ", "false", "off", "No"])
