@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import itertools
 import pickle
 import runpy
@@ -225,6 +226,17 @@ def test_an_object_that_keeps_its_captured_method_is_released(
     assert "step" not in vars(optimizer)
     gc.collect()  # what was handed back refers to it once more
     assert gone() is None
+
+
+def test_options_are_those_of_the_callback() -> None:
+    of_callback = inspect.signature(lightning_graphs.GraphCapture).parameters
+    options = [*inspect.signature(capture).parameters.values()][3:]
+    assert len(options) >= 12
+    for option in options:
+        known = of_callback[option.name]
+        assert known.annotation == option.annotation
+        # Tests of fits keep graphs that gain nothing
+        assert known.default == option.default or option.name == "only_if_faster"
 
 
 @pytest.mark.parametrize(

@@ -451,6 +451,33 @@ def of_dataclass(lab: Lab) -> Any:
     return [step(Sample(**batch, weight=1.0 if i < 16 else 0.5)) for i, batch in batches]
 
 
+def shared(lab: Lab) -> Any:
+    """Two functions train one model with one optimizer, by turns of different lengths."""
+    model = lab.net()
+    optimizer = adamw(model)
+
+    def supervise(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def agree(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        first, second = (model(x + 0.1 * torch.randn_like(x)).softmax(-1) for _ in range(2))
+        loss = F.mse_loss(first, second.detach())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach()
+
+    steps, found = [lab.capture(one, model, optimizer) for one in (supervise, agree)], []
+    for i, batch in enumerate(lab.batches(44)):
+        found.append(steps[1](batch["x"]) if i % 3 == 2 else steps[0](batch))
+    return found
+
+
 def with_heads(lab: Lab) -> Any:
     """Zeroes gradients, filters and draws ahead of the model's call; the evaluation draws, too."""
     model = lab.net()
@@ -484,7 +511,7 @@ def with_heads(lab: Lab) -> Any:
 
 
 LOOPS = [
-    with_heads,
+    *(shared, with_heads),
     *(annealed, of_dataclass, reading),
     *(storing, interrupted, evaluated, handed_in, stepped_by_loop, of_fabric),
     *(cyclical, scheduled, accumulated, scaled, adversarial, averaged, of_physics, by_rewards),
