@@ -474,7 +474,7 @@ class CapturableOptimizer:
             # these from others until they are read
             asked = numbers_of(self.optimizer, holds_number)
             refusal = self._following(asked, why_failed(self.optimizer, error))
-            refusal.may_succeed |= self._learns(ways)
+            refusal.may_succeed = refusal.may_succeed or self._learns(ways)
             raise refusal from error
         if are_noted():
             self._learns(ways)

@@ -158,7 +158,8 @@ class Attempts(StepBody):
             return plan if goes else None
         except CaptureError as raised:
             caught = self._followed.caught  # others follow the first one
-            error = caught[0] if caught and AFTERMATH in raised.observed else first_read(raised)
+            error = raised if isinstance(raised, UpdateRefused) else first_read(raised)
+            error = caught[0] if caught and AFTERMATH in raised.observed else error
             self.context.policy.met = error.observed
             refused, forks = raised.others or (raised,), self._facts.forks
             if forks.taken:

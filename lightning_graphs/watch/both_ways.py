@@ -116,14 +116,15 @@ class BothWays:
                     way.returned = function(*args, **kwargs)
             finally:
                 self._way = None
+            pending += way.others()
+            if not (pending or found):  # it has not asked
+                return way.returned
             if contents.changed():
                 contents.restore()
                 raise HOST_READ.refused_here("a function changes its arguments, and asks")
-            pending += way.others()
-            if pending or found:
-                way.undo()
+            way.undo()
             found.append(way)
-        return found[0].returned if len(found) == 1 else self._chosen(found)
+        return self._chosen(found)
 
     @torch.no_grad()
     def _chosen(self, ways: Sequence[_Way]) -> Any:
@@ -189,8 +190,9 @@ def _functions_in(names: Mapping[str, Any]) -> Iterator[FunctionType]:
         held = [*vars(value).values()] if isinstance(value, type) else [value]
         for each in held:
             found = each.__func__ if isinstance(each, (classmethod, staticmethod)) else each
-            if isinstance(found, FunctionType):
-                yield inspect.unwrap(found)
+            function = inspect.unwrap(found) if isinstance(found, FunctionType) else None
+            if isinstance(function, FunctionType):
+                yield function
 
 
 @dataclass(eq=False)
