@@ -592,8 +592,8 @@ class StepCapture(Attempts):
             Watcher(self.context.compiled.watching),
             Watcher(
                 partial(effects.exchanged, number),
-                finish=partial(_refuse_untouched, effects, environment),
-                mechanism=partial(_applied, effects, present),
+                finish=lambda: effects.refuse_untouched(environment.outside.words),
+                mechanism=partial(effects.mechanism, present),
             ),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.
             Watcher(
@@ -681,18 +681,6 @@ class StepCapture(Attempts):
 
     def _unseen(self) -> AbstractContextManager[None]:
         return capture_unseen(self._asked) if self._facts.is_unseen else nullcontext()
-
-
-def _refuse_untouched(effects: SideEffects, environment: Environment) -> None:
-    if "type" in environment.outside.words:
-        effects.refuse_untouched()
-
-
-def _applied(effects: SideEffects, present: Present) -> Mechanism:
-    if not effects.is_needed:
-        return Mechanism(key=effects.signature)
-    store = partial(effects.store, present)
-    return Mechanism(key=effects.signature, takes=(effects.take,), after=(store,))
 
 
 def _logged(recorder: Recorder) -> Mechanism:

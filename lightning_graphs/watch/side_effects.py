@@ -6,7 +6,7 @@ import contextlib
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -353,9 +353,9 @@ class SideEffects:
         """Return whether a replay has side effects on places or on its batch."""
         return bool(self._contained or self._types or self._effects)
 
-    def refuse_untouched(self) -> None:
-        """Refuse lists that other steps fill and whose type this step may have read."""
-        for _, given in self._given:
+    def refuse_untouched(self, words: Container[str]) -> None:
+        """Refuse lists that other steps fill, if this one asks for types, by the words of it."""
+        for _, given in self._given if "type" in words else ():
             if isinstance(given, ListAppend) and not given.operations:
                 given.refuse()
 
@@ -369,6 +369,13 @@ class SideEffects:
         self._copies.finish_capture()
 
     # ------------------------------------------------------------------ around a replay
+
+    def mechanism(self, present: Any) -> Mechanism:
+        """Return what a plan takes in and stores; ``present`` as in :meth:`store`."""
+        if not self.is_needed:
+            return Mechanism(key=self.signature)
+        store = partial(self.store, present)
+        return Mechanism(key=self.signature, takes=(self.take,), after=(store,))
 
     def take(self, _: object = None) -> bool:
         """Copy in the present values of places; return whether the graph fits them."""
