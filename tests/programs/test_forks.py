@@ -20,6 +20,7 @@ class Forking(Net):
         super().__init__()
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.seen: list[Any] = []
+        self.clipped = 0
 
     def loss(self, batch: Any) -> Tensor:
         self.count += 1
@@ -56,6 +57,21 @@ def goes_both_ways(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+def tells_on_its_way(self: Any, batch: Any, batch_idx: int) -> Any:
+    """What one way alone counts, logs and shows."""
+    loss = self.loss(batch)
+    if loss.item() > 1.1:
+        self.clipped += 1
+        self.log("clipped", float(self.clipped))
+        self.log("large", loss.item() / 2, on_epoch=True)
+        print(f"{loss.item():.4f} at {batch_idx}")
+        loss = loss * 0.5
+    else:
+        self.log("small", loss.item())
+    self.seen.append(self.clipped)
+    return loss
+
+
 def several(self: Any, batch: Any, batch_idx: int) -> Any:
     loss, largest = self.loss(batch), batch["x"].amax()
     total = loss
@@ -85,7 +101,7 @@ def tells_its_waits(fit: Fit) -> bool:
 
 
 ROWS = stepping(
-    Forking, skips, goes_both_ways, several, uses_numbers,
+    Forking, skips, goes_both_ways, tells_on_its_way, several, uses_numbers,
     also="verified; cut; accumulated; bf16; unverified", max_epochs=3, data=lambda: batches(8),
     check=tells_its_waits,
 ) | stepping(
