@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -474,7 +475,7 @@ class TestSingleObstacles:
     ) -> None:
         class Printing(Net):
             def training_step(self, batch: Any, batch_idx: int) -> Any:
-                print("a step")
+                sys.stdout.write("a step")
                 return self.loss(batch)
 
         fit = examined(backend, tmp_path, module=Printing, capture=asked)
