@@ -50,7 +50,6 @@ from lightning_graphs.regions.tried import (
     HostState,
     MakeNumber,
     can_watch,
-    is_scaled,
     kept_in_place,
     numbers_of,
     runs_off_stream,
@@ -457,7 +456,7 @@ class CapturableOptimizer:
         if why := _on_host(self.optimizer, self._device.type, self.follows):
             raise self._following(numbers_of(self.optimizer, holds_number), why)
         follows = self.follows
-        if self._may_follow and are_noted() and not is_scaled(self.optimizer):
+        if self._may_follow and are_noted():
             # Reads are no errors then, by which a capture would learn to follow these
             follows = follows.union(numbers_of(self.optimizer, holds_number))
         own: Any = inspect.unwrap(type(self.optimizer).step)
@@ -493,9 +492,8 @@ class CapturableOptimizer:
 
     def _following(self, names: Collection[str], otherwise: str) -> UpdateRefused:
         """Let the next capture follow numbers on the host; return why this one has failed."""
-        # A scaler may skip a step, which the host learns too late to count on
         refusal = self._refused(otherwise)
-        if names and self._number is not None and not is_scaled(self.optimizer):
+        if names and self._number is not None:
             refusal.may_succeed = self.follow(names)
         return refusal
 

@@ -82,11 +82,6 @@ def decided_on_device(optimizer: Optimizer) -> Iterator[None]:
         table.update(before)
 
 
-def is_scaled(optimizer: Optimizer) -> bool:
-    """Return whether a scaler lets the optimizer decide whether it steps."""
-    return "found_inf" in vars(optimizer)
-
-
 def unless_overflowed(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
     """Make the step of an optimizer that a scaler would skip by a read on the host.
 
@@ -124,6 +119,7 @@ class _Sparing(Recorder):
         groups = optimizer.param_groups
         held = [p for group in groups for p in group["params"] if p.grad is not None]
         held += leaves_of([*optimizer.state.values()], Tensor)
+        held = [t for t in held if not isinstance(t, HostScalar)]
         held = [
             t for t in plain(held) if t.device == overflowed.device and t.layout is torch.strided
         ]
@@ -536,6 +532,8 @@ class Counters:
                     place = Place(table, key)
                     self._alike.setdefault((key, place.kind, repr(place.read())), []).append(place)
         self._number, self._ways = number, ways
+        # What a scaler tells the captured step, by which that has no effect
+        self._overflowed: Tensor | None = vars(optimizer).get("found_inf")
         # Its classes may ask for bare numbers; compiled code would trace what stands for `float`
         classes = type(optimizer).__mro__[:-1] if can_watch(optimizer) else ()
         own = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] != "torch"}
@@ -615,10 +613,13 @@ class Counters:
     def advance(self) -> Callable[[], None] | None:
         """What moves them after each replay; None if the step moves none."""
         moves = [(value, [place.write for place in p]) for value, p in self._moves.values()]
+        overflowed = self._overflowed
         if not moves:
             return None
 
         def advance() -> None:
+            if overflowed is not None and overflowed.item():  # as the scaler asks in eager steps
+                return
             for value, writes in [(present(value), writes) for value, writes in moves]:
                 for write in writes:
                     write(value)
