@@ -29,6 +29,7 @@ from lightning_graphs.private.callsite import LIBRARIES, NO_LINE, CallSite, site
 from lightning_graphs.regions.conditions import (
     conditions_of,
     moving,
+    numbers_moved,
     read_otherwise,
     tensors_moved,
 )
@@ -117,6 +118,11 @@ class JudgedSteps(StepRegion):
                 return replace(found, extra=(*found.extra[:1], *reads))
         return None
 
+    def follow(self, keys: Sequence[Signature]) -> None:
+        """Let later captures follow numbers that have moved, as those of a fit do in time."""
+        if len(keys) > 1 and (names := numbers_moved(*keys[-2:])):
+            self._facts.places.learn_named(names)
+
     def changes(self, keys: Sequence[Signature]) -> CaptureError | None:
         """Return the refusal of steps of which none has a key that came before."""
         if len({key.specs for key in keys}) == len(keys) > 2:
@@ -176,6 +182,7 @@ class Findings:
             self._add_as(error, self.effect_of_answered(error))
         if (key := steps.step_key(call)) is not None:
             self._keys.append(key)
+            steps.follow(self._keys)
 
     def judge_all(self, steps: JudgedSteps) -> CaptureError | None:
         """Judge all steps together; return what changes from step to step."""

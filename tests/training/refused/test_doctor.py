@@ -705,13 +705,16 @@ def agreed(root: Path, **options: Any) -> list[Finding]:
 
 @pytest.mark.filterwarnings("ignore:GraphCapture:UserWarning")
 class TestAgreement:
+    @pytest.mark.parametrize("module", [Tempered, Set])
+    def test_a_number_that_moves_on_is_followed(self, tmp_path: Path, module: Any) -> None:
+        options: dict[str, Any] = {"data": lambda: batches(40), "validation": 0, "module": module}
+        fit = prepare("emulated", tmp_path, True, **options).run()
+        assert fit.statistics.fallbacks == []
+        assert fit.statistics.replayed > 20
+        assert not examined("emulated", tmp_path, **options).capture.report.diagnosis.obstacles
+
     @pytest.mark.parametrize(
-        ("module", "scope", "name"),
-        [
-            (Tempered, "auto", "self.temperature: "),
-            (Set, "auto", "SETTINGS['scale']: "),
-            (TemperedLayer, "modules", "self.layer.scale: "),
-        ],
+        ("module", "scope", "name"), [(TemperedLayer, "modules", "self.layer.scale: ")]
     )
     def test_a_number_that_moves_on_has_the_line_that_reads_it(
         self, tmp_path: Path, module: Any, scope: str, name: str
