@@ -143,7 +143,7 @@ def scalars_followed(
     larger_or_smaller = [of_two(numbers, function) for function in (max, min)]
     following = [(sys.modules[m], f.__name__, f) for m in modules for f in larger_or_smaller]
     with (
-        exchanged([*_functions_followed(), *following]),
+        exchanged([*_functions_followed(numbers), *following]),
         FunctionMode(HostScalar.called),
         tensors_asked(answer),
         calls_followed(conversions),
@@ -254,16 +254,18 @@ def _name(leaf: Any) -> str:
     return leaf.name if isinstance(leaf, ScalarTracer) else repr(leaf)
 
 
-def _functions_followed() -> Iterator[Member]:
+def _functions_followed(numbers: Any) -> Iterator[Member]:
     """List functions of torch with those that take tracers: over lists, and of a number."""
     for name in filter(of_single, dir(torch)):
         yield torch, name, _taking_tracers(name, getattr(torch, name))
     for name in ("tensor", "as_tensor"):
-        yield torch, name, _making_scalars(getattr(torch, name))
+        yield torch, name, _making_scalars(getattr(torch, name), numbers)
 
 
-def _making_scalars(own: Callable[..., Any]) -> Callable[..., Any]:
+def _making_scalars(own: Callable[..., Any], numbers: Any) -> Callable[..., Any]:
     def tensor(data: Any, **kwargs: Any) -> Any:
+        if _is_for(numbers.device, **kwargs) and (made := _made_there(data, numbers, **kwargs)):
+            return made[0]
         is_number = type(data) in (int, float) or isinstance(data, ScalarTracer)
         if not is_number or kwargs.get("device") not in (None, "cpu"):
             return own(data, **kwargs)
@@ -281,6 +283,37 @@ def _making_scalars(own: Callable[..., Any]) -> Callable[..., Any]:
         return HostScalar.of(made, compute(data))
 
     return tensor
+
+
+def _is_for(own: torch.device, device: Any = None, dtype: Any = None, **others: Any) -> bool:
+    """Return whether code makes a tensor of the device by its own words."""
+    if others or not isinstance(device, (torch.device, str)) or device == "cpu":
+        return False
+    found = torch.device(device)
+    return found.type == own.type and found.index in (None, own.index)
+
+
+def _made_there(
+    data: Any, numbers: Any, *, device: Any, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Return a tensor of numbers, which kernels fill; nothing for other data.
+
+    CUDA refuses copies from Python to its memory in a capture.
+    """
+    is_list = type(data) in (list, tuple)
+    items = [*data] if is_list else [data]
+    kinds = {type(item.value if isinstance(item, ScalarTracer) else item) for item in items}
+    if not items or not kinds <= {int, float}:
+        return []
+    dtype = dtype or (torch.get_default_dtype() if float in kinds else torch.int64)
+    with torch.no_grad():
+        found = [
+            numbers.tensor_of(item, dtype).clone()
+            if isinstance(item, ScalarTracer)
+            else torch.full((), item, dtype=dtype, device=numbers.device)
+            for item in items
+        ]
+        return [torch.stack(found)] if is_list else found
 
 
 def _taking_tracers(name: str, own: Callable[..., Any]) -> Callable[..., Any]:

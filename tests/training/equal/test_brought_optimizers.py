@@ -207,6 +207,14 @@ def asks_and_draws(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.sub_(drawn(p, g), alpha=group["lr"])
 
 
+def of_numbers(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As LaProp with ``foreach``: a tensor of the device is made of numbers of the host."""
+    state["step"] = state.get("step", 0) + 1
+    corrections = 1 - 0.9 ** state["step"], 2.0**-2
+    sizes = torch.tensor([group["lr"] / corrections[0], corrections[1]], device=p.device)
+    p.sub_(g * sizes[0]).sub_(g.sign() * sizes[1], alpha=group["lr"])
+
+
 class OfAll(optim.Optimizer):
     """As MADGRAD: its state has what is of no parameter, its groups have tables of options."""
 
@@ -334,6 +342,7 @@ ROWS: dict[str, Row] = {
     "without a rate": Row(Fixed, has_rate=False),
     "AdamP": own(projection),
     "draws on one way": own(asks_and_draws, "draws on one of its ways"),
+    "tensors of numbers": own(of_numbers),
     "in containers": own(in_containers),
     "of all parameters": Row(OfAll),
     "compiled elsewhere": own(elsewhere, "it runs compiled code"),
