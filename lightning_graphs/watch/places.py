@@ -7,7 +7,7 @@ import contextlib
 import copy
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType
 from typing import Any, ClassVar, NoReturn
@@ -390,6 +390,7 @@ class StepState:
         self._on_change = on_change
         self._places: dict[str, Place] = {}
         self._ahead: set[str] = set()  # names of those that code stores to ahead of a graph
+        self._looked_for: set[str] = set()  # names of values that have changed
         # What captured code refers to outside of modules, if it may store there
         self.outside: PythonSnapshot | None = None
         # In which other places the code that was watched last has left something; none if that
@@ -519,19 +520,18 @@ class StepState:
             found.append(Entry(name, modules[path], (key,)))
         return self.learn(found)
 
-    def learn_named(self, names: Container[str]) -> bool:
-        """Add numbers, and lists of other lengths than before, by their names; see :meth:`learn`.
-
-        They keep changing, so that a graph would be lost with its values. A step that depends on
-        what is in a list is refused.
-        """
+    def learn_named(self, names: Iterable[str]) -> bool:
+        """Add numbers and lists of these names, which keep changing; see :meth:`learn`."""
+        new = set(names) - self._looked_for
+        self._looked_for |= new  # once: a replay buffer of objects may grow in each step
+        if not new:
+            return False
         held, seen = PythonSnapshot(iter_objects(self._module)), dict[int, Any]()
         for name, table, key in self._reads.tables():
             if is_namespace(table):
                 _add_variable(held, name, table, key, seen)
-        found = [place_of(one, held, ()) for one in held.entries() if one.name in names]
-        known = (place for place in found if place is not None)
-        return self.learn([p for p in known if isinstance(p, Number) or p.is_filled()])
+        found = (place_of(one, held, ()) for one in held.entries() if one.name in new)
+        return self.learn([p for p in found if isinstance(p, Number) or (p and p.is_filled())])
 
     def are_used(self, *filled: Entry) -> bool:
         """Mark filled lists with which steps compute as state: these, or all; False if none."""
