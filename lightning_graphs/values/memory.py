@@ -24,6 +24,7 @@ from lightning_graphs.private.exchange import Absence, bind
 from lightning_graphs.private.torch import (
     foreach_clone,
     is_strided,
+    named_modules_in,
     of_class,
     parts_of,
     plain,
@@ -202,7 +203,7 @@ class AddressGuard:
     ) -> AddressGuard:
         """Guard parameters, buffers and submodules in their tables, additions included."""
         tables: list[tuple[str, Mapping[str, Any]]] = []
-        for path, owner in module.named_modules(prefix=prefix.rstrip(".")):
+        for path, owner in named_modules_in((prefix.rstrip("."), module)):
             inside = f"{path}." if path else ""
             kinds = ("parameter", "buffer", "submodule")
             pairs = zip(kinds, tables_of(owner), strict=True)
