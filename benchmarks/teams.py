@@ -43,7 +43,8 @@ class Team:
         ranks = len(self.gpus)
         self._results = context.Queue()
         self._asked = [context.Queue() for _ in range(ranks)]
-        variables = {"CUDA_VISIBLE_DEVICES": _visible(self.gpus)}
+        with _starting:  # other teams exchange the variable that is read
+            variables = {"CUDA_VISIBLE_DEVICES": _visible(self.gpus)}
         given = [(self._work, rank, asked, self._results) for rank, asked in enumerate(self._asked)]
         self.processes = launched(_serve, given, variables)
 
