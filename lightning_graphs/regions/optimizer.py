@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import (
     Callable,
     Collection,
@@ -64,8 +63,7 @@ from lightning_graphs.watch.scalars import holds_number
 from lightning_graphs.watch.user_code import hidden_in
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers with one kernel for all parameters that takes its learning rate from the device, on
-CUDA and on the CPU."""
+"""Optimizers with one kernel for all parameters that reads its learning rate on the device."""
 
 
 Kernel = Literal["fused", "own"]
@@ -296,6 +294,17 @@ _following: WeakKeyDictionary[Optimizer, frozenset[str]] = WeakKeyDictionary()
 """Optimizers that are tried with live numbers: names of those that move time and again."""
 
 
+def why_cycles_stay(cycles: str, optimizers: Sequence[Optimizer], *kernel: Any) -> str:
+    """Say why numbers that schedulers cycle keep updates eager; empty if graphs follow them."""
+    for one in optimizers if cycles else ():
+        name = "betas" if "betas" in one.defaults else "momentum"
+        are_numbers = all(type(group.get(name)) in (int, float) for group in one.param_groups)
+        if not (are_numbers and _is_tried(one, *kernel)):
+            return cycles
+        _following[one] = _following.get(one, _NONE).union({name, "lr"})
+    return ""
+
+
 _asking: WeakKeyDictionary[Optimizer, frozenset[FunctionType]] = WeakKeyDictionary()
 """Functions that the steps of optimizers call, and that ask the device which way to go."""
 
@@ -459,8 +468,7 @@ class CapturableOptimizer:
         if self._may_follow and are_noted():
             # Reads are no errors then, by which a capture would learn to follow these
             follows = follows.union(numbers_of(self.optimizer, holds_number))
-        own: Any = inspect.unwrap(type(self.optimizer).step)
-        ways = BothWays(_asking.get(self.optimizer, frozenset()), getattr(own, "__code__", None))
+        ways = BothWays(_asking.get(self.optimizer, frozenset()), type(self.optimizer).step)
         self.counters = counters = Counters(self.optimizer, follows, self._number, ways)
         try:
             with capturable_unasked(self.optimizer), counters.followed():
@@ -486,9 +494,8 @@ class CapturableOptimizer:
 
     def _learns(self, ways: BothWays) -> bool:
         """Learn which functions ask the device; tell whether there are more of them."""
-        learned = ways.learned()
-        _asking[self.optimizer] = ways.functions | learned
-        return bool(learned)
+        known = _asking[self.optimizer] = ways.functions | ways.learned()
+        return known > ways.functions
 
     def _following(self, names: Collection[str], otherwise: str) -> UpdateRefused:
         """Let the next capture follow numbers on the host; return why this one has failed."""

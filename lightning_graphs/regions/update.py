@@ -34,6 +34,7 @@ from lightning_graphs.regions.optimizer import (
     capture_obstacle,
     follow_moving,
     state_undone,
+    why_cycles_stay,
 )
 from lightning_graphs.regions.plan import Part, Plan
 from lightning_graphs.regions.verify import Verification, Verifier
@@ -64,7 +65,9 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self._gradients = gradients
         self._verifier = verifier
         self._observers = context.watch.observers()
-        self._churn = HyperParameterChurn(context.watch.cycles)
+        kind = context.options.optimizer_kernel, context.pool.backend.device_type
+        cycles = why_cycles_stay(context.watch.cycles, context.watch.optimizers, *kind)
+        self._churn = HyperParameterChurn(cycles)
         self._awaited = StateAwaited()
         # What reads the numbers by which captured steps have gone their way
         self._ways: dict[str, Callable[[], Any]] = {}

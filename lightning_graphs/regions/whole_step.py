@@ -48,6 +48,7 @@ from lightning_graphs.regions.optimizer import (
     UpdateRefused,
     follow_moving,
     rounded_otherwise,
+    why_cycles_stay,
 )
 from lightning_graphs.regions.overlapped import Overlap
 from lightning_graphs.regions.own_gradients import why_not_behind
@@ -127,7 +128,9 @@ class StepRegion(HeadedSteps):
         # Lets graphs step each optimizer; None for one that cannot be captured
         self.capturables: dict[Optimizer, CapturableOptimizer | None] = {}
         self._by_hand = fit.watch.optimizes_itself
-        self._churn = HyperParameterChurn(fit.watch.cycles)
+        kind = fit.options.optimizer_kernel, fit.pool.backend.device_type
+        cycles = why_cycles_stay(fit.watch.cycles, fit.watch.optimizers, *kind)
+        self._churn = HyperParameterChurn(cycles)
         self._awaited = StateAwaited()
         self._optimizers: list[Optimizer] = []
         self._left: dict[Optimizer, str] = {}  # those that step eagerly, and why

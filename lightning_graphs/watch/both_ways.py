@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from types import CodeType, FrameType, FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -38,14 +38,14 @@ class BothWays:
 
     Args:
         functions: Known to ask.
-        outermost: The code that a capture runs, calls of which are not run again.
+        outermost: What a capture runs, calls of which are not run again.
     """
 
     is_captured = False  # numbers that ask are compared in a capture alone
 
-    def __init__(self, functions: frozenset[FunctionType], outermost: CodeType | None) -> None:
+    def __init__(self, functions: frozenset[FunctionType], outermost: Callable[..., Any]) -> None:
         self.functions = functions
-        self._outermost = outermost
+        self._outermost = getattr(inspect.unwrap(outermost), "__code__", None)
         self._asking: list[FrameType] = []  # what has asked outside of them
         self._way: _Way | None = None  # that is run now
         self._numbers: Any = None

@@ -421,6 +421,26 @@ def test_numbers_that_hooks_set_meanwhile(backend: str, tmp_path: Path, scope: s
     compare(*fit_twice(backend, tmp_path, **options), replayed=False)
 
 
+CYCLES: dict[str, Callable[[Any], Any]] = {
+    "OneCycleLR": lambda o: optim.lr_scheduler.OneCycleLR(o, 2**-5, total_steps=20),
+    "CyclicLR": lambda o: optim.lr_scheduler.CyclicLR(o, 2**-8, 2**-5, step_size_up=4),
+}
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("name", CYCLES)
+def test_momentum_that_a_scheduler_cycles(
+    backend: str, tmp_path: Path, name: str, scope: str
+) -> None:
+    def optimizers(module: Any) -> Any:
+        optimizer = optim.SGD(module.parameters(), RATE, 0.75, fused=False)
+        return [optimizer], [{"scheduler": CYCLES[name](optimizer), "interval": "step"}]
+
+    options: dict[str, Any] = {"module": lambda: Net(optimizers), **in_scope(scope)}
+    eager = prepare(backend, tmp_path, False, **options).run()
+    compare(eager, prepare(backend, tmp_path, True, **options).run())
+
+
 def test_step_hooks_are_called(backend: str, tmp_path: Path) -> None:
     calls: list[int] = []
 
