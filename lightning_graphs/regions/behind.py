@@ -142,6 +142,8 @@ class StepHead:
         is_use = self._reads and self.now is None and error.rule in self._uses
         refused = {} if is_use else lines_of(error)
         raised = isinstance(error, RaisedInCapture)  # if in the backward pass, no head has the line
+        if error.rule == HOST_READ.rule and not (is_use or refused):  # nor has one here
+            self._endings.clear()
         while self._endings:
             ending = self._endings.pop(0)
             if ending.is_behind(refused) and not (raised and ending.codes.isdisjoint(refused)):
