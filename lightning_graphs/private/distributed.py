@@ -54,7 +54,7 @@ class FsdpModules:
 
     def __init__(self, module: nn.Module) -> None:
         found = [m for m in module.modules() if hasattr(m, "_get_fsdp_state")]
-        self.modules = {id(m): m for m in found}  # by their ``id``
+        self.modules = found
         states = (cast(Any, m)._get_fsdp_state() for m in found)
         self._states: list[Any] = list(dict.fromkeys(states))
         self._groups = [group for state in self._states for group in _groups(state)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_graphs.device.rules import (
     DRAWN,
@@ -170,12 +170,12 @@ class StepHead:
         if not (is_known or is_read) or isinstance(error, DrawnOutsideError):
             return False
         # Of a step that FSDP2 gathers parameters for, these are there ahead of its first statement
-        is_unit = id(self.context.module) in self._units
+        is_unit = any(unit is self.context.module for unit in self._units)
         return not (is_unit or self.context.compiled.runs)
 
     @property
-    def _units(self) -> Container[int]:
-        """The ``id`` of each module whose parameters FSDP2 gathers when it is called."""
+    def _units(self) -> Sequence[nn.Module]:
+        """The modules whose parameters FSDP2 gathers when they are called."""
         units = self.context.ranks.units
         return () if units is None else units.modules
 

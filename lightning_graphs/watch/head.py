@@ -24,8 +24,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch import Tensor, nn
 
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
@@ -328,7 +327,7 @@ def first_use(
     parameters: Sequence[Tensor],
     buffers: Sequence[Tensor],
     stepping: Iterable[object] = (),  # optimizers and schedulers
-    units: Container[int] = (),  # the ``id`` of each module that gathers its parameters
+    units: Iterable[nn.Module] = (),  # modules that gather their parameters
 ) -> FirstUse:
     """Run a step up to its first use of a parameter, or of a buffer that it changes.
 
@@ -362,18 +361,16 @@ def first_use(
         stack.extend(Running(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
         raise _Used
 
-    def begins(module: Any, _: object) -> None:
-        if id(module) in units:
-            use()
-
-    gathering = register_module_forward_pre_hook(begins)
+    # Of units alone, which have hooks: a module that has one is called through further functions
+    gathering = [unit.register_forward_pre_hook(use, prepend=True) for unit in units]
     try:
         with FunctionMode(called), exchanged((one, "step", use) for one in stepping):
             step()
     except _Used:
         pass
     finally:
-        gathering.remove()
+        for hook in gathering:
+            hook.remove()
     return FirstUse(list(dropwhile(attrgetter("is_of_library"), reversed(stack))), reads)
 
 
