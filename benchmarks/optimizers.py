@@ -1,4 +1,4 @@
-"""Optimizers of torch, timm and transformers: whose step is in the graph, is it right, else why?
+"""Optimizers of torch and of packages: whose step is in the graph, is it right, else why?
 
 Each row trains a small network three times from the same weights: twice eagerly, once eagerly with
 the kernels that graphs choose (`fused`, or `capturable`), and once with graphs. A row says whether
@@ -24,6 +24,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,16 @@ def _of_transformers(**how: Any) -> Make:
     return make
 
 
+def _of_package(package: str, name: str, **how: Any) -> Make:
+    def make(parameters: Any) -> Any:
+        optimizer = getattr(import_module(package), name)(parameters, **{"lr": 2**-7, **how})
+        if hasattr(optimizer, "train"):  # schedule-free ones evaluate other weights
+            optimizer.train()
+        return optimizer
+
+    return make
+
+
 TORCH = [
     "Adam", "AdamW", "SGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "LBFGS", "NAdam",
     "RAdam", "RMSprop", "Rprop",
@@ -68,6 +79,22 @@ TIMM = [
     "adabelief", "adahessian", "adamp", "adan", "adopt", "kron", "lamb", "laprop", "lars", "lion",
     "lookahead_sgd", "madgrad", "mars", "muon", "novograd", "rmsproptf", "sgdp", "sgdw",
 ]  # fmt: skip
+PACKAGES = {
+    "adamp": ["AdamP", "SGDP"],
+    "adan_pytorch": ["Adan"],
+    "came_pytorch": ["CAME"],
+    "dadaptation": ["DAdaptAdam", "DAdaptSGD"],
+    "lion_pytorch": ["Lion"],
+    "madgrad": ["MADGRAD"],
+    "optimi": ["AdamW", "Ranger", "StableAdamW"],
+    "prodigyopt": ["Prodigy"],
+    "pytorch_optimizer": [
+        "ADOPT", "Dash", "LaProp", "Lamb", "PNM", "Ranger", "SCION", "SOAP", "SPAM",
+        "ScalableShampoo", "Tiger", "Yogi",
+    ],
+    "schedulefree": ["AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"],
+    "torch_optimizer": ["Lamb", "NovoGrad", "RAdam", "SWATS", "Shampoo"],
+}  # fmt: skip
 ROWS: dict[str, Make] = {
     **{n: lambda p, n=n: getattr(optim, n)(p, lr=2**-7) for n in TORCH},  # type: ignore[misc]
     "AdamW, foreach": lambda p: optim.AdamW(p, lr=2**-7, foreach=True),
@@ -75,6 +102,7 @@ ROWS: dict[str, Make] = {
     "transformers: Adafactor": _of_transformers(),
     "transformers: Adafactor with a rate": _of_transformers(lr=2**-7, relative_step=False),
     **{f"timm: {name}": _of_timm(name) for name in TIMM},
+    **{f"{p}: {name}": _of_package(p, name) for p, names in PACKAGES.items() for name in names},
 }
 
 
@@ -224,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found.append(measure(name, lab))
         row = found[-1]
         said = row.get("differs") or "equal"
-        print(f"{name:<22}{row.get('update', row['scope']):<14}{said:<20}{row['why']}", flush=True)
+        print(f"{name:<42}{row.get('update', row['scope']):<14}{said:<20}{row['why']}", flush=True)
     wrong = [r["row"] for r in found if r.get("repeatable") and r.get("differs")]
     crashed = [r["row"] for r in found if r["scope"] == "crashed"]
     inside = sum(r.get("update") == "in the graph" for r in found)
