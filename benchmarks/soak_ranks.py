@@ -52,7 +52,7 @@ SHORT, LAST = 60, 2 * READ_EVERY - 1
 """Steps ahead of a kill, and of one behind which the host reads, and reads what is logged."""
 ENDS_WITHIN, LOOKS_FOR = 30, 45
 """Seconds in which all ranks end when one is gone, and after which the rest is ended."""
-STALLS = 60
+STALLS = 120
 """Seconds without a note of any rank, after which all are ended, and say where they wait."""
 NOTES, SAYS_EVERY = 100, 2.0
 """Notes that a rank makes in a fit, and seconds between two that are printed."""
