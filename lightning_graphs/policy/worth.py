@@ -294,6 +294,7 @@ class CapturePolicy:
         self._attempt = self._longest = 0.0  # the last one that has ended, and the longest
         self._in_vain = 0.0  # what was spent since the last attempt that succeeded
         self._started = perf_counter()
+        self._eager = float("inf")  # milliseconds of an eager step, ahead of the first graph
         self._verified = 0.0
         self._verification = 0.0
 
@@ -413,6 +414,8 @@ class CapturePolicy:
         """Note that the last attempt has made a graph: nothing was in vain."""
         if not self._costs and self.measures:
             self._experience.has_succeeded = True
+            if self._step_times is not None and self._step_times.eager:
+                self._eager = median(self._step_times.eager)
         self._costs.append(self._attempt)
         self._in_vain = 0.0
 
@@ -442,7 +445,8 @@ class CapturePolicy:
 
     def _saving(self, times: StepTimes) -> float:
         """Estimate the milliseconds that a replay saves."""
-        eager = median(times.eager)
+        # Steps next to graphs find less memory at hand, and a capture repays none of that
+        eager = min(median(times.eager), self._eager)
         if times.replayed:
             return eager - median(times.replayed)
         # A device that is still busy when a step has been launched did not wait for launches.

@@ -18,7 +18,6 @@ from lightning_graphs.errors import (
     FIX,
     CaptureError,
     GraphError,
-    NoRoomError,
     in_one_line,
     is_out_of_memory,
     no_room,
@@ -124,7 +123,6 @@ class PlanCache(Generic[Key, AnyPlan]):
         self._policy = policy
         self._release = release
         self._capacity = float("inf") if capacity is None else capacity
-        self._limit = f"max_graphs={capacity} allows no more graphs; raise it, or pad"
         self._shape = shape
         self.by_key: dict[Key, AnyPlan] = {}  # the one that was used last comes last
         self._counted: dict[Key, int] = {}
@@ -182,7 +180,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         self.why_not = self._policy.why_not(history, partial(self._shares, shape, shapes))
         self.is_full = not self.why_not and not self._has_room(shape)
         if self.is_full:
-            self.why_not = self._limit
+            self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
         return not self.why_not
 
     def _shares(self, shape: Hashable, known: Collection[Hashable]) -> tuple[float, list[float]]:
@@ -226,12 +224,6 @@ class PlanCache(Generic[Key, AnyPlan]):
         self._captures += 1
         self.by_key[key] = plan
         self._counted[key] = plan.uses + 1  # the coming one has been seen already
-
-    def fill(self) -> None:
-        """Let there be no more plans than there are now, for which there is memory."""
-        if 0 < len(self.by_key) < self._capacity:
-            self._capacity = len(self.by_key)
-            self._limit = "the memory that is allowed has no room for more graphs; raise it, or pad"
 
     def drop(self, key: Key) -> None:
         plan = self.by_key.pop(key)
@@ -643,8 +635,6 @@ class Lifecycle(Generic[Call, P]):
             with TURN:
                 plan = self._ranks.all_or_none(partial(region.capture, call, key), self._undo)
         except GraphError as error:
-            if isinstance(error, NoRoomError):
-                self.cache.fill()
             if not region.may_succeed(key, error):
                 self._refuse(key, error)
             return None

@@ -40,6 +40,10 @@ def _size(value: Any) -> int:
     return sum(tensor.numel() for tensor in leaves_of(value, Tensor))
 
 
+_LOOKED_AT = 16
+"""Eager steps ahead of the first capture whose batches are compared in size."""
+
+
 def _once_more(size: int, largest: int, times: int) -> tuple[int, int]:
     """Return the largest size of batches that have found memory, and how often, after one more."""
     return size, times + 1 if size == largest else 1
@@ -162,6 +166,7 @@ class MemoryRecovery:
         self._fitting: dict[tuple[str, int], tuple[int, int]] = {}  # -> largest size, how often
         # The size of the largest batch with a graph; captures ahead of the last one, and its size
         self._largest, self._last = 0, (0, 0)
+        self._eager = 0  # the size of the largest batch ahead of the first capture
         self._reason = ""
 
     def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StateBefore:
@@ -183,7 +188,8 @@ class MemoryRecovery:
     def _growth(self, size: int) -> float:
         """Estimate by how much a graph for a batch makes their memory grow, which they share.
 
-        Eager steps of such batches would take more, next to it.
+        Eager steps of such batches would take more, next to it. It is a part of what the largest
+        batch takes that ran ahead of the first capture.
         """
         captures, before = self._statistics.captures, self._last
         if captures > before[0]:
@@ -192,7 +198,7 @@ class MemoryRecovery:
         if not (self.runner.held and self._largest):
             self._largest = 0
             return 1.0
-        return max(0.0, size / self._largest - 1.0)
+        return max(0.0, size - self._largest) / (self._eager or self._largest)
 
     def forget_gradients(self, plan: StepPlan) -> None:
         """Release old gradients that the captured step zeroes before user code can read them."""
@@ -246,6 +252,8 @@ class MemoryRecovery:
     def begin_eagerly(self, args: tuple[Any, ...]) -> None:
         """Begin an eager step: with a snapshot if it may find no memory beside graphs."""
         held = self._held
+        if self._statistics.eager < _LOOKED_AT and not self._statistics.captures:
+            self._eager = max(self._eager, _size(args))
         if self._retries and self._begin is None and held:
             size = _size(args)
             holding = held, self._statistics.captures

@@ -442,14 +442,13 @@ def test_no_more_graphs_than_allowed_and_none_in_turns(monkeypatch: pytest.Monke
     assert len(fit.cache) == 4
 
 
-def test_where_memory_is_full_there_are_no_more_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    fit = Fit(monkeypatch).run(in_turn(4, 200))
-    fit.cache.fill()
-    fit.run(in_turn(13, 100))
-    assert len(fit.cache) == 4
-    fit.done = 0
-    assert not fit.cache.is_due(12)
-    assert "no room for more graphs" in fit.cache.why_not
+def test_steps_that_graphs_make_slower_make_no_graph_worth_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fit = Fit(monkeypatch).run(in_turn(4, 100))
+    before = fit.policy.break_even
+    fit.statistics.step_times.eager.extend([400.0] * 100)
+    assert fit.policy.break_even == before
 
 
 def test_a_graph_that_is_used_no_more_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import torch
 from lightning_graphs.errors import NoRoomError
 from lightning_graphs.policy.worth import MemoryBudget, MemoryKept
 from lightning_graphs.regions.lifecycle import Ranks
+from lightning_graphs.regions.recovery import MemoryRecovery
 from lightning_graphs.regions.verify import nothing_kept
+from lightning_graphs.report.messages import Statistics
 
 MIB = 2**20
 
@@ -62,6 +64,25 @@ def test_captures_stay_within_their_part_of_the_peak(
     allocator["reserved"] = 200
     with pytest.raises(NoRoomError, match="126 MiB are taken, it takes 0 MiB beside"):
         budget.require_room("A captured step", lent=True)
+
+
+def test_a_larger_batch_takes_more_by_what_eager_steps_have_taken() -> None:
+    grown: list[float] = []
+
+    class Budget(MemoryBudget):
+        def require_room(self, what: str, *, lent: bool | None = None, grows: float = 1.0) -> None:
+            grown.append(grows)
+
+    statistics, budget = Statistics(), Budget(torch.device("cpu"))
+    recovery = MemoryRecovery(torch.nn.Linear(1, 1), statistics, budget, Ranks(), raises=True)
+    recovery.runner = SimpleNamespace(held="")
+    for size in (40, 200, 120):
+        recovery.begin_eagerly((torch.zeros(size),))
+    recovery.before_capture((torch.zeros(20),))
+    statistics.captures, recovery.runner = 1, SimpleNamespace(held="graphs")
+    for size in (20, 220, 10):
+        recovery.before_capture((torch.zeros(size),))
+    assert grown == [1.0, 0.0, 1.0, 0.0]  # of what one of 200 took
 
 
 def test_validations_ahead_of_the_first_step_tell_nothing_of_it(allocator: dict[str, int]) -> None:
