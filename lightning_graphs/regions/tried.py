@@ -293,6 +293,7 @@ class _HeldTensors:
         """Write to them what is in their places by now, and put them back there."""
         before = Counter(_address(t) for *_, look in self._places for t in look.tensors())
         taken = {*before, *self._others}  # memory that is in use otherwise
+        bound = set[int]()
         for table, key, look in self._places:
             anew: list[tuple[Tensor, Tensor]] = []
             if not look.finds(table.get(key), anew) or not anew:
@@ -300,11 +301,14 @@ class _HeldTensors:
             # Tensors of one place may have changed their order there, as in a queue
             own = {_address(was) for was, _ in anew if before[_address(was)] == 1}
             made = [_address(tensor) for _, tensor in anew]
-            if len({*made}) < len(made) or not own.issuperset(taken.intersection(made)):
+            begins = {tensor.data_ptr() for _, tensor in anew}  # parts of one tensor may be apart
+            if len(begins) < len(made) or not begins.isdisjoint(bound):
+                continue
+            if not own.issuperset(taken.intersection(made)):
                 continue
             if not all(was.device in self._here for was, _ in anew):
                 continue
-            taken.update(made)
+            bound |= begins
             with torch.no_grad():
                 values = [
                     t.clone() if a in own else t for a, (_, t) in zip(made, anew, strict=True)
