@@ -30,6 +30,8 @@ from lightning_graphs.watch.host import HostReads
 
 _MOST = 256
 """Forks of one step: each is a graph, and a wait in every replay."""
+_GUESSES = 12
+"""Answers of one capture that are guessed where code ends loops: it may never do so by guesses."""
 _TRIALS = 12
 """Ways of one step that are captured, and that it does not go."""
 _TURNS = 6
@@ -46,6 +48,7 @@ class Fork(NamedTuple):
     goes: bool  # by which the code went on
     site: CallSite
     asker: tuple[CodeType, int]  # code and instruction that have asked
+    is_guessed: bool  # and another turn of a loop may follow from it
 
 
 @dataclass(eq=False)
@@ -90,17 +93,19 @@ class Forks:
             frame: The code that asks.
             called: It calls what asks, and would ask a tensor itself otherwise.
         """
-        if not self.ask() or self.ends is None or not self.ends():
-            return None
         place, code = len(self.taken), frame.f_code
-        asker = code, frame.f_lasti
+        asker, is_guessed = (code, frame.f_lasti), False
         if place < len(self._way):
             goes = self._way[place]
         else:
-            goes = self._usual.get(asker, _likely(frame, called=called))
+            goes, goes_on = _likely(frame, called=called)
+            goes, is_guessed = self._usual.get(asker, goes) if goes_on else goes, not goes_on
+        too_many = is_guessed and sum(fork.is_guessed for fork in self.taken) >= _GUESSES
+        if not self.ask() or too_many or self.ends is None or not self.ends():
+            return None
         here = CallSiteFinder().here()  # in code of a package it is the line that calls that
         site = here if here.line else CallSite(code.co_filename, frame.f_lineno, code.co_name)
-        self.taken.append(Fork(truth, goes, site, asker))
+        self.taken.append(Fork(truth, goes, site, asker, is_guessed))
         return goes
 
     def turn(self, error: CaptureError) -> bool:
@@ -174,16 +179,20 @@ class Forks:
         )
 
 
-def _likely(frame: FrameType, *, called: bool) -> bool:
-    """Guess the answer: code seldom leaves its function or a loop early."""
+def _likely(frame: FrameType, *, called: bool) -> tuple[bool, bool]:
+    """Guess the answer: code seldom leaves its function or a loop early.
+
+    Also tell whether code behind a branch goes on alike, so that it ends by whatever answers.
+    """
     found = landings(frame, called=called) or {}
     for node in ifs_in(frame.f_code) if len(found) == 2 else ():
         if node.test.lineno <= frame.f_lineno <= (node.test.end_lineno or 0):
             body = range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1)
             entering = [outcome for outcome, line in found.items() if line in body]
-            if len(entering) == 1 and isinstance(node.body[-1], _ENDINGS):
-                return not entering[0]
-    return False
+            if not isinstance(node.body[-1], _ENDINGS):
+                return False, True
+            return len(entering) == 1 and not entering[0], False
+    return False, False
 
 
 # ------------------ Branches that only choose values: the graph computes both
