@@ -286,7 +286,7 @@ class _HeldTensors:
             if not (table is optimizer.state and isinstance(value, dict))
             if type(value) in (Tensor, list, tuple, dict, deque)
         ]
-        self._others = {_address(t) for t in held if t.layout is torch.strided}
+        self._others = {_address(t) for t in plain(held) if t.layout is torch.strided}
         self._here = {t.device for t in held}
 
     def keep(self) -> None:
