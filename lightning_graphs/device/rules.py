@@ -12,7 +12,7 @@ from traceback import walk_stack, walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from lightning_graphs.errors import CODE, REFUSED, CaptureError
@@ -521,7 +521,10 @@ def with_known_remedy(obstacle: Obstacle) -> Obstacle:
 
 def known_remedy(error: BaseException, otherwise: str) -> str:
     """Return the remedy for the library function that raised an error."""
-    found = _remedy_for(walk_tb(error.__traceback__))
+    frames = [*walk_tb(error.__traceback__)]
+    found = _remedy_for(frames)
+    if found is None and frames and frames[-1][0].f_code is nn.TransformerEncoder.forward.__code__:
+        found = NESTED  # the function that makes them is in C, and this one calls it
     return otherwise if found is None else found.remedy
 
 
