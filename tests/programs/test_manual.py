@@ -322,7 +322,7 @@ class Sign(torch.optim.Optimizer):
 
 class Cautious(Sign):
     def update(self, parameter: Tensor, rate: float) -> None:
-        if parameter.grad.norm().item() > 2**-20:
+        if parameter.grad.norm().tolist() > 2**-20:
             super().update(parameter, rate)
 
 
@@ -401,7 +401,7 @@ ROWS = (
         graphs=range(2, 7),
         data=lambda: batches(24),
     )
-    | table(row(Reading), said="if loss.item")
+    | table(row(Reading, said=None, found=None, replayed=4))
     | table(row(Twice, ignored="Using backward.. with create_graph=True", data=lambda: batches(12)))
     | table(row(Without), said="without an optimizer", replayed=0, placed=False, found=None)
     | table(

@@ -102,6 +102,16 @@ class Weighted(Net):
         return self.loss(batch) * self.w
 
 
+class Worded(Weighted):
+    """Reads a text that moves so: no replay computes with one."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.w = str(0.9**self.global_step)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) * float(self.w)
+
+
 @SAYS
 @pytest.mark.parametrize("accumulate", [1, 3, 8])
 @pytest.mark.parametrize("scope", ["auto", "modules"])
@@ -109,7 +119,7 @@ def test_submodules_where_an_attribute_keeps_changing(
     backend: str, tmp_path: Path, scope: str, accumulate: int
 ) -> None:
     eager, captured = fit_twice(
-        backend, tmp_path, module=Weighted, data=lambda: batches(80 * accumulate), max_epochs=1,
+        backend, tmp_path, module=Worded, data=lambda: batches(80 * accumulate), max_epochs=1,
         capture={**AUTO, "scope": scope}, accumulate_grad_batches=accumulate,
     )  # fmt: skip
     compare(eager, captured, replayed=False)
@@ -121,22 +131,39 @@ def test_submodules_where_an_attribute_keeps_changing(
         (reason,) = statistics.fallbacks
         assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
         assert re.search(
-            r"self\.w: 0\.\d+ -> 0\.\d+, named at .*\n  Fix: .*a buffer that a hook fills", reason
+            r"self\.w: '0\.\d+' -> '0\.\d+', named at .*\n  Fix: .*a buffer that a hook fills",
+            reason,
         )
 
 
-SHARE = 1.0
+SHARE: Any = 1.0
 
 
 class OfAGlobal(Net):
     """A hook moves a global variable in every step, and the step reads it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch) * SHARE
+        return self.loss(batch) * float(SHARE)
 
     def on_train_batch_start(self, *_: Any) -> None:
         global SHARE
-        SHARE = 1.0 - self.global_step / 128
+        SHARE = str(1.0 - self.global_step / 128)
+
+
+@SAYS
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_whole_steps_where_a_number_keeps_changing(
+    backend: str, tmp_path: Path, accumulate: int
+) -> None:
+    """It is followed from the second capture on."""
+    eager, captured = fit_twice(
+        backend, tmp_path, module=Weighted, data=lambda: batches(30 * accumulate), max_epochs=1,
+        capture=AUTO, accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    compare(eager, captured, replayed=False)
+    assert {record.scope for record in captured.statistics.graphs} == {"step"}
+    assert captured.statistics.replayed >= 15
+    assert not captured.statistics.fallbacks
 
 
 @SAYS
@@ -150,7 +177,7 @@ def test_submodules_where_a_global_keeps_changing(backend: str, tmp_path: Path) 
     assert statistics.replayed > 15
     (reason,) = statistics.fallbacks
     assert reason.startswith("cannot capture the whole step; capturing submodules instead: ")
-    assert re.search(r"SHARE: 0\.\d+ -> 0\.\d+, named at .*\n  Fix: .*a buffer", reason)
+    assert re.search(r"SHARE: '0\.\d+' -> '0\.\d+', named at .*\n  Fix: .*a buffer", reason)
 
 
 @SAYS
@@ -172,7 +199,7 @@ def test_whole_steps_where_few_values_of_an_attribute_take_turns(
     )
     compare(eager, captured)
     assert {record.scope for record in captured.statistics.graphs} == {"step"}
-    assert captured.statistics.captures == values
+    assert captured.statistics.captures <= values
 
 
 @SAYS
@@ -183,7 +210,7 @@ def test_whole_steps_are_kept_where_shapes_never_come_back(backend: str, tmp_pat
         return [{**batch, "path": f"{max(i, 5)}.png"} for i, batch in enumerate(batches(60))]
 
     eager, captured = fit_twice(
-        backend, tmp_path, module=Weighted, data=data, max_epochs=1, capture=AUTO
+        backend, tmp_path, module=Worded, data=data, max_epochs=1, capture=AUTO
     )
     compare(eager, captured, replayed=False)
     assert captured.statistics.captures == 1

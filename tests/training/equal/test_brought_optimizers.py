@@ -386,9 +386,10 @@ def test_in_the_graph_or_eager_with_a_reason(
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed > 10
     said = "".join(captured.statistics.fallbacks)
-    if row.said:
+    on_device = name == "of all parameters" and backend == "cuda"  # Lightning moves its counter
+    if row.said or on_device:
         assert said.startswith("the optimizer step runs eagerly: ")
-        assert re.search(row.said, said), said
+        assert re.search(READS if on_device else row.said, said), said
     else:
         assert said == ""
 
