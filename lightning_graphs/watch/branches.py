@@ -500,7 +500,6 @@ class Raising:
 
     def __init__(self, way: Way, held: Callable[[Any], Any]) -> None:
         frame, statements = way.frame, _statements(way)
-        self._file = frame.f_code.co_filename
         nodes = [node for statement in statements for node in ast.walk(statement)]
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         # Whether its message has attributes, which may have changed since
@@ -511,10 +510,9 @@ class Raising:
         self._code = compiled([each for each in statements if not is_telling(each)], frame)
         (raised, exc) = statements[-1], statements[-1].exc  # type: ignore[attr-defined]
         kind = exc.func if isinstance(exc, ast.Call) else exc
-        self._kind = compile(ast.Expression(kind), self._file, "eval", dont_inherit=True)
+        self._kind = compiled([ast.Assign([ast.Name(_ERROR, ast.Store())], kind)], frame)
         alone = ast.copy_location(ast.Raise(ast.Name(_ERROR, ast.Load()), None), raised)
-        module = ast.fix_missing_locations(ast.Module([alone], []))
-        self._raise = compile(module, self._file, "exec", dont_inherit=True)
+        self._raise = compiled([alone], frame)
         self._globals = frame.f_globals
         self._locals = _held_locals([self._code, *self._told], frame, held)
 
@@ -531,7 +529,8 @@ class Raising:
                 return error
         names[_ERROR] = AssertionError()
         with contextlib.suppress(Exception):  # its message needs values that are gone
-            kind = eval(self._kind, names)
+            exec(self._kind, names)
+            kind, names[_ERROR] = names[_ERROR], AssertionError()
             found = kind() if isinstance(kind, type) else kind
             names[_ERROR] = found if isinstance(found, BaseException) else names[_ERROR]
         try:
