@@ -249,8 +249,9 @@ class StepBody:
         for optimizer in self.optimizers if self.client.optimizes_itself else ():
             state.update(p for group in optimizer.param_groups for p in group["params"])
             state.update(OptimizerState(optimizer).tensors)
+        if self.client.optimizes_itself:
             state.update(tensors_in([vars(self._scaler)]) if self._scaler is not None else ())
-            state.update([p.grad for p in state if p.is_leaf and p.grad is not None])
+            state.update([t.grad for t in state if t.is_leaf and t.grad is not None])
         return state
 
     def scaling(self) -> dict[str, Any]:
