@@ -398,6 +398,7 @@ class Facts(Protocol):
     reads: Any
     kept: Any  # gradients that user code sees
     places: Any  # where code stores something
+    moved: list[str]  # what was found to keep changing
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,6 +536,7 @@ class ReplayGuards:
             bound, filled = tensors_moved(before, values), lists_filled(before, values)
             places = self._facts.places
             if (bound and places.learn_bound(bound)) or (filled and places.learn_named(filled)):
+                self._facts.moved += [f"{name} keeps changing" for name in bound or filled]
                 self._known = values = self._facts.reads.now()
         return (*zip(OF_LIBRARIES, self._of_libraries(), strict=True), *values)
 

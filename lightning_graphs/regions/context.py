@@ -228,6 +228,7 @@ class CaptureFacts:
         self.places = StepState(  # where steps store something
             context.module, self.reads, on_change, partial(getattr, context.watch, "optimizers")
         )
+        self.moved: list[str] = []  # what was found to keep changing, since the last capture
         self.mirrors = Mirrors(on_change)  # numbers in tensors that steps read and advance
         self.forks = Forks()  # where steps ask the device which way to go on
         self.has_host_program = False  # captures record what steps compute on the host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
 from functools import lru_cache
 from operator import is_
 from types import CodeType
@@ -331,7 +331,8 @@ class StepRegion(HeadedSteps):
 
     def enter(self, plan: StepPlan, call: tuple[Any, ...]) -> bool:
         self._policy.succeeded()
-        self._notices.captured(plan.key)
+        self._notices.captured(plan.key, self._facts.moved)
+        self._facts.moved.clear()
         words = signature_in_words(plan.key)
         plan.record = self._statistics.captured(words, plan.captured, self._cost, scope=self.scope)
         plan.record.waits = [] if plan.forked is None else plan.forked.lines
@@ -499,11 +500,11 @@ class StepMessages:
         self._messages = messages
         self.latest: Signature | None = None
 
-    def captured(self, signature: Signature) -> None:
-        """Count a capture, and say what tells it from the last one."""
+    def captured(self, signature: Signature, moved: Sequence[str]) -> None:
+        """Count a capture, and say what tells it from the last one, or what it follows now."""
         self._statistics.captures += 1
         before, self.latest = self.latest, signature
-        if before is None or not (changes := differences(before, signature)):
+        if before is None or not (changes := differences(before, signature) or [*moved]):
             return
         phases = [conditions_of(key).phase for key in (before, signature)]
         if len(changes) == 1 and phases[0] != phases[1]:

@@ -325,7 +325,7 @@ VALUES: dict[str, tuple[Any, Any, Any, str]] = {
     "tuple": (lambda: (1.0,), lambda _: (3.0,), lambda w: w[0], "self._held[0]: 1.0 -> 3.0"),
     "list": (lambda: [1.0], lambda _: [3.0], lambda w: w[0], "self._held[0]: 1.0 -> 3.0"),
     "growing list": (
-        lambda: [1.0], lambda w: w.append(2.0), sum, "",  # what lists hold is followed then
+        lambda: [1.0], lambda w: w.append(2.0), sum, "self._held keeps changing",
     ),
     "context variable": (
         lambda: _set(ContextVar("scale")), lambda w: _set(w, 3.0), lambda w: w.get(),
@@ -511,7 +511,7 @@ ROWS = (
     )
     | table(OfPython, OfNumpy, said="draws from self.source", found="rule remedy", validation=0)
     | {
-        kind: row(reading(*given), graphs=2, changes=(change,) if change else (), validation=0)
+        kind: row(reading(*given), graphs=2, changes=(change,), validation=0)
         for kind, (*given, change) in VALUES.items()
     }
     | {
