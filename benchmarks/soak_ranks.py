@@ -14,6 +14,7 @@ nothing ends the others when one is gone.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import faulthandler
 import itertools
@@ -52,13 +53,14 @@ SHORT, LAST = 60, 2 * READ_EVERY - 1
 """Steps ahead of a kill, and of one behind which the host reads, and reads what is logged."""
 ENDS_WITHIN, LOOKS_FOR = 30, 45
 """Seconds in which all ranks end when one is gone, and after which the rest is ended."""
-STALLS = 120
-"""Seconds without a note of any rank, after which all are ended, and say where they wait."""
-NOTES, SAYS_EVERY = 100, 2.0
-"""Notes that a rank makes in a fit, and seconds between two that are printed."""
+QUIET, STALLS = 20, 120
+"""Seconds without a note of any rank after which all say where they are, and after which they are
+ended. They do not count before all have begun: eight that import on a busy machine take long."""
+NOTES_EVERY, SAYS_EVERY = 0.5, 2.0
+"""Seconds between two notes of a rank, and between two that are printed."""
 BUSY = 2.0
 """Seconds for which the device of the killed rank is busy ahead of its last replay."""
-LIMITS = {"resident memory": 32.0, "GPU pages": 32.0}
+LIMITS = {"resident memory": 32.0, "GPU pages": 32.0, "open files": 0.0, "threads": 0.0}
 WAITS = {
     "read": "wait in a read",
     "log": "wait for a value that is logged",
@@ -179,19 +181,19 @@ class Notes(Callback):
     Args:
         path: The file.
         fit: Which one.
-        steps: How many it has.
     """
 
-    def __init__(self, path: Path, fit: str, steps: int) -> None:
-        self._path, self._fit, self._every = path, fit, max(steps // NOTES, 1)
+    def __init__(self, path: Path, fit: str) -> None:
+        self._path, self._fit, self._last = path, fit, 0.0
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step % self._every == 0:
+        if (now := time.monotonic()) - self._last > NOTES_EVERY:
+            self._last = now
             self._path.write_text(f"{self._fit}, step {trainer.global_step}")
 
 
 class Looks(Callback):
-    """Looks how memory grows, and what weights are in the end."""
+    """Looks what grows, and what weights are in the end."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -199,9 +201,9 @@ class Looks(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == max(self._steps // 10, 30):
-            self._memory, self._began = _memory(), time.monotonic()
+            self._in_use, self._began = _in_use(), time.monotonic()
         if trainer.global_step == self._steps:
-            grown = {name: size - self._memory[name] for name, size in _memory().items()}
+            grown = {name: size - self._in_use[name] for name, size in _in_use().items()}
             weights = nn.utils.parameters_to_vector([p.detach() for p in module.parameters()])
             seconds = time.monotonic() - self._began
             self.found = {"grown": grown, "weights": weights.tolist(), "seconds": seconds}
@@ -249,9 +251,12 @@ class Nowhere(Logger):
         pass
 
 
-def _memory() -> dict[str, float]:
+def _in_use() -> dict[str, float]:
+    """What the process has now: memory in MiB, and the number of other things."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"resident memory": pages * os.sysconf("SC_PAGE_SIZE") / MIB}
+    for name, folder in ("open files", "fd"), ("threads", "task"):
+        found[name] = float(len(os.listdir(f"/proc/self/{folder}")))
     if torch.cuda.is_available():
         found["GPU pages"] = torch.cuda.memory_reserved() / MIB
     return found
@@ -261,7 +266,6 @@ def fit(
     steps: int, callbacks: Sequence[Callback], graphs: GraphCapture | None, start: int = 0
 ) -> None:
     gpu = torch.cuda.is_available()
-    faulthandler.register(signal.SIGUSR1)  # the end of a fit of Lightning takes it back
     seed_everything(1, verbose=False)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trainer = Trainer(
@@ -279,6 +283,7 @@ def fit(
         callbacks=[*callbacks, *[graphs] * (graphs is not None)],
     )
     trainer.fit(Classifier(), DataLoader(Batches(rank, start), batch_size=None, pin_memory=gpu))
+    faulthandler.register(signal.SIGUSR1)  # the end of a fit of Lightning has taken it back
 
 
 def program(folder: Path, rank: int, steps: int, way: str, victim: int, seed: int) -> None:
@@ -291,13 +296,15 @@ def program(folder: Path, rank: int, steps: int, way: str, victim: int, seed: in
         "backend": "cuda" if torch.cuda.is_available() else "emulated",
         "only_if_faster": False,
     }
+    faulthandler.register(signal.SIGUSR1)
     at = folder / f"{rank}.at"
+    at.write_text("begun")
     if steps:
         found = _long(steps, seed, GraphCapture(**options), at)
         (folder / f"{rank}.json").write_text(json.dumps(found))
     if way:
         last = SHORT if way == "step" else LAST
-        callbacks: list[Callback] = [Notes(at, "ahead of a kill", last), Waits(way, last)]
+        callbacks: list[Callback] = [Notes(at, "ahead of a kill"), Waits(way, last)]
         callbacks += [Reads()] * (way == "read")
         if rank == victim:
             callbacks[1] = Killed(last)
@@ -310,10 +317,10 @@ def _long(steps: int, seed: int, graphs: GraphCapture, at: Path) -> dict[str, An
     first, last = range(count), range(steps - count, steps)
     eager = [Losses(first), Losses(range(BUCKETS, BUCKETS + count))]
     captured = [Losses(first), Losses(last)]
-    fit(count, [eager[0], Notes(at, "first eager steps", count)], None)
-    looks, notes = Looks(steps), Notes(at, "captured steps", steps)
+    fit(count, [eager[0], Notes(at, "first eager steps")], None)
+    looks, notes = Looks(steps), Notes(at, "captured steps")
     fit(steps, [*captured, Reads(), Delays(seed), looks, notes], graphs)
-    began, notes = Began(captured[1].state), Notes(at, "last eager steps", count)
+    began, notes = Began(captured[1].state), Notes(at, "last eager steps")
     fit(BUCKETS + count, [began, eager[1], notes], None, last.start - BUCKETS)
     said = graphs._statistics
     return {
@@ -370,7 +377,7 @@ def _wait(started: Sequence[Any], ended: dict[int, float], folder: Path, seconds
         seconds: How long all may take.
     """
     begun = heard = time.monotonic()
-    said, notes = begun, [""] * len(started)
+    said, notes, is_quiet = begun, [""] * len(started), False
     while len(ended) < len(started):
         time.sleep(0.05)
         now = time.monotonic()
@@ -378,11 +385,16 @@ def _wait(started: Sequence[Any], ended: dict[int, float], folder: Path, seconds
             if rank not in ended and not process.is_alive():
                 ended[rank], heard = now - begun, now
         found = [_text(folder / f"{rank}.at") or note for rank, note in enumerate(notes)]
-        if found != notes:
-            notes, heard = found, now
+        if found != notes or not all(notes):
+            if is_quiet:
+                print(f"  they go on after {now - heard:.0f} s", flush=True)
+            notes, heard, is_quiet = found, now, False
             if now - said > SAYS_EVERY:
                 said = now
-                print(f"  {notes[0]}, after {now - begun:.0f} s", flush=True)
+                print(f"  {notes[0] or 'not begun'}, after {now - begun:.0f} s", flush=True)
+        if now - heard > QUIET and not is_quiet:
+            is_quiet = True
+            _say_where(started, folder, f"has said nothing for {QUIET} s")
         first = min(ended.values(), default=float("inf"))
         if now - begun > min(seconds, first + LOOKS_FOR) or now - heard > STALLS:
             break
@@ -390,17 +402,35 @@ def _wait(started: Sequence[Any], ended: dict[int, float], folder: Path, seconds
 
 def _end(started: Sequence[Any], folder: Path) -> None:
     """End the ranks that have not ended, and print where they waited."""
-    stuck = [rank for rank, process in enumerate(started) if process.is_alive()]
-    for rank in stuck:
-        os.kill(started[rank].pid, signal.SIGUSR1)
-    time.sleep(1.0 if stuck else 0.0)
+    _say_where(started, folder, "is ended")
     for process in started:
         process.kill()
     for process in started:
         process.join(LOOKS_FOR)  # a device may hold it
-    for rank in stuck:
-        at, log = (_text(folder / f"{rank}.{what}") for what in ("at", "log"))
-        print(f"  rank {rank} was ended ({at or 'ahead of any step'}): {log[-7000:]}", flush=True)
+
+
+def _say_where(started: Sequence[Any], folder: Path, why: str) -> None:
+    """Print where the ranks are that have not ended: their Python, and what each thread does."""
+    alive = [rank for rank, process in enumerate(started) if process.is_alive()]
+    notes = {rank: _text(folder / f"{rank}.at") for rank in alive}
+    for rank in alive:
+        if notes[rank]:  # else the signal would end it
+            os.kill(started[rank].pid, signal.SIGUSR1)
+    time.sleep(1.0 if alive else 0.0)
+    for rank in alive:
+        print(f"  rank {rank} {why} ({notes[rank] or 'not begun'})", flush=True)
+        print(f"    threads: {_threads(started[rank].pid)}", flush=True)
+        print(f"    said: {_text(folder / f'{rank}.log')[-7000:]}", flush=True)
+
+
+def _threads(process: int) -> str:
+    """What the threads of a process are called, and do: run (R), or wait for what (S, D)."""
+    found = []
+    for task in Path(f"/proc/{process}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(") ")
+            found.append(f"{name} {rest[0]} {_text(task / 'wchan')}".rstrip(" 0"))
+    return ", ".join(sorted(found))
 
 
 def _text(path: Path) -> str:
@@ -427,7 +457,8 @@ def _judged(found: Sequence[dict[str, Any]], ranks: int, steps: int) -> Iterator
     yield Row(f"{name}: losses unlike eager's", wrong, "", 0.0, healthy, detail)
     for what in found[0]["grown"]:
         grown = max(one["grown"][what] for one in found)
-        yield Row(f"{name}: {what} grew by", grown, "MiB", LIMITS[what], healthy)
+        unit = "MiB" if LIMITS[what] else ""
+        yield Row(f"{name}: {what} grew by", grown, unit, LIMITS[what], healthy)
 
 
 def _lost(

@@ -19,6 +19,9 @@ from step import be_quiet
 
 context: Any = torch.multiprocessing.get_context("spawn")
 """What starts processes; a test exchanges it for a server that has imported all of this."""
+if not torch.cuda.is_available():  # a process with CUDA in use could not be forked
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch", "lightning_graphs.lightning.callback"])
 _starting = threading.Lock()
 
 

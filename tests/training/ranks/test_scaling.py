@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -107,31 +108,39 @@ def test_a_rank_that_is_gone_ends_all_with_one_sentence(several: Any, ranks: int
     assert [row.name for row in rows if "killed" in row.name]
 
 
-def waiting(*_: Any) -> None:
+def waiting() -> None:
     """Wait for ever, as a rank does whose device waits for another."""
-    faulthandler.register(signal.SIGUSR1)
     threading.Event().wait()
 
 
 def leaving(folder: Path, rank: int, *_: Any) -> None:
     """End as rank 0, and wait as the others."""
     os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    faulthandler.register(signal.SIGUSR1)
+    (folder / f"{rank}.at").write_text("begun")
     if rank > 0:
         waiting()
 
 
-@pytest.mark.parametrize("limit", ["STALLS", "LOOKS_FOR"])
+@pytest.mark.parametrize(
+    ("limit", "why"), [("STALLS", "is ended"), ("LOOKS_FOR", "has said nothing for 1 s")]
+)
 def test_ranks_that_wait_for_ever_are_ended_and_say_where(
-    several: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, limit: str
+    several: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    why: str,
 ) -> None:
     soak = several("soak_ranks")
+    monkeypatch.setattr(soak, "QUIET", 1)
     monkeypatch.setattr(soak, limit, 2.0)
     monkeypatch.setattr(soak, "program", leaving)
     (row,) = soak.run(100, "", 2, 0, 120.0)
     assert (row.figure, row.verdict) == (2, "WRONG RESULT")
     said = capsys.readouterr().out
-    assert "rank 1 was ended" in said
-    assert "in waiting" in said
+    where = said[said.index(f"rank 1 {why} (begun)") :]
+    assert re.match(r".*\n +threads: \w+ S.*\n(.*\n)+ .*in waiting", where), where
 
 
 def hearing(rank: int, root: Path) -> None:
