@@ -8,6 +8,7 @@ import gc
 import inspect
 import itertools
 import pickle
+import re
 import runpy
 import sys
 import threading
@@ -23,6 +24,7 @@ import torch
 
 import lightning_graphs
 from lightning_graphs import GraphError, capture
+from lightning_graphs.regions.whole_step import StepRegion
 from tests.loops.test_training import adamw, loss_of
 from tests.loops.twice import Eager, Lab, assert_same, twice
 from tests.processes import ROOT
@@ -321,3 +323,25 @@ def test_threads_capture_one_function_each(backend: str, device: torch.device) -
     for model in models[1:]:
         assert torch.equal(model.weight, models[0].weight)
     assert all(lab.replayed for lab in labs[1:])
+
+
+@pytest.mark.filterwarnings("ignore:capture")
+def test_captures_that_always_fail_are_told(
+    backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where each one finds something that lets the next one succeed."""
+    monkeypatch.setattr(StepRegion, "may_succeed", lambda *_: True)
+    monkeypatch.setattr("lightning_graphs.regions.lifecycle._IN_VAIN", 3)
+    lab = Lab(backend, device, {"on_failure": "eager"})
+    model = torch.nn.Linear(8, 3).to(device)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Any:
+        return reading(model, optimizer, batch)
+
+    step = lab.capture(train_step, model, optimizer)
+    for batch in lab.batches(12):
+        step(batch)
+    assert step.report.replayed == 0
+    assert len(step.report.fallbacks) == 1
+    assert re.search(r"test_refused.py:\d+ in reading", step.report.fallbacks[0])
