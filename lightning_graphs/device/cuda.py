@@ -332,15 +332,23 @@ class CudaGraph:
         return self._native.raw_cuda_graph()
 
     def raw_cuda_graph_exec(self) -> int:
-        getter = getattr(self._native, "raw_cuda_graph_exec", None)
-        if getter is None:
+        handle: int = self._since("2.9", "raw_cuda_graph_exec")()
+        return handle
+
+    def get_graph_data(self) -> dict[str, Any]:
+        described: dict[str, Any] = self._since("2.13", "get_graph_data")()
+        return described
+
+    def _since(self, version: str, name: str) -> Callable[[], Any]:
+        """Return a method that torch's graphs have since a version."""
+        found: Callable[[], Any] | None = getattr(self._native, name, None)
+        if found is None:
             raise UnsupportedError(
-                "raw_cuda_graph_exec() needs torch 2.9 or newer.",
+                f"{name}() needs torch {version} or newer.",
                 f"this is torch {torch.__version__}",
                 "update torch, or use raw_cuda_graph() of a CUDAGraph(keep_graph=True)",
             )
-        handle: int = getter()
-        return handle
+        return found
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         self._generators.append(generator)

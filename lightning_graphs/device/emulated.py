@@ -648,6 +648,9 @@ class EmulatedGraph:
 
     raw_cuda_graph_exec = raw_cuda_graph
 
+    def get_graph_data(self) -> dict[str, Any]:
+        return self.inspection().as_graph_data()
+
     def register_generator_state(self, generator: torch.Generator) -> None:
         self._generators.append(generator)
 

@@ -241,6 +241,20 @@ class CUDAGraph:
         self._require_capture("raw_cuda_graph_exec()")
         return self._captured.raw_cuda_graph_exec()
 
+    def get_graph_data(self) -> dict[str, Any]:
+        """Describe nodes and edges as torch does, with the ids by which a profiler calls them.
+
+        It has the keys that torch documents: ``"exec_graph_id"`` and, in ``"nodes"``, a dict for
+        each with its ``"index"``, ``"node_type"``, ``"tools_id"``, ``"graph_id"``, ``"node_id"``,
+        ``"kernel_name"``, and indices of its ``"dependencies"`` and ``"dependents"``. If emulated,
+        ids are positions. :meth:`instantiate` comes before it, and ``keep_graph=True``.
+
+        Raises:
+            UnsupportedError: torch is older than 2.13.
+        """
+        self._require_capture("get_graph_data()", template=True)
+        return self._captured.get_graph_data()
+
     def register_generator_state(self, generator: torch.Generator) -> None:
         """Let the captured code draw from ``generator``: replays advance it as eager code would."""
         self._captured.register_generator_state(generator)

@@ -96,6 +96,26 @@ class GraphInfo:
         """Bytes that one replay sets in memset nodes."""
         return sum(node.bytes for node in self.nodes if node.kind == "memset")
 
+    def as_graph_data(self) -> dict[str, Any]:
+        """What ``torch.cuda.CUDAGraph.get_graph_data`` would give, with positions as ids."""
+        nodes: list[dict[str, Any]] = [
+            {
+                "index": node.index,
+                "node_type": node.kind,
+                "tools_id": node.index,
+                "graph_id": 0,
+                "node_id": node.index,
+                "kernel_name": node.name if node.kind == "kernel" else None,
+                "dependencies": [],
+                "dependents": [],
+            }
+            for node in self.nodes
+        ]
+        for before, after in self.edges:
+            nodes[before]["dependents"].append(after)
+            nodes[after]["dependencies"].append(before)
+        return {"exec_graph_id": 0, "nodes": nodes}
+
     def summary(self) -> str:
         """A few lines for a log: size, nodes by kind, the most frequent kernels."""
         sizes = {"memcpy": self.bytes_copied, "memset": self.bytes_set}

@@ -43,6 +43,7 @@ class TestStates:
             "pool",
             "raw_cuda_graph",
             "raw_cuda_graph_exec",
+            "get_graph_data",
             "inspection",
         ],
     )
@@ -193,7 +194,7 @@ class TestTemplates:
         self, backend: BackendName, device: torch.device
     ) -> None:
         captured, _, _ = _doubling(backend, device)
-        for call in (captured.raw_cuda_graph, captured.instantiate):
+        for call in (captured.raw_cuda_graph, captured.instantiate, captured.get_graph_data):
             with pytest.raises(ReplayError, match="needs the cudaGraph_t"):
                 call()
         with pytest.raises(UnsupportedError, match="Inspecting a graph needs its cudaGraph_t"):
@@ -222,6 +223,25 @@ class TestTemplates:
         for handle in (captured.raw_cuda_graph, captured.raw_cuda_graph_exec):
             with pytest.raises(UnsupportedError, match="neither cudaGraph_t nor cudaGraphExec_t"):
                 handle()
+
+    def test_graph_data(self, backend: BackendName, device: torch.device) -> None:
+        x = torch.ones(4, device=device)
+        with graph(captured := CUDAGraph(backend=backend, keep_graph=True)):
+            (x * 2).neg_()
+        captured.instantiate()
+        if backend == "cuda" and not hasattr(torch.cuda.CUDAGraph, "get_graph_data"):
+            with pytest.raises(UnsupportedError, match=r"needs torch 2\.13"):
+                captured.get_graph_data()
+            return
+        described = captured.get_graph_data()
+        before, after = described["nodes"]
+        assert (before["dependencies"], before["dependents"]) == ([], [1])
+        assert (after["dependencies"], after["dependents"]) == ([0], [])
+        for index, node in enumerate((before, after)):
+            assert (node["index"], node["node_type"]) == (index, "kernel")
+            assert node["kernel_name"]
+            assert node["graph_id"] == described["exec_graph_id"] == node["tools_id"] >> 32
+            assert node["node_id"] == node["tools_id"] & 0xFFFFFFFF
 
     def test_debug_dump(self, backend: BackendName, device: torch.device, tmp_path: Path) -> None:
         x = torch.ones(4, device=device)
