@@ -37,7 +37,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
-from lightning_graphs.values.tree import OF_TENSORS, leaves_of
+from lightning_graphs.values.tree import OF_TENSORS, flatten, leaves_of
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
@@ -218,57 +218,36 @@ def kept_in_place(
     return stepped
 
 
-class _Look(NamedTuple):
-    """A value as it was: what is inside of a container, by its key in a dict."""
+class _Held(NamedTuple):
+    """What an entry of a table held: its structure and leaves, and what puts containers back."""
 
+    table: dict[Any, Any]
+    key: Any
     value: Any
-    keys: Sequence[Any] = ()
-    inside: Sequence[_Look] | None = None  # None: it is no container
+    structure: Any
+    leaves: list[Any]
+    contents: PythonSnapshot
 
     @classmethod
-    def at(cls, value: Any) -> _Look:
-        if type(value) is dict:
-            return cls(value, [*value], [*map(cls.at, value.values())])
-        is_container = type(value) in (list, tuple, deque)
-        return cls(value, (), [*map(cls.at, value)]) if is_container else cls(value)
+    def at(cls, table: dict[Any, Any], key: Any) -> _Held:
+        value, leaves = table[key], list[tuple[str, Any]]()
+        structure = flatten(value, "", leaves)
+        contents = PythonSnapshot(iter_inside([("", value)]))
+        return cls(table, key, value, structure, [leaf for _, leaf in leaves], contents)
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that were in it."""
-        if type(self.value) is Tensor and self.value.layout is torch.strided:
-            yield self.value
-        for look in self.inside or ():
-            yield from look.tensors()
+    def anew(self) -> list[tuple[Tensor, Tensor]]:
+        """Pair tensors with those now in their places; empty if more than that has changed."""
+        leaves = list[tuple[str, Any]]()
+        if flatten(self.table.get(self.key), "", leaves) != self.structure:
+            return []
+        pairs = zip(self.leaves, (leaf for _, leaf in leaves), strict=True)
+        found = [(was, now) for was, now in pairs if was is not now]
+        are_tensors = all(type(was) is type(now) is Tensor for was, now in found)
+        return found if are_tensors and all(_kind(w) == _kind(n) for w, n in found) else []
 
-    def finds(self, now: Any, anew: list[tuple[Tensor, Tensor]]) -> bool:
-        """Append tensors with those now in their places; False if more than that has changed."""
-        was = self.value
-        if self.inside is None:
-            is_anew = type(now) is type(was) is Tensor and now is not was
-            if is_anew and _kind(now) == _kind(was):
-                anew.append((was, now))
-                return True
-            return now is was
-        if type(now) is not type(was) or len(now) != len(self.inside):
-            return False
-        if type(now) is dict and [*now] != self.keys:
-            return False
-        items = now.values() if type(now) is dict else now
-        return all(look.finds(item, anew) for look, item in zip(self.inside, items, strict=True))
-
-    def restored(self) -> Any:
-        """Return the value, with what was inside of it."""
-        value = self.value
-        if self.inside is None or type(value) is tuple:
-            for look in self.inside or ():
-                look.restored()
-            return value
-        items = [look.restored() for look in self.inside]
-        value.clear()
-        if type(value) is dict:
-            value.update(zip(self.keys, items, strict=True))
-        else:
-            value.extend(items)
-        return value
+    def restore(self) -> None:
+        self.contents.restore()
+        self.table[self.key] = self.value
 
 
 class _HeldTensors:
@@ -279,7 +258,7 @@ class _HeldTensors:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         held += [p.grad for p in held if p.grad is not None]
         self._places = [
-            (table, key, _Look.at(value))
+            _Held.at(table, key)
             for table in (*_tables_of(optimizer), own)
             for key, value in table.items()
             if not (key == "params" or (table is own and key in OF_TENSORS))
@@ -291,13 +270,12 @@ class _HeldTensors:
 
     def keep(self) -> None:
         """Write to them what is in their places by now, and put them back there."""
-        before = Counter(_address(t) for *_, look in self._places for t in look.tensors())
+        tensors = (t for place in self._places for t in place.leaves if type(t) is Tensor)
+        before = Counter(_address(t) for t in tensors if t.layout is torch.strided)
         taken = {*before, *self._others}  # memory that is in use otherwise
         bound = set[int]()
-        for table, key, look in self._places:
-            anew: list[tuple[Tensor, Tensor]] = []
-            if not look.finds(table.get(key), anew) or not anew:
-                continue
+        for place in self._places:
+            anew = place.anew()
             # Tensors of one place may have changed their order there, as in a queue
             own = {_address(was) for was, _ in anew if before[_address(was)] == 1}
             made = [_address(tensor) for _, tensor in anew]
@@ -306,7 +284,7 @@ class _HeldTensors:
                 continue
             if not own.issuperset(taken.intersection(made)):
                 continue
-            if not all(was.device in self._here for was, _ in anew):
+            if not anew or not all(was.device in self._here for was, _ in anew):
                 continue
             bound |= begins
             with torch.no_grad():
@@ -315,7 +293,7 @@ class _HeldTensors:
                 ]
                 for (was, _), value in zip(anew, values, strict=True):
                     was.copy_(value)
-            table[key] = look.restored()
+            place.restore()
 
 
 def _address(tensor: Tensor) -> int:
