@@ -384,7 +384,7 @@ class DirectGradients:
         self.parameters = list(parameters)
         self.buffers = list(buffers)
         self._memory = memory or GradientMemory()
-        self._old: list[Tensor] | None = None  # values of buffers, while a graph writes these
+        self._earlier = EarlierGradients()
         self._nothing = [None] * len(self.parameters)
         self._hooks_looked_at = -1
 
@@ -433,30 +433,11 @@ class DirectGradients:
                 torch._foreach_copy_(buffers, kept)
             self._accumulate(chosen, before, fresh)
             return
-        held = [i for i, gradient in enumerate(before) if gradient is buffers[i]]
-        old = self._set_aside(held)
-        backward()
-        self._add_old(chosen, held, old)
-        self._accumulate(chosen, before, buffers)
-
-    def _set_aside(self, held: Sequence[int]) -> list[Tensor]:
-        """Copy the values of these buffers."""
-        if not held:
-            return []
-        if self._old is None:
-            self._old = [torch.empty_like(buffer) for buffer in self.buffers]
-        old = [self._old[i] for i in held]
-        torch._foreach_copy_(old, [self.buffers[i] for i in held])
-        return old
-
-    def _add_old(
-        self, chosen: Collection[Tensor], held: Sequence[int], old: Sequence[Tensor]
-    ) -> None:
-        """Add former values to buffers, in place as autograd does; restore other buffers."""
-        for combine, adds in ((torch._foreach_add_, True), (torch._foreach_copy_, False)):
-            own = [k for k, i in enumerate(held) if (self.parameters[i] in chosen) is adds]
-            if own:
-                combine([self.buffers[held[k]] for k in own], [old[k] for k in own])
+        with self._earlier.aside([self]):
+            backward()
+            for parameter, buffer in zip(parameters, buffers, strict=True):
+                if parameter in chosen:
+                    parameter.grad = buffer
 
     def _accumulate(
         self,
@@ -467,7 +448,7 @@ class DirectGradients:
         """Set ``.grad`` of the chosen parameters to these, or add these to it."""
         targets, additions = [], []
         for parameter, old, gradient in zip(self.parameters, before, gradients, strict=True):
-            if parameter not in chosen or old is gradient:
+            if parameter not in chosen:
                 continue
             if old is None:
                 parameter.grad = gradient
