@@ -9,8 +9,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, Protocol, TypeVar
@@ -22,7 +21,7 @@ from lightning_graphs.device.inspect import require_driver
 from lightning_graphs.device.overlap import DataFlow, Overlapping
 from lightning_graphs.errors import GraphError, in_one_line, is_out_of_memory
 from lightning_graphs.policy.worth import Stopwatch
-from lightning_graphs.private.exchange import TURN, replaced
+from lightning_graphs.private.exchange import TURN, exchanged, replaced
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.plan import NEVER, StepPlan
 from lightning_graphs.regions.step import StepCapture
@@ -34,16 +33,6 @@ Mode = TypeVar("Mode", DataFlow, Overlapping)
 _WORDS = ("two streams", "one stream"), ("weights cast together", "each by itself")
 """What is tried in turn, and what stands otherwise."""
 _TOO_DEAR = "another capture costs too much"
-
-
-class Clock(Protocol):
-    """Takes marks on the device without waiting for it."""
-
-    meaningful: bool
-
-    def mark(self) -> Any: ...
-
-    def milliseconds(self, start: Any, end: Any, *, wait: bool) -> float | None: ...
 
 
 class Steps(Protocol):
@@ -82,7 +71,7 @@ class Contest:
         self,
         plans: tuple[StepPlan, StepPlan],
         cache: MutableMapping[Any, StepPlan],
-        clock: Clock,
+        clock: Stopwatch,
         flow: DataFlow | None = None,  # what the winner is tried on, if that is the second one
     ) -> None:
         self.plans, self.flow = plans, flow
@@ -129,7 +118,7 @@ class Overlap:
 
     def __init__(self, fit: TrainingContext, facts: CaptureFacts, steps: Steps) -> None:
         self._fit, self._facts, self._steps = fit, facts, steps
-        self._clock: Clock = Stopwatch(fit.module.device)
+        self._clock = Stopwatch(fit.module.device)
         self._added = 0  # bytes, by all second graphs
 
     @classmethod
@@ -181,8 +170,11 @@ class Overlap:
         """
         rival: StepPlan | str = ""
         words = ("one stream", f"{plan.record.overlap}; weights cast each by itself")
+        # Later captures know no more than before: this one sees operators, they do not
+        names = "has_host_program", "has_several_passes", "is_unseen"
+        learned = [(self._facts, name, getattr(self._facts, name)) for name in names]
         try:
-            with TURN, self._as_learned():
+            with TURN, exchanged(learned):
                 rival, found = self._rival(plan, call, flow)
             if isinstance(rival, str):
                 why = rival
@@ -209,32 +201,12 @@ class Overlap:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    def _most(self, now: int) -> int:
-        """Return how many bytes it has ever reserved, such as for eager steps."""
-        is_on_gpu = self._fit.pool.backend.name == "cuda"
-        return max(now, torch.cuda.max_memory_reserved()) if is_on_gpu else now
-
-    def _is_present(self, plan: StepPlan) -> bool:
-        return self._steps.plans.get(plan.key) is plan
-
-    @contextmanager
-    def _as_learned(self) -> Iterator[None]:
-        """Let later captures know no more than before the body: it sees operators, they do not."""
-        facts = self._facts
-        names = "has_host_program", "has_several_passes", "is_unseen"
-        before = [getattr(facts, name) for name in names]
-        try:
-            yield
-        finally:
-            for name, value in zip(names, before, strict=True):
-                setattr(facts, name, value)
-
     def _rival(
         self, plan: StepPlan, call: tuple[Any, ...], flow: DataFlow | None
     ) -> tuple[StepPlan | str, DataFlow | None]:
         """Capture a step in two streams; or tell why it stays a chain; and return its data flow."""
         key, copy = self._steps.key(call), None if flow is None else write_all
-        if key is None or not self._is_present(plan):
+        if key is None or self._steps.plans.get(plan.key) is not plan:
             return "the step has changed meanwhile", None
         if self._fit.pool.backend.name == "cuda":
             require_driver((12, 3), "A graph in two streams")
@@ -243,9 +215,13 @@ class Overlap:
             return "memory is tight", None
         memory = self._memory()
         if flow is None:
-            flow = self._flow(call, key)
-        if flow is None or flow.why_not:
-            return _TOO_DEAR if flow is None else flow.why_not, None
+            flow_of = partial(DataFlow, self._fit.pool.backend.device_type)
+            if (shown := self._seen(call, key, flow_of)) is None:
+                return _TOO_DEAR, None
+            self._steps.discard(shown[0])  # its memory is free for the next capture then
+            flow = shown[1]
+        if flow.why_not:
+            return flow.why_not, None
         found = flow.schedule(int(MORE_MEMORY / 2 * memory) or 2**62)
         if not found.beside:
             return "nothing in it could run beside the rest", None
@@ -262,17 +238,10 @@ class Overlap:
     def _takes_more(self, before: int) -> str:
         """Tell how much memory second graphs have added, if it is too much; empty if it is not."""
         self._added += self._memory() - before
-        limit = max(MORE_MEMORY * self._most(before), AT_LEAST)
+        is_on_gpu = self._fit.pool.backend.name == "cuda"
+        most = torch.cuda.max_memory_reserved() if is_on_gpu else 0  # such as by eager steps
+        limit = max(MORE_MEMORY * max(before, most), AT_LEAST)
         return f"two take {self._added // 2**20} MiB more" if self._added > limit else ""
-
-    def _flow(self, call: tuple[Any, ...], key: Any) -> DataFlow | None:
-        """Capture a step to see its data flow; its memory is free for the next capture then."""
-        seen = self._seen(call, key, partial(DataFlow, self._fit.pool.backend.device_type))
-        if seen is None:
-            return None
-        plan, flow = seen
-        self._steps.discard(plan)
-        return flow
 
     def _seen(
         self, call: tuple[Any, ...], key: Any, make: Callable[[], Mode]
