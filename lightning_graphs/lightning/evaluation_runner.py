@@ -17,9 +17,9 @@ from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Ranks, StepCollec
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.trainer import (
-    PLUGIN,
     LightningContext,
     TrainerWatch,
+    client_guards,
     evaluations_left,
     syncs,
 )
@@ -107,18 +107,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         return [*self._trainer.optimizers]
 
     def _client_guards(self) -> ClientGuards:
-        trainer, plugin = self._trainer, self._trainer.precision_plugin
-        return ClientGuards(
-            phase=self._phase,
-            epoch=lambda: trainer.current_epoch,
-            flags=(bool, partial(syncs, trainer) if self._ranks.ddp is not None else bool),
-            of_all=(
-                (
-                    (partial(PLUGIN, trainer), plugin),
-                    lambda: "the trainer's precision was changed",
-                ),
-            ),
-        )
+        return client_guards(self._trainer, self._phase, synced=self._ranks.ddp is not None)
 
     def _phase(self) -> Phase:
         """Tell which data loader the coming batch is of."""

@@ -16,7 +16,7 @@ each of them would cost what is saved here. On other versions Lightning's own lo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import repeat
 from math import inf
 from operator import attrgetter, is_
@@ -58,17 +58,14 @@ _ALONE = max(map(getrefcount, (_tables.a, _tables.b, _tables.c)))
 """References to a dict that is one attribute; versions of Python differ."""
 
 
-@contextlib.contextmanager
 def replays_looped(
     trainer: Trainer, module: LightningModule, handler: StrategyHandler
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let a :class:`ReplayLoop` take the place of Lightning's ``advance``, where it is known."""
     if not (is_known_loop(trainer) and _is_served(trainer, module)):
-        yield
-        return
+        return contextlib.nullcontext()
     loop = ReplayLoop(trainer, module, handler)
-    with replaced(trainer.fit_loop.epoch_loop, "advance", loop.advance):
-        yield
+    return replaced(trainer.fit_loop.epoch_loop, "advance", loop.advance)
 
 
 def _is_served(trainer: Trainer, module: LightningModule) -> bool:
@@ -424,21 +421,18 @@ _NO_BATCH = "train_dataloader yielded None. If this was on purpose, ignore this 
 _CPU = torch.device("cpu")
 
 
-@contextlib.contextmanager
 def evaluations_looped(
     trainer: Trainer, module: LightningModule, handler: EvaluationHandler
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let an :class:`EvaluationLoop` run the batches of an evaluation, where it is known."""
     loop = _loop_of(trainer, handler.name)
     if not is_known_evaluation(trainer, loop):
-        yield
-        return
+        return contextlib.nullcontext()
     if handler.name == "predict_step":
         name, run = "_predict_step", PredictionLoop(trainer, module, loop, handler).run
     else:
         name, run = "_evaluation_step", EvaluationLoop(trainer, module, loop, handler).run
-    with replaced(loop, name, run):
-        yield
+    return replaced(loop, name, run)
 
 
 def _loop_of(trainer: Trainer, name: str) -> Any:

@@ -365,8 +365,7 @@ def ddp_options(strategy: object) -> tuple[Mapping[str, Any], object]:
     return getattr(strategy, "_ddp_kwargs", {}), getattr(strategy, "_ddp_comm_hook", None)
 
 
-@contextlib.contextmanager
-def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
+def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
     """Let a strategy wrap its module in DDP on ``stream``, where steps are captured later.
 
     Gradients are accumulated on the stream on which DDP was made, and Lightning makes it on one
@@ -374,8 +373,7 @@ def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
     of user code wraps modules in its own way.
     """
     if not is_lightnings(type(strategy)._setup_model, "strategies.ddp"):
-        yield
-        return
+        return nullcontext()
 
     def setup_model(model: torch.nn.Module) -> DistributedDataParallel:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -385,8 +383,7 @@ def ddp_built_on(strategy: Any, stream: torch.cuda.Stream) -> Iterator[None]:
         torch.cuda.current_stream(stream.device).wait_stream(stream)
         return wrapped
 
-    with replaced(strategy, "_setup_model", setup_model):
-        yield
+    return replaced(strategy, "_setup_model", setup_model)
 
 
 @dataclass(slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -38,7 +38,7 @@ from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.gradients import KEPT_LATE, PersistentGradients, zeroed_quickly
 from lightning_graphs.regions.lifecycle import EAGER
-from lightning_graphs.regions.optimizer import CapturableOptimizer, capture_obstacle
+from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepPlan, found_for_later
 from lightning_graphs.regions.reduction import NOT_REDUCED
 from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
@@ -85,10 +85,6 @@ class StepRunner(StepRegion):
         """List the optimizers that steps call: all of them if these optimize manually."""
         return self._trainer.optimizers[: None if self._by_hand else 1]
 
-    def _obstacle_of(self, optimizer: Optimizer) -> str | None:
-        device_type, kernel = self._fit.pool.backend.device_type, self._fit.options.optimizer_kernel
-        return capture_obstacle(self._module, optimizer, device_type, kernel)
-
     def _client_guards(self) -> ClientGuards:
         trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp
         if not self._by_hand:  # a replayed step asks
@@ -103,10 +99,6 @@ class StepRunner(StepRegion):
         window = self._trainer.accumulate_grad_batches
         zeroing = self._trainer.fit_loop.epoch_loop.batch_idx % window == 0
         return Phase(zeroing, self._stepping, window)
-
-    def _rebind(self, reason: str = "") -> None:
-        self._ranks.lost = ""
-        super()._rebind(reason)
 
     def close(self) -> None:
         for optimizer in self._optimizers:
@@ -321,41 +313,6 @@ class StepRunner(StepRegion):
 # ------------------ In place of the strategy's methods
 
 
-class Runner(Protocol):
-    """Runs the steps of a fit: as whole graphs, or with graphs of submodules."""
-
-    may_follow_values: bool
-    """Whether the last refusal may be due to a shape that follows from values."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether captures of this scope have failed, so that submodules take over."""
-
-    @property
-    def held(self) -> str:
-        """Which memory of graphs eager code may lack now; empty if none."""
-
-    def lend_memory(self) -> bool:
-        """Whether other graphs over the same pool may run ahead of the next step."""
-
-    @property
-    def capturables(self) -> Mapping[Optimizer, CapturableOptimizer | None]:
-        """What lets graphs step each optimizer at present; None for one whose step is eager."""
-
-    def close(self) -> None:
-        """Release every graph and put back what was exchanged; may be called again."""
-
-    # In place of the strategy's methods
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Any: ...
-
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any: ...
-
-
 class StrategyHandler:
     """Takes the place of the strategy's methods from ``on_train_start`` to the end of a fit.
 
@@ -536,7 +493,10 @@ def _facts_of(fit: LightningContext) -> StepFacts:
 class ModuleRunner:
     """Runs steps with graphs of submodules, and an optimizer update as a graph of its own."""
 
-    has_failed = may_follow_values = False
+    has_failed = False
+    """Whether captures of this scope have failed, so that submodules take over."""
+    may_follow_values = False
+    """Whether the last refusal may be due to a shape that follows from values."""
     graphs = ModuleGraphs
     updates = True
     """An optimizer step may be a graph of its own."""
@@ -655,3 +615,7 @@ class ModuleRunner:
         if result is None or not update.step():
             return self._calls.optimizer_step(optimizer, lambda: result, model, **kwargs)
         return result
+
+
+Runner = StepRunner | ModuleRunner
+"""Runs the steps of a fit: as whole graphs, or with graphs of submodules."""

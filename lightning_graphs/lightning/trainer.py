@@ -66,6 +66,7 @@ from lightning_graphs.watch.environment import (
     rates_exchanged,
 )
 from lightning_graphs.watch.kept import CallAt, KeptCalls
+from lightning_graphs.watch.mechanism import Check
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import refuse_tracers
 from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
@@ -99,21 +100,19 @@ _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
 _LOGGERS = ("logger", "loggers")
 _CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
-PLUGIN = attrgetter("precision_plugin")
+_PLUGIN = attrgetter("precision_plugin")
 _MANY = 10_000
 """Steps that are expected of a fit without an end."""
 
 
-@contextlib.contextmanager
-def _without_autocast_cache(plugin: Any) -> Iterator[None]:
+def _without_autocast_cache(plugin: Any) -> AbstractContextManager[None]:
     """Keep autocast from caching casts of weights, also if the precision plugin enables it.
 
     A cached cast would be made by one graph and read by another, or by eager code.
     """
     manager = getattr(plugin, "autocast_context_manager", None)
     if manager is None:
-        yield
-        return
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def uncached() -> Iterator[None]:
@@ -121,8 +120,7 @@ def _without_autocast_cache(plugin: Any) -> Iterator[None]:
             torch.set_autocast_cache_enabled(False)
             yield
 
-    with replaced(plugin, "autocast_context_manager", uncached):
-        yield
+    return replaced(plugin, "autocast_context_manager", uncached)
 
 
 class TrainerWatch(Client):
@@ -326,8 +324,9 @@ class TrainerWatch(Client):
         with unseen, _without_autocast_cache(self._trainer.precision_plugin):
             yield
 
-    @contextlib.contextmanager
-    def reading(self, reads: AttributeGuards, number: AsRead | None) -> Iterator[None]:
+    def reading(
+        self, reads: AttributeGuards, number: AsRead | None
+    ) -> AbstractContextManager[None]:
         """Follow or refuse what the body reads of the trainer.
 
         The trainer's class is exchanged for a subclass. Reading a counter gives a tracer, or is
@@ -353,8 +352,7 @@ class TrainerWatch(Client):
             else:
                 STORED.refuse_here(f"trainer.{key} is set")
 
-        with subclassed(self._trainer, {"__getattribute__": read, "__setattr__": store}):
-            yield
+        return subclassed(self._trainer, {"__getattribute__": read, "__setattr__": store})
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -385,24 +383,24 @@ def _value_in(trainer: Trainer, key: str) -> Any:
 
 
 def client_guards(
-    trainer: Trainer, phase: Callable[[], Phase], is_present: Callable[[], bool], *, synced: bool
+    trainer: Trainer,
+    phase: Callable[[], Phase],
+    is_present: Callable[[], bool] | None = None,  # the optimizer is; None: steps have none
+    *,
+    synced: bool,
 ) -> ClientGuards:
     """List what of a trainer the graphs of its steps depend on."""
-    plugin = trainer.precision_plugin
+    plugin: Check = partial(_PLUGIN, trainer), trainer.precision_plugin
+    of_all = [(plugin, lambda: "the trainer's precision was changed")]
+    clipping: Callable[[], Any] = bool
+    if is_present is not None:
+        of_all.append(((is_present, True), lambda: "the optimizer was replaced"))
+        clipping = partial(_CLIPPING, trainer)
     return ClientGuards(
         phase=phase,
         epoch=partial(attrgetter("current_epoch"), trainer),
-        flags=(partial(_CLIPPING, trainer), partial(syncs, trainer) if synced else bool),
-        of_all=(
-            (
-                (partial(PLUGIN, trainer), plugin),
-                lambda: "the trainer's precision was changed",
-            ),
-            (
-                (is_present, True),
-                lambda: "the optimizer was replaced",
-            ),
-        ),
+        flags=(clipping, partial(syncs, trainer) if synced else bool),
+        of_all=of_all,
     )
 
 

@@ -172,10 +172,6 @@ class FunctionSteps(StepRegion):
             found = None
         return self._life.plan_for(call, found)
 
-    def _rebind(self, reason: str = "") -> None:
-        self._ranks.lost = ""
-        super()._rebind(reason)
-
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._warmup_left > 0:
             self._warmup_left -= 1
@@ -258,10 +254,6 @@ class FunctionSteps(StepRegion):
 
     def _present(self) -> list[Optimizer]:
         return [*self._client.optimizers]
-
-    def _obstacle_of(self, optimizer: Optimizer) -> str | None:
-        device_type, kernel = self._fit.pool.backend.device_type, self._fit.options.optimizer_kernel
-        return capture_obstacle(self._module, optimizer, device_type, kernel)
 
     def _phase(self) -> Phase:
         return BY_HAND

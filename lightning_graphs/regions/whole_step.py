@@ -46,6 +46,7 @@ from lightning_graphs.regions.optimizer import (
     NoStateError,
     StateAwaited,
     UpdateRefused,
+    capture_obstacle,
     follow_moving,
     rounded_otherwise,
     why_cycles_stay,
@@ -150,10 +151,6 @@ class StepRegion(HeadedSteps):
         """List the optimizers that steps call."""
 
     @abstractmethod
-    def _obstacle_of(self, optimizer: Optimizer) -> str | None:
-        """Why the step of an optimizer cannot be captured; None if it can."""
-
-    @abstractmethod
     def _client_guards(self) -> ClientGuards:
         """List what of the program around steps their graphs depend on."""
 
@@ -190,6 +187,11 @@ class StepRegion(HeadedSteps):
         self._watch = ReplayGuards(self._module, guards, old, self._facts, own)
         self._bind_head()
 
+    def _obstacle_of(self, optimizer: Optimizer) -> str | None:
+        """Why the step of an optimizer cannot be captured; None if it can."""
+        device_type, kernel = self._fit.pool.backend.device_type, self._fit.options.optimizer_kernel
+        return capture_obstacle(self._module, optimizer, device_type, kernel)
+
     def _are_present(self) -> bool:
         """Whether they are those that graphs were made for."""
         now = self._present()
@@ -197,6 +199,7 @@ class StepRegion(HeadedSteps):
 
     def _rebind(self, reason: str = "") -> None:
         """Drop every graph and make new guards; say the reason, if there is one."""
+        self._ranks.lost = ""
         if reason:
             self._messages.recaptured(f"recapturing, because {reason}", reason)
         self._cache.clear()
