@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import attrgetter, getitem, gt, is_, itemgetter
@@ -596,8 +596,7 @@ _PATIENCE = 2
 that no step calls leaves it unused."""
 
 
-@contextlib.contextmanager
-def flattened_once() -> Iterator[None]:
+def flattened_once() -> AbstractContextManager[None]:
     """Let recurrent layers stay where they are when they are flattened again.
 
     cuDNN wants their weights in one piece of memory. Models flatten them in each forward, as
@@ -609,8 +608,7 @@ def flattened_once() -> Iterator[None]:
         if len({weight.untyped_storage().data_ptr() for weight in layer.parameters()}) > 1:
             original(layer)
 
-    with replaced(nn.RNNBase, "flatten_parameters", flatten):
-        yield
+    return replaced(nn.RNNBase, "flatten_parameters", flatten)
 
 
 class NewSeeds:

@@ -68,16 +68,14 @@ def drop_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-@contextlib.contextmanager
-def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
+def zeroed_quickly(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Let ``optimizer.zero_grad()`` take an eighth of its time while the body runs.
 
     It sets every gradient to None, as torch's own does: 11 us in place of 92 for 148 parameters. A
     ``zero_grad`` of the user's stays.
     """
     if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
-        yield
-        return
+        return contextlib.nullcontext()
 
     def zero_grad(set_to_none: bool = True) -> None:
         if not set_to_none:
@@ -86,8 +84,7 @@ def zeroed_quickly(optimizer: Optimizer) -> Iterator[None]:
         for group in optimizer.param_groups:
             drop_gradients(group["params"])
 
-    with replaced(optimizer, "zero_grad", zero_grad):
-        yield
+    return replaced(optimizer, "zero_grad", zero_grad)
 
 
 class GradientBuffers:

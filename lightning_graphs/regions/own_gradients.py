@@ -6,9 +6,9 @@ behind the graph.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -66,8 +66,7 @@ class OwnGradients:
             parameter.grad = self._buffers[parameter]
         self._versions = {p: version_of(self._buffers[p]) for p in self._before}
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Note whether the body, the step's own code, reads gradients of earlier steps.
 
         It does not if it sets ``.grad`` of each of them first, as ``zero_grad`` does. Autograd adds
@@ -92,8 +91,7 @@ class OwnGradients:
                 self._dropped.add(parameter)
             gradient.__set__(parameter, value)
 
-        with replaced(Parameter, "grad", property(read, write)):
-            yield
+        return replaced(Parameter, "grad", property(read, write))
 
     def shown(self) -> Shown:
         """Copy the present gradients to their buffers, for an optimizer step behind the graph."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -306,8 +306,7 @@ class Attempts(StepBody):
         """Whether the first refusal may hold only for the present numbers of the trainer."""
         return self._followed.was_in_a_branch()
 
-    @contextlib.contextmanager
-    def _passes_counted(self, *, adds: bool) -> Iterator[None]:
+    def _passes_counted(self, *, adds: bool) -> AbstractContextManager[None]:
         """Capture again if each of several backward passes adds to gradients by itself."""
         passes = itertools.count(1)
 
@@ -322,8 +321,7 @@ class Attempts(StepBody):
                     "use torch.utils.checkpoint(..., use_reentrant=False)",
                 )
 
-        with backward_passes_observed(begun):
-            yield
+        return backward_passes_observed(begun)
 
 
 class _Begun(NamedTuple):

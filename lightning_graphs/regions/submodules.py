@@ -30,7 +30,7 @@ from lightning_graphs.errors import (
 from lightning_graphs.policy.worth import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
 from lightning_graphs.private.engine import current_autograd_node, without_hooks
-from lightning_graphs.private.exchange import TURN, replaced
+from lightning_graphs.private.exchange import TURN, exchanged, replaced
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.calls import (
     CallDiffers,
@@ -488,7 +488,7 @@ def _passes_watched(
 
     engine = torch.autograd
     grad, backward = watched(engine.grad, 1), watched(engine.backward, 5)
-    with replaced(engine, "grad", grad), replaced(engine, "backward", backward):
+    with exchanged([(engine, "grad", grad), (engine, "backward", backward)]):
         yield
 
 
