@@ -255,7 +255,8 @@ STORED_OUTSIDE = Obstacle(
     kind="python-state",
 )
 SIDE_EFFECT = Obstacle(
-    "A replay runs no Python code, and cannot print, write files or call loggers.",
+    "A replay runs no Python code: it cannot write files, and can print and call loggers only "
+    "behind its graph.",
     "move that code after the captured code, with what it returns",
     kind="python-state",
 )
@@ -486,25 +487,32 @@ _BY_ITSELF: dict[tuple[Any, str], str] = {}
 
 def speak(words: Mapping[Any, Mapping[str, str]]) -> None:
     """Replace ``remedy`` and ``code`` of rules and remedies by a client's words."""
-    for spoken, own in words.items():
-        for field, text in own.items():
-            _BY_ITSELF.setdefault((spoken, field), getattr(spoken, field))
-            setattr(spoken, field, text)
+    given = _texts(words)
+    for spoken, field in given:
+        _BY_ITSELF.setdefault((spoken, field), getattr(spoken, field))
+    _set(given)
 
 
 @contextlib.contextmanager
 def speaking(words: Mapping[Any, Mapping[str, str]]) -> Iterator[None]:
     """Let rules speak a client's words in the body, and no words of another one."""
-    given = {(spoken, field): text for spoken, own in words.items() for field, text in own.items()}
-    said = {**_BY_ITSELF, **given}
+    said = {**_BY_ITSELF, **_texts(words)}
     before = {(spoken, field): getattr(spoken, field) for spoken, field in said}
     try:
-        for (spoken, field), text in said.items():
-            setattr(spoken, field, text)
+        _set(said)
         yield
     finally:
-        for (spoken, field), text in before.items():
-            setattr(spoken, field, text)
+        _set(before)
+
+
+def _texts(words: Mapping[Any, Mapping[str, str]]) -> dict[tuple[Any, str], str]:
+    return {(spoken, field): text for spoken, own in words.items() for field, text in own.items()}
+
+
+def _set(texts: Mapping[tuple[Any, str], str]) -> None:
+    for (spoken, field), text in texts.items():
+        setattr(spoken, field, text)
+    for spoken, _ in texts:
         CODE[spoken.remedy] = spoken.code
 
 

@@ -281,6 +281,7 @@ def test_a_refusal_of_a_branch_and_of_the_whole_step_is_one_sentence(
     # On a GPU it is CUDA that refuses the read.
     rule = "contain an operation that CUDA refuses" if backend == "cuda" else "read a value"
     assert first.startswith(f"GraphCapture: a step runs eagerly: A capture cannot {rule}")
+    assert first.splitlines()[2].strip() == 'self.log("loss", loss)  # the tensor, without item()'
     assert "instead for the same reason: " in second
     assert "\n" not in second
 
