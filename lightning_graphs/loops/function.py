@@ -363,9 +363,7 @@ class Calls:
                 "write backend='auto', or move the model ahead of the first call",
             )
         if device.type == "cpu" and options.backend == "auto" and not diagnoses:
-            why = "inactive on a CPU; backend='emulated' rehearses there"
-            self._messages.say(f"{self._messages.who} is {why}")
-            self._statistics.fallbacks.append(why)
+            self._messages.note("inactive on a CPU; backend='emulated' rehearses there")
             return False
         reason = obstacle_in(self.program) or ""
         if device.type not in _BACKENDS:

@@ -100,7 +100,7 @@ class CaptureKey:
             flips = sum(a != b for a, b in zip(self.training, other.training, strict=False))
             lines.append(f"train/eval mode of {flips} module(s)")
         lines += moved_values(self.attributes, other.attributes)
-        if self.gradients != other.gradients:
+        if self.gradients != other.gradients and self.phase == other.phase:
             lines.append("which parameters have gradients from earlier steps")
         return lines
 

@@ -430,7 +430,8 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._context.messages.chosen(list(dict.fromkeys(made.name for made in plan.calls)))
         if self._last is not None:
             change = self._last.change(plan)
-            self._context.messages.recaptured(f"captured other graphs, because {change}", change)
+            said = f"captured other graphs, as this changed: {change}"
+            self._context.messages.recaptured(said, change)
         self._last = plan
 
     def compare(self, plan: CapturedStep, call: StepCall) -> bool:

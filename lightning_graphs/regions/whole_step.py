@@ -514,7 +514,7 @@ class StepMessages:
             self._messages.recaptured(f"captured another graph, for the {phases[1]}", changes[0])
         else:
             change = listed(changes)
-            self._messages.recaptured(f"captured another graph, because {change}", change)
+            self._messages.recaptured(f"captured another graph, as this changed: {change}", change)
 
     def explain_wait(
         self,

@@ -311,8 +311,9 @@ class Messages:
         if name not in self._statistics.fused:
             self._statistics.fused.append(name)
             self.say(
-                f"{self.who}: this fit uses {name}'s fused kernel, which rounds differently; "
-                "pass fused=True to your eager run to compare, or write optimizer_kernel='own' here"
+                f"{self.who}: {name} runs its fused kernel, which rounds differently from torch's "
+                f"default; write {name}(..., fused=True) in eager runs that you compare with, or "
+                "optimizer_kernel='own' here"
             )
 
     def chosen(self, names: Sequence[str]) -> None:

@@ -328,8 +328,8 @@ _OF_A_GPU = "speed_up", "eager_ms", "replay_ms", "capture_ms", "pool_mib"
 _TEXTS = "scope", "batch"
 _SUMMARY = {
     "graphs/nodes": "{:,.0f} nodes",
-    "graphs/capture_ms": "captured in {:.0f} ms",
-    "graphs/pool_mib": "{:,.1f} MiB",
+    "graphs/capture_ms": "{:.0f} ms for the capture",
+    "graphs/pool_mib": "{:,.1f} MiB of memory",
 }
 
 
@@ -365,7 +365,10 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
     if report.verdict:
         said.append(report.verdict)
     if report.fused:
-        said.append(f"Fused kernel in place of another one: {', '.join(report.fused)}.")
+        said.append(
+            f"Fused kernel: {', '.join(report.fused)}. It rounds differently from torch's default, "
+            "which optimizer_kernel='own' keeps."
+        )
     for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
         counts = Counter(reasons)
         texts = [f"{r} ({n:,d} times)" if n > 1 else r for r, n in counts.items()]
@@ -383,13 +386,14 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
 def summary_line(report: Report, who: str = "GraphCapture") -> str:
     """Give the report in one line: number, size and cost of the graphs, and what they gain."""
     figures = report.metrics()
-    parts = [f"{len(report.graphs)} graph{'s' * (len(report.graphs) != 1)}"]
+    parts = [f"captured {len(report.graphs)} graph{'s' * (len(report.graphs) != 1)}"]
     parts += [text.format(figures[name]) for name, text in _SUMMARY.items() if figures.get(name)]
     if "graphs/speed_up" in figures:
         before, now = figures["graphs/eager_ms"], figures["graphs/replay_ms"]
         parts.append(f"{now:.3f} ms a step instead of {before:.3f} ms ({before / now:.2f}x)")
     if report.fallbacks:
-        parts.append(f"{len(report.fallbacks)} fallback{'s' * (len(report.fallbacks) != 1)}")
+        count = len(report.fallbacks)
+        parts.append(f"{count} reason{'s' * (count != 1)} for eager work (report.fallbacks)")
     return f"{who}: " + ", ".join(parts)
 
 

@@ -112,7 +112,7 @@ class HostReads(NamedTuple):
 def _read_otherwise(before: Any, now: Any, site: CallSite | None) -> str:
     a, b = (reprlib.repr(list(v[1]) if _is_table(v) else v) for v in (before, now))
     where = f" at {site.describe()}" if site is not None and site.line else ""
-    return f"{a} -> {b} is read on the host{where}"
+    return f"{a} -> {b}, which is read on the host{where}"
 
 
 def _is_table(value: Any) -> bool:

@@ -106,6 +106,9 @@ class TestOfAFit:
             "x f32[8,8], y i64[8]; last micro-batch of 2",
         ]
         assert all(record.replay_ms for record in fit.capture.report.graphs)
+        (change,) = fit.capture.report.recaptures
+        assert change.startswith("gradient accumulation: ")
+        assert ";" not in change
 
     def test_a_signature_captured_again_keeps_its_record(
         self, backend: str, tmp_path: Path
@@ -143,7 +146,7 @@ class TestOfAFit:
     def test_before_any_fit_the_report_is_empty(self) -> None:
         report = GraphCapture().report
         assert (report.graphs, report.replayed, report.backend) == ((), 0, "")
-        assert summary_line(report) == "GraphCapture: 0 graphs"
+        assert summary_line(report) == "GraphCapture: captured 0 graphs"
 
 
 class Parts(LightningModule):
@@ -279,10 +282,10 @@ class TestSaid:
             fit = fitted(backend, tmp_path)
         said = [r.getMessage() for r in caplog.records if "GraphCapture" in r.getMessage()]
         nodes = fit.capture.report.graphs[0].nodes
-        lines = [text for text in said if text.startswith("GraphCapture: 1 graph, ")]
+        lines = [text for text in said if text.startswith("GraphCapture: captured 1 graph, ")]
         assert len(lines) == 1
-        assert lines[0].startswith(f"GraphCapture: 1 graph, {nodes} nodes")
-        assert ("captured in " in lines[0]) is (backend == "cuda")
+        assert lines[0].startswith(f"GraphCapture: captured 1 graph, {nodes} nodes")
+        assert ("for the capture" in lines[0]) is (backend == "cuda")
         assert said[-1] == f"GraphCapture:\n{render(fit.capture.report)}"
         assert "33 steps replayed, 7 eager (82 %)." in said[-1]
 
