@@ -62,33 +62,19 @@ def _is_plain(tensor: Any, device: torch.device) -> bool:
     return type(tensor) in PLAIN_TENSORS and is_strided(tensor) and tensor.device == device
 
 
-def _way(asked: Question, device: torch.device) -> Way | None:
+def _way(asked: Question) -> Way | None:
     """Return how code goes on that asks values of a device only to raise; else None."""
-    if not _can_compute(asked, device):
-        return None
-    way = way_on(asked.frame, called=asked.asks is not Asks.TRUTH)
+    way = way_on(asked.frame, called=asked.is_called)
     if way is None or (way.outcome and _is_number(asked)) or not can_be_raised_late(way):
         return None
     return way
 
 
-def _choice(asked: Question, device: torch.device) -> Choice | None:
-    """Return the choice of values that code makes by its answer; None if it does more."""
-    if not _can_compute(asked, device) or _is_number(asked):
-        return None
-    return choice_of(asked.frame, called=asked.asks is not Asks.TRUTH)
-
-
-def _is_compared(asked: Question, device: torch.device) -> bool:
+def _is_compared(asked: Question) -> bool:
     """Return whether code compares the number of a tensor, and that only to raise."""
     (tensor, *_) = asked.tensors
-    is_item = asked.asks is Asks.ITEM and _can_compute(asked, device)
-    is_real = is_item and tensor.numel() == 1 and not tensor.is_complex()
+    is_real = asked.asks is Asks.ITEM and tensor.numel() == 1 and not tensor.is_complex()
     return is_real and compares_to_raise(asked.frame)
-
-
-def _can_compute(asked: Question, device: torch.device) -> bool:
-    return all(_is_plain(tensor, device) for tensor in asked.tensors) and not in_transform()
 
 
 def _is_number(asked: Question) -> bool:
@@ -187,18 +173,20 @@ class Assertions:
 
     def answer(self, asked: Question) -> Any:
         """Answer what code asks of tensors; None if neither the graph nor a fork can tell."""
-        if self.is_over or any(map(self._is_host, asked.tensors)):
+        if self.is_over or any(map(self._is_host, asked.tensors)) or in_transform():
+            return None
+        if not all(_is_plain(tensor, self._device) for tensor in asked.tensors):
             return None
         if asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER):
-            return self._forked(asked) if _can_compute(asked, self._device) else None
-        if (way := _way(asked, self._device)) is None:
-            if _is_compared(asked, self._device):
-                return self._number(asked.tensors[0].detach())
-            choice = _choice(asked, self._device)
-            if choice is not None and choice.place not in self.forks.instead:
-                return self._chooses(asked, choice)
-            return self._forked(asked) if _can_compute(asked, self._device) else None
-        return self._asserted(asked, way)
+            return self._forked(asked)
+        if (way := _way(asked)) is not None:
+            return self._asserted(asked, way)
+        if _is_compared(asked):
+            return self._number(asked.tensors[0].detach())
+        choice = None if _is_number(asked) else choice_of(asked.frame, called=asked.is_called)
+        if choice is not None and choice.place not in self.forks.instead:
+            return self._chooses(asked, choice)
+        return self._forked(asked)
 
     def _forked(self, asked: Question) -> Any:
         """Let the graph end where code asks, and answer; None if it may not."""
@@ -217,8 +205,7 @@ class Assertions:
             truth = asked.condition().detach()
         if truth.numel() != 1:  # torch says so
             return None
-        called = asked.asks is not Asks.TRUTH
-        return self.forks.answer(truth.reshape(()), asked.frame, called=called)
+        return self.forks.answer(truth.reshape(()), asked.frame, called=asked.is_called)
 
     def _number(self, tensor: Tensor) -> DeviceNumber:
         with torch.no_grad():
@@ -279,7 +266,7 @@ class Assertions:
     def holds(self, truth: Tensor, frame: FrameType) -> bool:
         """Answer whether a comparison is true that code makes only to raise."""
         asked = Question(frame, Asks.TRUTH, [truth], lambda: truth)
-        way = _way(asked, self._device)
+        way = None if in_transform() else _way(asked)
         found = None if way is None or self.is_over else self._asserted(asked, way)
         if found is None and not self.is_over:
             found = self.forks.answer(truth, frame, called=False)

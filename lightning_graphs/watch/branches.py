@@ -1,9 +1,8 @@
-"""What code does with the outcome of a condition: whether one way only raises, or only warns.
+"""What code does with the outcome of a condition: where it goes on, and whether it only raises.
 
 Byte code tells what follows where Python asks a value whether it is true. A way only raises if all
-that comes before its ``raise`` makes a message, or tells one; it only warns if it tells one and
-goes on where the other way does. The source tells how to do so again, and which ``except`` would
-catch an error.
+that comes before its ``raise`` makes a message, or tells one. The source tells how to do so again,
+and which ``except`` would catch an error.
 """
 
 from __future__ import annotations
@@ -77,10 +76,19 @@ class Way(NamedTuple):
     warns: tuple[ast.stmt, ...] = ()  # the statements that warn
 
 
-def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
-    """Return how code goes on that asks now whether a value is true; None if both ways do more.
+class Branch(NamedTuple):
+    """Where code goes on, by the truth of a value that it asks for."""
 
-    The error must reach the end of the region: code that would catch it does more as well.
+    frame: FrameType  # that asks, or that gets the answer from a function which it calls
+    lands: dict[bool, int | None]  # index of the instruction there; None if that is unclear
+
+    @property
+    def listing(self) -> Listing:
+        return listing_of(self.frame.f_code)
+
+
+def branch_at(frame: FrameType, *, called: bool = False) -> Branch | None:
+    """Return where code goes on that asks now whether a value is true; None if that is unclear.
 
     Args:
         frame: The code.
@@ -109,51 +117,28 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
     if asking is None:
         return None
     lands = {outcome: _landing(listing, at, outcome is not inverted) for outcome in (True, False)}
-    ends = {outcome: _raises(listing, there) for outcome, there in lands.items()}
-    raising = [outcome for outcome, lines in ends.items() if lines]
-    if not raising:
-        return _way_of_warnings(asking, listing, lands)
-    if len(raising) != 1:
-        return None
-    (outcome,) = raising
-    way = Way(not outcome, asking, min(ends[outcome]))
-    catching = list(filter(_may_catch, _passed(asking)))
-    return way if not catching else _way_of_handler(way, catching[0])
+    return Branch(asking, lands)
 
 
-def landings(frame: FrameType, *, called: bool = False) -> dict[bool, int] | None:
-    """Return the line where code goes on, by the truth of the value that it asks for now.
+def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
+    """Return how code goes on that asks now whether a value is true; None if both ways do more.
 
-    None if that is unclear.
+    The error must reach the end of the region: code that would catch it does more as well.
 
     Args:
         frame: The code.
-        called: As in :func:`way_on`.
+        called: As in :func:`branch_at`.
     """
-    listing = listing_of(frame.f_code)
-    at, inverted = listing.at(frame.f_lasti), False
-    is_call = listing.instructions[at].opname in _CALLS
-    if is_call and not (called or _called(listing, at) == "bool"):
+    if (branch := branch_at(frame, called=called)) is None:
         return None
-    if is_call or listing.instructions[at].opname in ("UNARY_NOT", "TO_BOOL"):
-        at, inverted = _read_again(listing, at + is_call, inverted)
-    lands = {outcome: _landing(listing, at, outcome is not inverted) for outcome in (True, False)}
-    # An outcome that leads to no plain place has none
-    return {o: listing.lines[there] for o, there in lands.items() if there is not None}
-
-
-def _way_of_warnings(
-    frame: FrameType, listing: Listing, lands: dict[bool, int | None]
-) -> Way | None:
-    """Return how code goes on of which one way only warns, and then goes on as the other does."""
-    for outcome in (True, False):
-        begin, end = lands[outcome], lands[not outcome]
-        if begin is None or end is None or not _tells(listing, begin, end):
-            continue
-        lines = range(listing.lines[begin], listing.lines[end - 1] + 1)
-        if statements := _telling_statements(frame.f_code, lines):
-            return Way(not outcome, frame, 0, tuple(statements))
-    return None
+    ends = {outcome: _raises(branch.listing, there) for outcome, there in branch.lands.items()}
+    raising = [outcome for outcome, lines in ends.items() if lines]
+    if len(raising) != 1:
+        return None
+    (outcome,) = raising
+    way = Way(not outcome, branch.frame, min(ends[outcome]))
+    catching = list(filter(_may_catch, _passed(branch.frame)))
+    return way if not catching else _way_of_handler(way, catching[0])
 
 
 def _way_of_handler(way: Way, catching: FrameType) -> Way | None:
@@ -193,21 +178,10 @@ def is_telling(node: ast.stmt) -> bool:
     return name in _TELLING
 
 
-def _is_warning(node: ast.stmt) -> bool:
+def is_warning(node: ast.stmt) -> bool:
     """Return whether a statement warns: Python itself shows a warning of a line once."""
     names = {"warn", "rank_zero_warn"}
     return is_telling(node) and not names.isdisjoint(names_in(node.value.func))  # type: ignore[attr-defined]
-
-
-def _telling_statements(code: CodeType, lines: range) -> list[ast.stmt]:
-    """List the statements of an ``if`` on these lines, if all of them warn; else none."""
-    tree = tree_of(code)
-    for node in () if tree is None else ast.walk(tree):
-        if isinstance(node, ast.If):
-            for block in (node.body, node.orelse):
-                if block and all(s.lineno in lines for s in block) and all(map(_is_warning, block)):
-                    return block
-    return []
 
 
 def _landing(listing: Listing, at: int, outcome: bool) -> int | None:
@@ -225,25 +199,6 @@ def _landing(listing: Listing, at: int, outcome: bool) -> int | None:
         elif name not in ("TO_BOOL", "NOP", "NOT_TAKEN", "EXTENDED_ARG"):
             return None
     return at
-
-
-def _tells(listing: Listing, at: int, end: int) -> bool:
-    """Return whether all that code does on its way to an instruction is to tell messages."""
-    is_told = False
-    while at < end:
-        instruction = listing.instructions[at]
-        name = instruction.opname
-        if name == "POP_TOP":
-            if not is_told:
-                return False
-        elif "JUMP" in name:
-            return is_told and "IF" not in name and listing.at(instruction.argval) == end
-        elif name in _CALLS:
-            is_told = _called(listing, at) in _TELLING
-        elif not name.startswith((*_MAKES_MESSAGES, "NOP")) or name.startswith("STORE_FAST"):
-            return False
-        at += 1
-    return at == end and is_told
 
 
 def compares_to_raise(frame: FrameType) -> bool:

@@ -25,7 +25,7 @@ from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, tree_of
 from lightning_graphs.private.engine import leaf_of
-from lightning_graphs.watch.branches import LateWarning, Way, is_telling, landings
+from lightning_graphs.watch.branches import LateWarning, Way, branch_at, is_warning
 from lightning_graphs.watch.host import HostReads
 
 _MOST = 256
@@ -184,15 +184,36 @@ def _likely(frame: FrameType, *, called: bool) -> tuple[bool, bool]:
 
     Also tell whether code behind a branch goes on alike, so that it ends by whatever answers.
     """
-    found = landings(frame, called=called) or {}
-    for node in ifs_in(frame.f_code) if len(found) == 2 else ():
-        if node.test.lineno <= frame.f_lineno <= (node.test.end_lineno or 0):
-            body = range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1)
-            entering = [outcome for outcome, line in found.items() if line in body]
-            if not isinstance(node.body[-1], _ENDINGS):
-                return False, True
-            return len(entering) == 1 and not entering[0], False
-    return False, False
+    if (found := _if_asking(frame, called=called)) is None:
+        return False, False
+    if not isinstance(found.node.body[-1], _ENDINGS):
+        return False, True
+    return found.entering is False, False
+
+
+class _If(NamedTuple):
+    """An ``if`` that asks whether a value is true."""
+
+    frame: FrameType
+    node: ast.If
+    entering: bool | None  # the answer by which its body is entered; None: further ones decide
+
+
+def _if_asking(frame: FrameType, *, called: bool) -> _If | None:
+    """Return the ``if`` whose condition code asks for now; None if it is in none."""
+    branch = branch_at(frame, called=called)
+    if branch is None or None in branch.lands.values():
+        return None
+    for node in ifs_in(branch.frame.f_code):
+        if node.test.lineno <= branch.frame.f_lineno <= (node.test.end_lineno or 0):
+            body, lines = _lines_of(*node.body), branch.listing.lines
+            entering = [o for o, there in branch.lands.items() if lines[there or 0] in body]
+            return _If(branch.frame, node, entering[0] if len(entering) == 1 else None)
+    return None
+
+
+def _lines_of(*statements: ast.stmt) -> range:
+    return range(statements[0].lineno, (statements[-1].end_lineno or 0) + 1)
 
 
 # ------------------ Branches that only choose values: the graph computes both
@@ -240,42 +261,55 @@ class Choice(NamedTuple):
 
     def warning(self, held: Callable[[Any], Any]) -> LateWarning | None:
         """Return what warns as the body does; None if it does not."""
-        told = tuple(filter(is_telling, self.node.body))
+        told = tuple(filter(is_warning, self.node.body))
         return LateWarning(Way(self.outcome, self.frame, 0, told), held) if told else None
 
-    def behind(self, choose: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    def behind(self, choose: Choose) -> None:
         """Set what the variables become at the first line behind the ``if``, given those then."""
-        frame, before, own = self.frame, sys.gettrace(), self.frame.f_trace
-        inside = range(self.node.lineno, (self.node.end_lineno or 0) + 1)
+        waiting = self.frame.f_trace
+        if isinstance(waiting, _Behind):  # its condition asks once more: `if a or b`
+            waiting.choosing.append(choose)
+        else:
+            self.frame.f_trace = _Behind(self, choose)
 
-        def line(at: FrameType, event: str, _: object) -> Any:
-            if event == "line" and at.f_lineno in inside:
-                return line
-            sys.settrace(before)
-            frame.f_trace = own
-            if event == "line":
-                table = at.f_locals  # each look at it before Python 3.13 would undo changes of it
-                table.update(choose(table))
-            return own
 
+Choose = Callable[[dict[str, Any]], Mapping[str, Any]]
+"""Gives what some variables become, of all of them."""
+
+
+class _Behind:
+    """Traces a frame up to the first line behind an ``if``, or to its end."""
+
+    def __init__(self, choice: Choice, choose: Choose) -> None:
+        self.choosing = [choose]
+        self._lines, self._own = _lines_of(choice.node), choice.frame.f_trace
+        self._before = sys.gettrace()
         sys.settrace(lambda *_: None)
-        frame.f_trace = line
+
+    def __call__(self, at: FrameType, event: str, _: object) -> Any:
+        if event == "line" and at.f_lineno in self._lines:
+            return self
+        sys.settrace(self._before)
+        at.f_trace = self._own
+        if event != "exception":
+            table = at.f_locals  # each look at it before Python 3.13 would undo changes of it
+            for choose in self.choosing:
+                table.update(choose(table))
+        return self._own
 
 
 def choice_of(frame: FrameType, *, called: bool) -> Choice | None:
     """Return the choice of code that asks now whether a value is true; None if it does more."""
-    found = landings(frame, called=called) or {}
-    for node in ifs_in(frame.f_code) if len(found) == 2 else ():
-        test, statements = node.test, [*node.body, *node.orelse]
-        if not test.lineno <= frame.f_lineno <= (test.end_lineno or 0):
-            continue
-        body = range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1)
-        entering = [outcome for outcome, line in found.items() if line in body]
-        if len(entering) == 1 and all(map(_is_choosing, statements)):
-            names = tuple(dict.fromkeys(map(_name_bound, _binding(statements))))
-            own = {*frame.f_code.co_varnames, *frame.f_code.co_cellvars}
-            return Choice(frame, node, not entering[0], names) if own.issuperset(names) else None
-    return None
+    found = _if_asking(frame, called=called)
+    if found is None or found.entering is None:
+        return None
+    statements = [*_binding(found.node.body), *found.node.orelse]  # the latter run in the capture
+    if not all(map(_is_choosing, statements)):
+        return None
+    names = tuple(dict.fromkeys(map(_name_bound, statements)))
+    own = {*found.frame.f_code.co_varnames, *found.frame.f_code.co_cellvars}
+    choice = Choice(found.frame, found.node, not found.entering, names)
+    return choice if own.issuperset(names) else None
 
 
 @functools.lru_cache(maxsize=256)
@@ -285,7 +319,7 @@ def ifs_in(code: CodeType) -> tuple[ast.If, ...]:
 
 
 def _binding(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    return filterfalse(is_telling, statements)
+    return filterfalse(is_warning, statements)
 
 
 def _name_bound(statement: Any) -> str:
@@ -294,9 +328,7 @@ def _name_bound(statement: Any) -> str:
 
 
 def _is_choosing(statement: ast.stmt) -> bool:
-    """Return whether a statement binds a variable to a new value, or tells, and no more."""
-    if is_telling(statement):
-        return True
+    """Return whether a statement binds a variable to a new value, and no more."""
     if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):
         return False
     parts = [*ast.walk(statement.value)]

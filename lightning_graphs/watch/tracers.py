@@ -610,6 +610,11 @@ class Question(NamedTuple):
     tensors: Sequence[Tensor]
     condition: Callable[[], Tensor]  # computes it on the device
 
+    @property
+    def is_called(self) -> bool:
+        """Whether code calls what asks; else Python asks for the truth of a tensor itself."""
+        return self.asks is not Asks.TRUTH
+
 
 Answer = Callable[[Question], Any]
 """Answers a question; None if it cannot."""
