@@ -206,9 +206,11 @@ def _if_asking(frame: FrameType, *, called: bool) -> _If | None:
         return None
     for node in ifs_in(branch.frame.f_code):
         if node.test.lineno <= branch.frame.f_lineno <= (node.test.end_lineno or 0):
-            body, lines = _lines_of(*node.body), branch.listing.lines
-            entering = [o for o, there in branch.lands.items() if lines[there or 0] in body]
-            return _If(branch.frame, node, entering[0] if len(entering) == 1 else None)
+            body = _lines_of(*node.body)
+            # Further ones are of the same lines: the jump back at the end of a loop's body
+            first = next((i for i, n in enumerate(branch.listing.lines) if n in body), None)
+            entering = (outcome for outcome, there in branch.lands.items() if there == first)
+            return _If(branch.frame, node, next(entering, None))
     return None
 
 

@@ -207,6 +207,16 @@ def chooses_by_either(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
+def chooses_in_a_loop(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """What both ways do next is to go on with the loop."""
+    loss: Tensor = self.loss(batch)
+    factor = torch.ones_like(loss)
+    for values in batch["x"].abs().unbind(1)[:3]:
+        if (values > 0.5).any() and values.amax() > 2.0:
+            factor = torch.full_like(factor, 0.5)
+    return loss * factor
+
+
 def is_small(loss: Tensor) -> bool:
     return bool(loss < 1.0)
 
@@ -351,7 +361,7 @@ ROWS = {
         Asserting,
         *(caught, caught_by_a_context, caught_by_an_object),
         *(ends_its_epoch, more_than_a_raise, goes_on_otherwise),
-        *(chooses_a_part, writes_what_was_chosen),
+        *(chooses_a_part, writes_what_was_chosen, chooses_in_a_loop),
         below=None,
     ),
 }
