@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import reprlib
 import sys
@@ -142,6 +143,8 @@ _WRITTEN = frozenset(
 )
 """Types of values that nothing changes, and that are equal where their texts are."""
 
+_BUILTINS = vars(builtins)
+"""Python's own functions, which every namespace has that ``exec`` or ``runpy`` has made."""
 _BUFFERS = (bytearray, array, memoryview)
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
@@ -406,7 +409,7 @@ def walk(
     Plain values, classes, and tensors without attributes are skipped, and modules without
     ``modules``, which goes on with them. Containers of many entries are data: they stay unopened.
     """
-    if id(value) in seen or is_plain(value) or isinstance(value, type):
+    if id(value) in seen or is_plain(value) or isinstance(value, type) or value is _BUILTINS:
         return
     if isinstance(value, torch.Tensor) and not has_attributes(value):
         return
@@ -559,7 +562,7 @@ class ValueGuards:
         if is_plain(value) or type(value) in _WRITTEN:
             self._values.append((name, Constant.plain(value)))
             return
-        if id(value) in self._seen:
+        if id(value) in self._seen or value is _BUILTINS:
             self._values.append((name, Identity(value)))
             return
         self._seen[id(value)] = value

@@ -358,6 +358,18 @@ class SetAnew(Net):
         return self.loss(batch) + settings["scale"](self.net(rows)).mean() * len(settings["range"])
 
 
+SETTINGS: dict[str, Any] = {}
+exec("scale = 0.5", SETTINGS)
+
+
+class Configured(Net):
+    """Its settings are the variables of a file that was run, Python's own functions among them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        print(end="")  # which a capture exchanges
+        return self.loss(batch) * SETTINGS["scale"]
+
+
 class OtherTensor(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.given = [torch.full((3,), float(batch_idx), device=self.device)]
@@ -415,6 +427,7 @@ ROWS = {
         == {"module blocks.0", "module blocks.1"}, validation=0,
     ),
     "SetAnew": row(SetAnew, graphs=1),
+    "Configured": row(Configured, graphs=1, below=None),
     "OtherTensor": row(
         OtherTensor, said=r"self.given\[0\]: another Tensor float32\[3\]", replayed=1, placed=False
     ),
