@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import numpy
 from torch import Tensor, nn
@@ -47,9 +47,6 @@ class Place(abc.ABC):
     """Where user code keeps a reference: an attribute, an entry, a number, an order or a memory."""
 
     name: str  # its name in messages
-
-    counted: ClassVar[tuple[type, ...]] = ()
-    """The types of numbers that are counted there."""
 
     @abc.abstractmethod
     def now(self) -> Any:
@@ -95,14 +92,16 @@ class Entry(Place):
     def put(self, value: Any) -> None:
         put_at(self.holder, self.keys[-1], value)
 
-    def is_inside(self, other: Place) -> bool:
-        """Return whether it is inside of another place's value."""
-        if not isinstance(other, Entry) or isinstance(other, Order):
-            return False
-        if other.owner is not self.owner:
-            return False
-        own, count = len(self.keys), len(other.keys)
-        return own > count and self.keys[:count] == other.keys
+    def path_in(self, other: Place) -> tuple[Any, ...] | None:
+        """Return the keys that lead here from another place's value; None if none do."""
+        if (
+            not isinstance(other, Entry)
+            or isinstance(other, Order)
+            or other.owner is not self.owner
+        ):
+            return None
+        count = len(other.keys)
+        return self.keys[count:] if self.keys[:count] == other.keys else None
 
     def is_filled(self) -> bool:
         """Return whether it holds a list, deque or set that steps fill and do not compute with."""
@@ -112,20 +111,12 @@ class Entry(Place):
 class Number(Entry):
     """A Python number that steps count up."""
 
-    counted = (int, float)
-
 
 class Order(Entry):
     """The order of the keys of a dict."""
 
     def is_filled(self) -> bool:
         return False
-
-    def is_of(self, other: Place) -> bool:
-        """Return whether the dict is another place's value."""
-        if not isinstance(other, Entry) or isinstance(other, Order):
-            return False
-        return other.owner is self.owner and other.keys == self.keys
 
     def now(self) -> Any:
         table = super().now()
@@ -309,12 +300,12 @@ class Arranged:
         self.counted: list[Place] = []  # numbers
         self.stored: list[Place] = []  # others
         for place in sorted(places, key=depth_of):
-            if any(isinstance(place, Entry) and place.is_inside(outer) for outer in self.filled):
+            if any(isinstance(place, Entry) and place.path_in(outer) for outer in self.filled):
                 continue  # a step that changes it reads the list that it is in
             if isinstance(place, Entry) and place.is_filled():
                 self.filled.append(place)
             else:
-                counts = place.counted and type(place.now()) in place.counted
+                counts = isinstance(place, Number) and type(place.now()) in (int, float)
                 (self.counted if counts else self.stored).append(place)
 
     @property
@@ -327,9 +318,8 @@ class State:
 
     def __init__(self, place: Place, places: Sequence[Place]) -> None:
         self.place = place
-        inside = [p for p in places if isinstance(p, Entry) and p.is_inside(place)]
-        outer = depth_of(place)
-        self._further = [(p, p.keys[outer:]) for p in inside]
+        inside = ((p, p.path_in(place)) for p in places if isinstance(p, Entry))
+        self._further = [(p, keys) for p, keys in inside if keys]
 
     def now(self) -> Any:
         value = self.place.now()
@@ -351,12 +341,6 @@ def _closed(value: Any, keys: Sequence[Any], kind: type) -> Any:
 def signature_of(states: Sequence[State]) -> tuple[Signature, list[Tensor]]:
     values = [detached(state.now()) for state in states]
     return Signature.of(values, {}, names=[state.place.name for state in states])
-
-
-def signature_now(places: Iterable[Place], is_read: Callable[[Place], bool]) -> Signature:
-    """Return the signature of places that steps read."""
-    found = Arranged(places)
-    return signature_of([State(p, found.all) for p in found.stored if is_read(p)])[0]
 
 
 # ------------------ State between steps
@@ -622,7 +606,9 @@ class StepState:
         """Return the signature of the present values that steps read."""
         if not self._places:
             return ()
-        return (signature_now(self, self._is_read),)
+        found = Arranged(self)
+        read = filter(self._is_read, found.stored)
+        return (signature_of([State(place, found.all) for place in read])[0],)
 
 
 def _add_variable(

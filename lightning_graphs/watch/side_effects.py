@@ -504,11 +504,8 @@ def _refused_later(place: Place) -> CaptureError:
 
 def _is_part(place: Place, bound: Iterable[_Effect]) -> bool:
     """Return whether a place is inside of another place's new value, which includes it."""
-    others = [effect.place for effect in bound if effect.place is not place]
-    return isinstance(place, Entry) and any(
-        place.is_inside(other) or (isinstance(place, Order) and place.is_of(other))
-        for other in others
-    )
+    others = (effect.place for effect in bound if effect.place is not place)
+    return isinstance(place, Entry) and any(place.path_in(o) is not None for o in others)
 
 
 def _rank(effect: _Effect) -> int:
