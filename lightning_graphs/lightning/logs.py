@@ -38,9 +38,9 @@ from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import exchanged, replaced, subclassed
 from lightning_graphs.regions.conditions import in_turn
 from lightning_graphs.regions.context import Recorder
-from lightning_graphs.values.memory import clone_all
+from lightning_graphs.values.memory import Given, clone_all
 from lightning_graphs.watch.kept import KeptCalls
-from lightning_graphs.watch.late import Given, LateCall, LateCalls, LateValue, Use
+from lightning_graphs.watch.late import LateCall, LateCalls, LateValue, Use
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers, used

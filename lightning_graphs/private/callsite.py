@@ -146,6 +146,16 @@ def frames_from(frame: types.FrameType | None) -> Iterator[types.FrameType]:
         frame = frame.f_back
 
 
+OURS = "lightning_graphs."
+"""Begins the names of the modules of this package."""
+
+
+def outside_of(frame: types.FrameType, *packages: str) -> types.FrameType:
+    """Return the innermost frame from this one on whose module is in none of these packages."""
+    names = ((found, found.f_globals.get("__name__", "")) for found in frames_from(frame))
+    return next((found for found, name in names if not name.startswith(packages)), frame)
+
+
 _HOLDERS = 3
 """References to the table of a frame that nothing but the frame holds, where code counts them."""
 
@@ -466,6 +476,14 @@ def positions_of(code: CodeType, offset: int) -> tuple[int | None, ...] | None:
     return None if positions is None else next(itertools.islice(positions(), offset // 2, None))
 
 
+def position_of(node: Any) -> tuple[int | None, ...]:
+    """Return the same of an expression."""
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of code that waits in the middle."""
+
 # ------------------ Source
 
 
@@ -530,6 +548,21 @@ def names_in(node: ast.AST) -> Iterator[str]:
             yield part.id
         elif isinstance(part, ast.Attribute):
             yield part.attr
+
+
+def value_of(node: ast.expr, frame: FrameType) -> Any:
+    """Return what names and attributes of a frame stand for; of a call, what it calls.
+
+    None of other expressions.
+    """
+    node = node.func if isinstance(node, ast.Call) else node
+    if isinstance(node, ast.Attribute):
+        owner = value_of(node.value, frame)
+        with contextlib.suppress(Exception):  # a property may raise
+            return getattr(owner, node.attr)
+    if isinstance(node, ast.Name):  # which the frame may have bound again
+        return {**frame.f_builtins, **frame.f_globals, **variables_of(frame)}.get(node.id)
+    return None
 
 
 def compiled(statements: list[ast.stmt], frame: FrameType) -> CodeType:

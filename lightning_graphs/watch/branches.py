@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.private.callsite import (
+    OURS,
     STANDARD,
     Listing,
     compiled,
@@ -34,7 +35,7 @@ from lightning_graphs.private.callsite import (
     names_in,
     raises_by_itself,
     tree_of,
-    variables_of,
+    value_of,
 )
 
 # ------------------ Ways that only raise
@@ -304,7 +305,6 @@ def _raises(listing: Listing, at: int | None) -> set[int]:
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _MODULE = inspect.getfile(torch.nn.Module)  # calls hooks that are for errors, too
-_OURS = "lightning_graphs."
 _PASSING = ("<frozen", STANDARD)
 """Beginnings of files whose frames only pass a call on."""
 _CATCHING = ("suppress", "raises", "assertRaises")
@@ -336,7 +336,7 @@ def _around(frame: FrameType | None) -> Iterator[FrameType]:
     is_loop = True
     for found in frames_from(frame):
         file = found.f_code.co_filename
-        is_ours = found.f_globals.get("__name__", "").startswith(_OURS)
+        is_ours = found.f_globals.get("__name__", "").startswith(OURS)
         if (
             is_ours
             or (file.startswith(_PASSING) and not is_installed(file))
@@ -367,7 +367,7 @@ def _may_catch(frame: FrameType) -> bool:
         if not node.body[0].lineno <= frame.f_lineno <= last:
             continue
         given = node.items if isinstance(node, ast.With) else []
-        made = (_found_by(item.context_expr, frame) for item in given)
+        made = (value_of(item.context_expr, frame) for item in given)
         if _takes_away(node) or any(map(_catches, made)):
             return True
     return False
@@ -384,18 +384,6 @@ def _takes_away(node: ast.AST) -> bool:
 def _is_of_exits(handler: ast.ExceptHandler) -> bool:
     names = [] if handler.type is None else names_in(handler.type)
     return bool(names) and _EXITS.issuperset(names)
-
-
-def _found_by(node: ast.expr, frame: FrameType) -> Any:
-    """Return what makes a context, or the context itself; None if its expression is not plain."""
-    node = node.func if isinstance(node, ast.Call) else node
-    if isinstance(node, ast.Attribute):
-        owner = _found_by(node.value, frame)
-        with contextlib.suppress(Exception):  # a property may raise
-            return getattr(owner, node.attr)
-    if isinstance(node, ast.Name):  # which the frame may have bound again
-        return {**frame.f_builtins, **frame.f_globals, **variables_of(frame)}.get(node.id)
-    return None
 
 
 def _catches(context: Any) -> bool:
@@ -579,7 +567,7 @@ def _raise_of(statement: ast.Assert) -> ast.Raise:
 def _exit_of(statement: ast.stmt, frame: FrameType) -> ast.stmt:
     """Return what a statement raises that ends the program; others as they are."""
     call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call) or _found_by(call.func, frame) not in _EXITING:
+    if not isinstance(call, ast.Call) or value_of(call.func, frame) not in _EXITING:
         return statement
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     raised = ast.Raise(ast.Call(ast.Name("SystemExit", ast.Load()), given, []), None)

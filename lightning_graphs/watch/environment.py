@@ -9,9 +9,8 @@ import sys
 import threading
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from operator import is_
 from types import FrameType
 from typing import Any, Protocol
 from weakref import ref
@@ -39,14 +38,21 @@ from lightning_graphs.errors import (
     is_out_of_memory,
     no_room,
 )
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from, is_library
+from lightning_graphs.private.callsite import (
+    OURS,
+    CallSite,
+    CallSiteFinder,
+    frames_from,
+    is_library,
+)
 from lightning_graphs.private.engine import current_autograd_node
-from lightning_graphs.private.exchange import exchanged, replaced, standing_in
+from lightning_graphs.private.exchange import Absence, exchanged, replaced, standing_in
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import caches_weights, subclasses_unasked, version_of
+from lightning_graphs.values.memory import Given
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
-from lightning_graphs.watch.tracers import OURS, Nothing, OpaqueTracer
+from lightning_graphs.watch.tracers import Nothing, OpaqueTracer
 from lightning_graphs.watch.user_code import (
     UnregisteredTensors,
     UserCode,
@@ -72,9 +78,6 @@ _WATCHERS = ("lightning_graphs.watch.", "lightning_graphs.lightning.trainer")
 
 Effect = tuple[Any, str, str]
 """What user code is seen to use: an object or class, a name in it, and a name for messages."""
-
-Given = tuple[Sequence[Any], Mapping[str, Any]]
-"""Arguments of a call, by place and by name."""
 
 AsRead = Callable[[str, Callable[[], Any]], Any]
 """What a counter is read as, of its name and what gives the value."""
@@ -423,32 +426,30 @@ def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[No
     """While capturing, refuse to set these numbers and entries of parameter groups."""
     groups = [("", group) for group in optimizer.param_groups]
     inside = {id(group) for group in optimizer.param_groups}
-    # Of schedulers these numbers alone: other entries, as a method in their place, are none of ours
-    outside = [(table, key, table[key]) for table, key, _ in places if id(table) not in inside]
-    before = PythonSnapshot(groups)
+
+    def held() -> PythonSnapshot:
+        # Of schedulers these numbers alone: other entries, as a method in their place, are none of
+        # ours
+        found = PythonSnapshot(groups)
+        for table, key, _ in places:
+            if id(table) not in inside:
+                found.add_place(key, table, key)
+                found.add(key, table[key])
+        return found
+
+    before = held()
     tensors = [(key, v, version_of(v)) for _, key, v in places if isinstance(v, Tensor)]
     try:
         for table, key, value in places:
             table[key] = value
-        given, held = PythonSnapshot(groups), [(t, k, _contents(t[k])) for t, k, _ in outside]
+        given = held()
         yield
-        moved = {change.key for change in given.changes()}
-        moved |= {key for table, key, was in held if not _is_same(_contents(table[key]), was)}
+        moved = {c.name if c.key is Absence.ABSENT else c.key for c in given.changes()}
         moved |= {key for key, tensor, version in tensors if version_of(tensor) != version}
     finally:
         before.restore()
-        for table, key, value in outside:
-            table[key] = value
     if moved:
         raise OPTIMIZER_SET.refused(f"the step sets {', '.join(sorted(moved))} in param_groups")
-
-
-def _contents(value: Any) -> list[Any]:
-    return [*value] if isinstance(value, list) else [value]
-
-
-def _is_same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:

@@ -476,15 +476,10 @@ def _ranged(
 _EACH = "_foreach_"
 
 
-def _quotient(input: Any, other: Any) -> Any:
+def _quotient(divide: Callable[..., Any], input: Any, other: Any) -> Any:
     """Divide as kernels over lists do by numbers in a list, of which they take no inverse."""
-    form = _multiplied(Tensor.div, input, other) if isinstance(other, ScalarTracer) else None
-    return input / other if form is None else form(other.numbers)
-
-
-def _quotient_(input: Any, other: Any) -> Any:
-    form = _multiplied(Tensor.div_, input, other) if isinstance(other, ScalarTracer) else None
-    return input.div_(other) if form is None else form(other.numbers)
+    form = _multiplied(divide, input, other) if isinstance(other, ScalarTracer) else None
+    return divide(input, other) if form is None else form(other.numbers)
 
 
 def _at_once(name: str, tensors: Any, numbers: Any) -> Callable[[], Any] | None:
@@ -528,7 +523,7 @@ def one_by_one(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
         single = _OTHERWISE[short]
     divides = short.startswith("div") and isinstance(args[1], (list, tuple))
     if divides:
-        single = _quotient_ if short.endswith("_") else _quotient
+        single = partial(_quotient, Tensor.div_ if short.endswith("_") else Tensor.div)
     if (divides or short.startswith("mul")) and (at_once := _at_once(name, *args[:2])):
         return at_once()
     named = [*kwargs]

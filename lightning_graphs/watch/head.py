@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ast
 import dis
-import inspect
-import itertools
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
 from lightning_graphs.private.callsite import (
+    SUSPENDED,
     CallSite,
     CallSiteFinder,
     calls_observed,
@@ -36,6 +35,8 @@ from lightning_graphs.private.callsite import (
     is_library,
     listing_of,
     offsets_at,
+    position_of,
+    positions_of,
     statements_around,
     tell,
 )
@@ -386,7 +387,6 @@ def lines_of(error: BaseException) -> dict[CodeType, int]:
 
 _CLOSED = (ast.With, ast.AsyncWith, ast.For, ast.AsyncFor, ast.While, ast.Try)
 """Statements in which no graph begins: code that leaves them runs, or waits, behind it."""
-_GENERATES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def endings_along(stack: Sequence[Running]) -> Iterator[Ending]:
@@ -397,7 +397,7 @@ def endings_along(stack: Sequence[Running]) -> Iterator[Ending]:
     """
     callers: tuple[Caller, ...] = ()
     for code, line, offset in stack:
-        if code.co_flags & _GENERATES:
+        if code.co_flags & SUSPENDED:
             return
         if is_library(code.co_filename):
             live: set[str] | None = set()
@@ -438,9 +438,8 @@ def _waiting(code: CodeType, offset: int, statement: ast.stmt) -> set[str] | Non
             return None
         names.add(statement.target.id)
     calls = [node for node in _expressions_in(statement) if isinstance(node, ast.Call)]
-    if sys.version_info >= (3, 11):
-        now = next(itertools.islice(code.co_positions(), offset // 2, None))
-        calls = [call for call in calls if _position_of(call) == now]
+    if (now := positions_of(code, offset)) is not None:
+        calls = [call for call in calls if position_of(call) == now]
     value = getattr(statement, "value", None) or getattr(statement, "test", None)
     for call in calls:
         known = None if value is None else _read_before(value, call)
@@ -448,10 +447,6 @@ def _waiting(code: CodeType, offset: int, statement: ast.stmt) -> set[str] | Non
             return None
         names |= known
     return names if calls else None
-
-
-def _position_of(node: ast.Call) -> tuple[int | None, ...]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 def _expressions_in(node: ast.AST) -> Iterator[ast.AST]:

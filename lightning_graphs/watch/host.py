@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import invert_permutation
 from lightning_graphs.device.rules import RECURRENT, refuse
 from lightning_graphs.device.trace import OperatorCall, tensors_in
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder
+from lightning_graphs.private.callsite import OURS, CallSite, CallSiteFinder, outside_of
 from lightning_graphs.private.generators import HostGenerator, generator_identity
 from lightning_graphs.private.torch import memory_of, out_of_sight, storage_uses
 
@@ -226,16 +226,8 @@ SHAPES = (
 """Operators that tell it the shape of their result."""
 
 PACKING, PADDING = "_pack_padded_sequence", "_pad_packed_sequence"
-_OURS = "lightning_graphs."
 READS_LENGTHS = frozenset({PACKING, PADDING, *RECURRENT})
 """Functions that read tensors of the host out of the dispatcher's sight."""
-
-
-def calling(frame: FrameType) -> FrameType:
-    """Return the frame that called torch, past those of modes that watch such calls."""
-    while frame.f_globals.get("__name__", "").startswith(_OURS) and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 def fully_written(function: Any, caller: FrameType) -> Any:
@@ -244,7 +236,7 @@ def fully_written(function: Any, caller: FrameType) -> Any:
     An empty tensor has no values of its own; of a permutation's inverse all are written.
     """
     inverts = function is torch.empty_like
-    inverts = inverts and calling(caller).f_code is invert_permutation.__code__
+    inverts = inverts and outside_of(caller, OURS).f_code is invert_permutation.__code__
     return torch.zeros_like if inverts else function
 
 

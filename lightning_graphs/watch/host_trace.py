@@ -23,7 +23,7 @@ from lightning_graphs.device.trace import (
     tensors_in,
 )
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.callsite import LIBRARIES, OURS, outside_of
 from lightning_graphs.private.generators import comparable
 from lightning_graphs.private.torch import (
     captured_code_runs,
@@ -45,7 +45,6 @@ from lightning_graphs.watch.host import (
     SMALL,
     HostProgram,
     HostTape,
-    calling,
     fully_written,
     is_exact,
     name_of,
@@ -373,8 +372,10 @@ class HostTracer(OperatorMode):
         data = (*args, None, None)[name == "new_tensor"]
         shadow = None if name not in _TO_HOST or self._is_host(args[0]) else self._shadow(args[0])
         moves = shadow is not None and _asks_for_host(name, args, kwargs, emulated=self._emulated)
-        if shadow is not None and (moves or name == "tolist") and self.tape.changes(shadow):
-            _leave_to_replay(self.declines, name)
+        reads = shadow is not None and (moves or name == "tolist") and self.tape.changes(shadow)
+        # A call behind the graph can make it
+        if reads and self.declines(outside_of(sys._getframe(1), OURS)):
+            raise HOST_READ.refused_here(f"{name} is called")
         if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
             with out_of_sight():
                 return func(value, *args[1:], **kwargs)
@@ -520,7 +521,7 @@ class HostTracer(OperatorMode):
         self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Make a tensor of Python numbers: a constant, unless it is made to be logged."""
-        caller: str = calling(sys._getframe(2)).f_globals.get("__name__", "")
+        caller: str = outside_of(sys._getframe(2), OURS).f_globals.get("__name__", "")
         if caller.partition(".")[0] in LIBRARIES.framework:
             self.tape.refuse("a number that may change in each step is logged")
         device, host = kwargs.get("device"), {**kwargs, "device": "cpu"}
@@ -537,7 +538,7 @@ class HostTracer(OperatorMode):
 
 
 def _asks_for_host(
-    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, emulated: bool = True
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, emulated: bool
 ) -> bool:
     """Return whether a function moves a tensor to the host.
 
@@ -546,12 +547,6 @@ def _asks_for_host(
     kinds = (str,) if emulated else (str, torch.device)
     given = [a for a in (*args[1:], kwargs.get("device")) if isinstance(a, kinds)]
     return name == "cpu" or (name == "to" and "cpu" in [torch.device(a).type for a in given])
-
-
-def _leave_to_replay(declines: Callable[[FrameType], bool], name: str) -> None:
-    """Refuse a copy to the host, though it is known, if a call behind the graph can make it."""
-    if declines(calling(sys._getframe(2))):
-        raise HOST_READ.refused_here(f"{name} is called")
 
 
 def _filled(tensor: Tensor, index: Any, number: float) -> bool:

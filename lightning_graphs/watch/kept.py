@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,7 +29,7 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError, causes_of
-from lightning_graphs.private.callsite import positions_of
+from lightning_graphs.private.callsite import OURS, SUSPENDED, outside_of, position_of, positions_of
 from lightning_graphs.private.exchange import (
     Member,
     called_from,
@@ -40,28 +39,25 @@ from lightning_graphs.private.exchange import (
     standing_in,
 )
 from lightning_graphs.values.guards import is_object
-from lightning_graphs.values.memory import RETURNED
+from lightning_graphs.values.memory import RETURNED, Given
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import RULE as ON_HOST
-from lightning_graphs.watch.late import ITEM, OF_ONE_SHAPE, Given, Keep, LateValue, Use
+from lightning_graphs.watch.late import ITEM, OF_ONE_SHAPE, Keep, LateValue, Use
 from lightning_graphs.watch.texts import (
     forget_parts,
-    function_of,
+    function_called,
     is_asked_for_text,
     is_call_there,
     is_statement,
     part_for,
-    position_of,
     tellers,
 )
 from lightning_graphs.watch.tracers import (
-    OURS,
     Asks,
     Nothing,
     Question,
     Tracer,
     calls_followed,
-    is_of_others,
     tensors_asked,
     texts_made,
 )
@@ -233,7 +229,7 @@ class KeptCalls:
         """Keep back a text that code makes, and the calls that get it, if all of them can be."""
         frame, offset, line = entry
         code, own = frame.f_code, CallAt.of(entry)
-        found = [(teller, function_of(teller, frame)) for teller in tellers(code, offset, line)]
+        found = [(teller, function_called(teller, frame)) for teller in tellers(code, offset, line)]
         if not found or not all(
             is_call_there(code, teller) and (function is print or type(function) is FunctionType)
             for teller, function in found
@@ -263,7 +259,8 @@ class KeptCalls:
         if use is None:
             return None
         for teller in tellers(code, frame.f_lasti, frame.f_lineno):
-            known, called = self.known.get((code, position_of(teller))), function_of(teller, frame)
+            known = self.known.get((code, position_of(teller)))
+            called = function_called(teller, frame)
             is_kept = type(called) is LateValue or is_exchanged(called)
             if known is None or not (is_kept or called in known.functions):
                 return None
@@ -442,8 +439,7 @@ class _CallsOfTorch(FunctionMode):
 
     def _called(self, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         passing = ("torch.",) if function == _FORMAT else ()
-        while not is_of_others(frame) or frame.f_globals.get("__name__", "").startswith(passing):
-            frame = frame.f_back  # past what passes calls of tensors' methods on
+        frame = outside_of(frame, OURS, *passing)  # past what passes calls of tensors' methods on
         use = self._kept.use_at(frame, self._keep)
         name = getattr(function, "__name__", "").removeprefix("linalg_")
         if function == _FORMAT:
@@ -491,7 +487,7 @@ def _functions_of(callee: FrameType) -> list[FunctionType]:
     """
     code = callee.f_code
     first = callee.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-    is_special = code.co_name.startswith("__") or code.co_flags & _OF_GENERATORS
+    is_special = code.co_name.startswith("__") or code.co_flags & SUSPENDED
     if is_special or isinstance(first, nn.Module) or _holds_modules(callee.f_locals.values()):
         return []
     kinds = first.__mro__ if isinstance(first, type) else type(first).__mro__
@@ -504,9 +500,6 @@ def _functions_of(callee: FrameType) -> list[FunctionType]:
 def _function_in(value: Any) -> FunctionType | None:
     value = value.__func__ if type(value) is staticmethod else value
     return value if type(value) is FunctionType else None
-
-
-_OF_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def _holds_modules(values: Iterable[Any]) -> bool:

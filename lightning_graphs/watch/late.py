@@ -18,23 +18,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_graphs.private.callsite import instruction_at
+from lightning_graphs.private.callsite import OURS, instruction_at
 from lightning_graphs.private.torch import plain, version_of
-from lightning_graphs.values.memory import clone_all, storage_address
+from lightning_graphs.values.memory import Given, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.texts import joined, spelled
 from lightning_graphs.watch.tracers import (
     OPERATIONS,
-    OURS,
     Kind,
     Operation,
     Tracer,
     present,
     special,
 )
-
-Given = tuple[Sequence[Any], Mapping[str, Any]]
-"""Arguments of a call, by place and by name."""
 
 Keep = Callable[[Callable[..., Any], Given, "Use"], "LateValue"]
 """Keeps a call back: its function, its arguments and what its result is; gives the tracer."""
@@ -177,15 +173,10 @@ _NOT_LATER = frozenset({"backward", "grad", "data", "grad_fn", "register_hook"})
 """Attributes of tensors that reach into the step."""
 
 _ACTING = frozenset({"backward", "grad", "__setitem__", "at", "copyto", "place", "put", "putmask"})
-_DRAWING: tuple[str, ...] = (
-    "dropout",
-    "alpha_dropout",
-    "feature_dropout",
-    "bernoulli",
-    "multinomial",
-    "normal",
+_DRAWING = frozenset(
+    {"dropout", "alpha_dropout", "feature_dropout", "bernoulli", "multinomial", "normal"}
+    | {"poisson", "rand_like", "randn_like", "randint_like", "rrelu", "gumbel_softmax"}
 )
-_DRAWING += ("poisson", "rand_like", "randn_like", "randint_like", "rrelu", "gumbel_softmax")
 
 
 def _acts(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -240,16 +231,15 @@ class LateCall:
 
     def give(self, late: LateValue, *, is_pure: bool) -> None:
         """Give each result to a tracer; a pure call is needed as long as there is the tracer."""
-        self.take, self._late = late.give, weakref.ref(late)
+        self._late = known = weakref.ref(late)
+
+        def take(value: Any) -> None:
+            if (tracer := known()) is not None:
+                tracer.give(value)
+
+        self.take = take
         if is_pure:
-            known = self._late
             self.is_needed = lambda: known() is not None
-
-            def take(value: Any) -> None:
-                if (tracer := known()) is not None:
-                    tracer.give(value)
-
-            self.take = take
 
     def number_read(self, late: LateValue) -> Tensor | None:
         """Return the tensor whose one number a tracer of it stands for; None for other results."""
@@ -300,9 +290,6 @@ class LateCalls:
             given, lambda pieces: self._late(joined, ((pieces,), {}), use, is_pure=True)
         )
         return self._late(function, given, use, is_pure=use.is_pure)
-
-    def _text(self, use: Use, pieces: list[Any]) -> LateValue:
-        return self._late(joined, ((pieces,), {}), use, is_pure=True)
 
     def _late(
         self, function: Callable[..., Any], given: Given, use: Use, *, is_pure: bool

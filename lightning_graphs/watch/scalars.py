@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import COUNTER
 from lightning_graphs.device.trace import FunctionMode
+from lightning_graphs.private.callsite import OURS, outside_of
 from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
 from lightning_graphs.values.tree import leaves_of
@@ -28,7 +29,6 @@ from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.forms import of_single, one_by_one
 from lightning_graphs.watch.on_device import DeviceNumber, is_scalar, of_two
 from lightning_graphs.watch.tracers import (
-    OURS,
     Asks,
     Conversion,
     Question,
@@ -46,7 +46,6 @@ _LOOKS = frozenset(
 """Functions that look at a tensor, and not at its number."""
 _SAME = frozenset({"detach", "cpu", "contiguous"})
 """Functions that return the same tensor of a CPU, or one with its memory."""
-_PAST = (OURS, "torch.")  # modules that pass on what user code asks for
 
 
 def holds_number(value: Any) -> bool:
@@ -154,10 +153,8 @@ def scalars_followed(
 
 def _converted(kind: Any) -> Callable[[Any], Any]:
     def convert(number: Any) -> Any:
-        frame: Any = sys._getframe(1)
-        while frame.f_globals.get("__name__", "").startswith(_PAST):
-            frame = frame.f_back
         if isinstance(number, ScalarTracer):
+            frame = outside_of(sys._getframe(1), OURS, "torch.")  # which pass on what code asks for
             return number.converted(kind, frame.f_globals.get("__name__", ""))
         return kind(number)
 

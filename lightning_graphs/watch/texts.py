@@ -8,17 +8,23 @@ source and byte code tell, before there is one, where it goes.
 from __future__ import annotations
 
 import ast
-import builtins
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_graphs.private.callsite import listing_of, positions_of, statements_around, tree_of
+from lightning_graphs.private.callsite import (
+    listing_of,
+    position_of,
+    positions_of,
+    statements_around,
+    tree_of,
+    value_of,
+)
 from lightning_graphs.watch.tracers import MAKES_TEXT
 
 Position = tuple[int | None, ...]
@@ -120,11 +126,6 @@ def _makes_text(code: CodeType, offset: int, at: Position, statement: ast.stmt) 
     )
 
 
-def position_of(node: Any) -> Position:
-    """Return the position of an expression."""
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
-
-
 def _texts_in(statement: ast.stmt) -> list[ast.AST]:
     """List the expressions that make texts of values."""
     specs = {id(n.format_spec) for n in ast.walk(statement) if isinstance(n, ast.FormattedValue)}
@@ -174,18 +175,9 @@ def _is_method_of_text(node: Any, name: str) -> bool:
     return isinstance(text, ast.Constant) and type(text.value) is str and "!" not in text.value
 
 
-def function_of(teller: ast.Call, frame: FrameType) -> Any:
+def function_called(teller: ast.Call, frame: FrameType) -> Any:
     """Return the function that a call is of, as far as names and attributes tell; else None."""
-    names, node = [], teller.func
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    if not isinstance(node, ast.Name):
-        return None
-    tables: Sequence[Mapping[str, Any]] = (frame.f_locals, frame.f_globals, vars(builtins))
-    found = next((table[node.id] for table in tables if node.id in table), None)
-    for name in reversed(names):
-        found = getattr(found, name, None)
+    found = value_of(teller, frame)
     return getattr(found, "__func__", found)
 
 

@@ -24,14 +24,12 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, refuse, with_known_remedy
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.private.callsite import CallSiteFinder, frames_from, is_library
+from lightning_graphs.private.callsite import OURS, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import FOR_A_WHILE, Member, exchanged, nothing, standing_in
 from lightning_graphs.private.torch import PLAIN_TENSORS
 from lightning_graphs.values.tree import leaves_of
 
 # ------------------ Tracers that refuse every use
-
-OURS = "lightning_graphs."
 
 
 class Kind(enum.Enum):
@@ -202,8 +200,8 @@ class Nothing:
 class OpaqueTracer(Tracer):
     """Tracer for a Python value that changes with every step."""
 
-    def __init__(self, name: str, read: Callable[[], Any], obstacle: Obstacle = COUNTER) -> None:
-        super().__init__(name, read, partial(_refuse_use, obstacle))
+    def __init__(self, name: str, read: Callable[[], Any]) -> None:
+        super().__init__(name, read, lambda name: refuse(used(COUNTER, name)))
 
 
 class LateTracer(OpaqueTracer):
@@ -217,10 +215,6 @@ class LateTracer(OpaqueTracer):
     def at_end(self) -> Callable[[], Any]:
         """What gives the present value, to be called at the end of a replay."""
         return self._read
-
-
-def _refuse_use(obstacle: Obstacle, name: str) -> None:
-    refuse(used(obstacle, name))
 
 
 def used(obstacle: Obstacle, name: str) -> CaptureError:
@@ -305,7 +299,7 @@ class ScalarTracer(Tracer):
             if not (type(other) in _PLAIN or isinstance(other, ScalarTracer)):
                 return NotImplemented
             pair = (other, self) if operation.is_swapped else (self, other)
-            name = _infix(pair[0], operation.symbol, pair[1])
+            name = f" {operation.symbol} ".join(map(_operand, pair))
             own = next((n for n in _numbers_among(pair) if n.is_of_device), self)
             if kind is Kind.ARITHMETIC:
                 return own.computed(name, function, *pair, *rest)
@@ -506,10 +500,6 @@ def _obstacle_of(numbers: Sequence[ScalarTracer]) -> Obstacle:
 def _operand(value: Any) -> str:
     name = value.name if isinstance(value, ScalarTracer) else repr(value)
     return f"({name})" if " " in name else name
-
-
-def _infix(left: Any, symbol: str, right: Any) -> str:
-    return f"{_operand(left)} {symbol} {_operand(right)}"
 
 
 def _constant(value: Any) -> Callable[[], Any]:
