@@ -366,8 +366,8 @@ def _notes(report: Report, *, is_part: bool = False) -> list[str]:
         said.append(report.verdict)
     if report.fused:
         said.append(
-            f"Fused kernel: {', '.join(report.fused)}. It rounds differently from torch's default, "
-            "which optimizer_kernel='own' keeps."
+            f"Fused kernel: {', '.join(report.fused)}. It rounds differently from torch's default; "
+            "optimizer_kernel='own' does without it."
         )
     for title, reasons in (("Fallbacks", report.fallbacks), ("Recaptures", report.recaptures)):
         counts = Counter(reasons)
