@@ -41,7 +41,7 @@ from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import LIBRARIES, is_library
 from lightning_graphs.private.exchange import replaced
-from lightning_graphs.regions import lifecycle, optimizer, step, verify, whole_step
+from lightning_graphs.regions import lifecycle, step, verify, whole_step
 from lightning_graphs.values import snapshot
 from lightning_graphs.watch import environment as surroundings
 
@@ -52,7 +52,7 @@ STEPS = 18
 PHASES: tuple[tuple[Any, str, str], ...] = (
     (whole_step.StepRegion, "capture", "capture"),
     (MemoryBudget, "require_room", "room in memory"),
-    (optimizer.CapturableOptimizer, "defragment_state", "optimizer's state moved together"),
+    (whole_step, "defragment", "optimizer's state moved together"),
     (step.StepCapture, "_begin", "a look at what surrounds the step"),
     (surroundings.Environment, "__init__", "what modules and functions hold"),
     (step.StepCapture, "forward", "forward under watch"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
@@ -22,10 +22,8 @@ from torch import Tensor
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.errors import no_room
 from lightning_graphs.policy.options import Options
-from lightning_graphs.private.torch import is_strided, storage_uses
 from lightning_graphs.report import GraphRecord, StepTime
 from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics, StepTimes
-from lightning_graphs.values.memory import clone_all
 from lightning_graphs.values.tree import leaves_of
 
 SAMPLES = 8
@@ -219,6 +217,8 @@ _MARGIN, _FURTHER_MARGIN = 1.5, 1.1
 """How much more than its cost a capture must be expected to save: the first one, and others."""
 _ALONE = 0.6
 """The part of its cost that the first capture must be expected to save if no other one follows."""
+_DOUBT = 10.0
+"""How many replays tell little: whether those that were expected have come is chance."""
 _FOR_VERIFICATION = 0.02
 """The part of the fit's time that verifying further graphs may take."""
 
@@ -233,7 +233,16 @@ class History(NamedTuple):
     seen: int  # how often this signature came, without a graph
     lost: int  # how many graphs were refused, dropped, or gave way to another one of their shape
     uses: int  # replays of all graphs
+    promised: float  # how many of these were expected when the graphs were captured
     moved: bool = False  # there are graphs of its shape, for other values
+
+
+class Outlook(NamedTuple):
+    """How often signatures are expected to come."""
+
+    share: float  # the part of the coming steps that have this one
+    rest: float  # how many follow at once; infinite if no other one has come
+    others: Sequence[float]  # the parts of each of the others without a graph
 
 
 class Experience:
@@ -293,6 +302,7 @@ class CapturePolicy:
         self._began = 0.0  # the attempt
         self._attempt = self._longest = 0.0  # the last one that has ended, and the longest
         self._in_vain = 0.0  # what was spent since the last attempt that succeeded
+        self._spent = 0.0  # what was spent in all since the first one that did
         self._started = perf_counter()
         self._eager = float("inf")  # milliseconds of an eager step, ahead of the first graph
         self._verified = 0.0
@@ -303,9 +313,7 @@ class CapturePolicy:
     def why_not(
         self,
         history: History,
-        # Gives the part of the coming steps that have this signature, and those of each of the
-        # others without a graph
-        shares: Callable[[], tuple[float, Sequence[float]]],
+        outlook: Callable[[], Outlook],
     ) -> str:
         """Why a signature is not worth a capture yet; empty if it is."""
         if history.lost > FEW + history.uses / self.break_even:
@@ -322,10 +330,14 @@ class CapturePolicy:
         saving, remaining = self._saving(self._step_times), self._steps_left()
         if saving <= 0.0:
             return _BUSY
-        share, others = shares()
-        self._expected = 1.0 + (remaining - 1) * share  # the present step is one of them
-        self._others = [remaining * other for other in others]
-        wanted = self._wanted()
+        share, rest, others = outlook()
+        # What was expected of other graphs may not have come true
+        trust = min(1.0, (history.uses + _DOUBT) / (history.promised + _DOUBT))
+        coming = remaining - 1.0  # the present step is one of them
+        rest = min(rest, coming)
+        self._expected = 1.0 + trust * (rest + (coming - rest) * share)
+        self._others = [trust * remaining * other for other in others]
+        wanted = self._wanted(self._step_times)
         eager, safe = median(self._step_times.eager), self._safe(self._step_times)
         if remaining < wanted:
             at_best = wanted * saving / (_SAVED * self._part * eager)
@@ -343,12 +355,15 @@ class CapturePolicy:
             )
         return "" if self._expected >= wanted else TOO_RARE
 
-    def _wanted(self) -> float:
+    def _wanted(self, times: StepTimes) -> float:
         """Return how many uses a signature must be expected to have.
 
         What the first capture costs beyond a further one, captures of the others help to repay.
         """
         uses = self.break_even
+        if len(self._costs) == 1:  # what a further one costs is not known yet
+            at_risk = self._costs[0] - _AT_RISK * self._total(times)
+            return max(_FURTHER_MARGIN * uses, at_risk / self._saving(times))
         if self._costs:
             return _FURTHER_MARGIN * uses
         dearer = min(1.0, _FURTHER_DEARER / self._dearer)
@@ -392,7 +407,9 @@ class CapturePolicy:
 
     def _spend(self, ms: float) -> None:
         self._in_vain += ms
-        if not self._costs and self.measures:
+        if self._costs:
+            self._spent += ms
+        elif self.measures:
             self._experience.price = self._in_vain
 
     def observed(self, since: float) -> None:
@@ -428,8 +445,10 @@ class CapturePolicy:
     def goes_on(self) -> bool:
         """Whether another attempt is worth it, after all that earlier ones have cost."""
         self.tries_again()
-        is_known = self._step_times is not None and len(self._step_times.eager) > 0
-        return not is_known or (self._expected >= self._wanted() and self.is_likely)
+        times = self._step_times
+        if times is None or not times.eager:
+            return True
+        return self._expected >= self._wanted(times) and self.is_likely
 
     def follows_host(self) -> None:
         """Note that captures must look at every operator."""
@@ -452,6 +471,11 @@ class CapturePolicy:
         # A device that is still busy when a step has been launched did not wait for launches.
         return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(times.behind))) * self._part
 
+    def _total(self, times: StepTimes) -> float:
+        """Estimate the milliseconds that the fit would take without graphs."""
+        done = self._statistics.eager + self._statistics.replayed
+        return (done + self._steps_left()) * median(times.eager)
+
     def _safe(self, times: StepTimes) -> float:
         """Estimate how many steps must be left, so that an attempt in vain hardly shows."""
         if self._costs or self._experience.has_succeeded:
@@ -470,7 +494,8 @@ class CapturePolicy:
         """Estimate the milliseconds that the next capture costs, with all attempts."""
         if self._costs:
             first, *further = self._costs
-            return median(further) if further else _FURTHER_CAPTURE * first
+            each = self._spent / max(1, len(further))
+            return each if further else max(each, _FURTHER_CAPTURE * first)
         steps, constant = _COMPARED if self._verifies else (0.0, 0.0)
         compared = steps * median(times.eager) + constant
         steps, constant = _ATTEMPT
@@ -534,9 +559,6 @@ class HyperParameterChurn:
 
 # ------------------ Memory
 
-_WORTH_A_MOVE = 0.05
-"""The part of the reserved memory that lies unused between tensors."""
-_AT_ONCE = 2**28  # bytes: what a move needs next to the tensors
 _AUTO = 0.35
 """How much more than eager steps this package may take, as a part of their peak."""
 _LEAST, _LEAST_SHARE = 2**31, 0.05
@@ -646,45 +668,3 @@ class MemoryBudget:
     @property
     def allocated(self) -> int:
         return 0 if self._device is None else torch.cuda.memory_allocated(self._device)
-
-
-def defragment(tensors: Iterable[Tensor]) -> None:
-    """Move tensors together if much memory lies unused between them and others.
-
-    An optimizer makes its state in the first step, wherever gradients and activations leave room.
-    In a captured step these are in memory of its own, and the gaps stay empty. Only addresses of
-    the tensors change: to be called before the first capture.
-    """
-    if torch.cuda.get_allocator_backend() != "native":  # others have no pools
-        return
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    reserved = torch.cuda.memory_reserved()
-    if reserved - torch.cuda.memory_allocated() < _WORTH_A_MOVE * reserved:
-        return
-    here = torch.cuda.current_device()
-    movable = [t for t in tensors if t.is_cuda and t.device.index == here and _is_whole(t)][::-1]
-    pool = torch.cuda.MemPool()
-    with contextlib.suppress(torch.OutOfMemoryError):  # what has moved has moved; the rest stays
-        while movable:
-            moved, size = [movable.pop()], 0
-            while movable and (size := size + movable[-1].nbytes) <= _AT_ONCE:
-                moved.append(movable.pop())
-            with torch.cuda.use_mem_pool(pool):
-                # The allocator cuts up one large piece, where it would get many, which takes longer
-                large = [-(-t.nbytes // 512) * 512 for t in moved if t.nbytes > _MIB]
-                torch.empty(sum(large), dtype=torch.uint8, device=moved[0].device)
-                copies = clone_all(moved)
-            while copies:
-                moved.pop().data = copies.pop()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor fills its storage, and nothing else uses that."""
-    if not is_strided(tensor):  # an optimizer's state of sparse gradients
-        return False
-    storage = tensor.untyped_storage()
-    fills = storage.nbytes() == tensor.numel() * tensor.element_size() > 0
-    return fills and storage_uses(storage) == 2  # by the tensor, and by the name above

@@ -6,8 +6,9 @@ import contextlib
 import itertools
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
+from math import isfinite
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from lightning_graphs.errors import (
     is_out_of_memory,
     no_room,
 )
-from lightning_graphs.policy.worth import CapturePolicy, History
+from lightning_graphs.policy.worth import CapturePolicy, History, Outlook
 from lightning_graphs.private.distributed import (
     FsdpModules,
     forget_backward,
@@ -34,18 +35,13 @@ from lightning_graphs.private.exchange import TURN
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.peers import PartedError, Peers, parted
 from lightning_graphs.regions.plan import Plan
+from lightning_graphs.values.signature import KEYS, Sightings
 
 # ------------------ Cache of plans
 
 Key = TypeVar("Key", bound=Hashable)
 AnyPlan = TypeVar("AnyPlan", bound="Used")
 
-_KEYS = 512
-"""How many keys are remembered, however many shapes there are."""
-_RECENT = 1024
-"""Sightings after which older ones count half."""
-_EQUAL = 1e6
-"""Sightings of every shape in advance that make all shares equal."""
 _VALUES = 8
 """How many plans there are for one shape, at most: values that change may never come back."""
 _IN_VAIN = 32
@@ -56,59 +52,6 @@ class Used(Protocol):
     """A plan."""
 
     uses: int  # how often it was replayed
-
-
-class Sightings:
-    """Counts batches by shape, and estimates the share of each shape in the coming ones."""
-
-    def __init__(self) -> None:
-        self._counts: OrderedDict[Hashable, float] = OrderedDict()  # the latest comes last
-
-    def see(self, shape: Hashable) -> None:
-        """Count a batch."""
-        self._counts[shape] = self._counts.pop(shape, 0.0) + 1.0
-        while len(self._counts) > _KEYS:
-            self._counts.popitem(last=False)
-
-    def add(self, counts: Mapping[Hashable, int]) -> None:
-        """Count batches that were replayed, and let those of long ago count less."""
-        for shape, count in counts.items():
-            self._counts[shape] = self._counts.get(shape, 0.0) + count
-        if sum(self._counts.values()) > _RECENT:
-            for shape in self._counts:
-                self._counts[shape] /= 2.0
-
-    def count(self, shape: Hashable) -> float:
-        return self._counts.get(shape, 0.0)
-
-    def items(self) -> Iterable[tuple[Any, float]]:
-        return self._counts.items()
-
-    def shares(self) -> dict[Hashable, float]:
-        """Estimate the share of each shape, from 0 to 1.
-
-        The part of sightings that were single ones estimates how many batches will bring something
-        new (Good, "The population frequencies of species", Biometrika 1953). The rest is divided
-        among the shapes: equally if their counts differ by no more than chance makes of equal
-        shares, and by their counts if they differ by much more (the counts of shapes are Poisson
-        numbers, whose means follow a gamma distribution).
-        """
-        kinds, total, squares, single = len(self._counts), 0.0, 0.0, 0
-        for count in self._counts.values():
-            total += count
-            squares += count * count
-            single += count <= 1.0
-        if single >= total:
-            return dict.fromkeys(self._counts, 0.0)
-        known = 1.0 - single / total
-        mean = known * total / kinds  # with those that have not come yet, of which each counts 0
-        variance = known * squares / kinds - mean * mean
-        equal = min(_EQUAL, mean * mean / max(variance - mean, 1e-9))
-        each = known / (total + kinds * equal)
-        return {shape: each * (count + equal) for shape, count in self._counts.items()}
-
-    def clear(self) -> None:
-        self._counts.clear()
 
 
 class PlanCache(Generic[Key, AnyPlan]):
@@ -136,6 +79,10 @@ class PlanCache(Generic[Key, AnyPlan]):
         self.is_full = False  # it would have been, if there had been room for one more plan
         self._captures = 0
         self._past_uses = 0
+        self._asked = Outlook(0.0, 0.0, ())  # for the key that was asked about last
+        # How many replays of all plans were expected: in each step, and from when on
+        self._share = self._since = 0.0
+        self._steps = 0  # that had no plan
 
     def __len__(self) -> int:
         return len(self.by_key)
@@ -158,6 +105,7 @@ class PlanCache(Generic[Key, AnyPlan]):
 
     def see(self, key: Key) -> int:
         """Count a sighting of ``key``, for which there is no plan; return how many there were."""
+        self._steps += 1
         self._shapes.see(self._shape(key))
         _count(self._seen, key)
         return self._seen[key]
@@ -171,24 +119,33 @@ class PlanCache(Generic[Key, AnyPlan]):
         self.why_not = ""
         if key in self._refused:
             return False
+        self._count_uses()  # that came before this one
         seen = self.see(key)
         shape = self._shape(key)
-        self._count_uses()
         shapes = {self._shape(other) for other in self.by_key}
         # How many were refused or dropped, or gave way to another one of their shape
         lost = self._captures - len(shapes)
-        uses = self._past_uses + sum(map(attrgetter("uses"), self.by_key.values()))
-        history = History(seen, lost, uses, moved=shape in shapes)
-        self.why_not = self._policy.why_not(history, partial(self._shares, shape, shapes))
+        uses = self._uses
+        promised = self._share * (self._steps + uses) - self._since
+        history = History(seen, lost, uses, promised, moved=shape in shapes)
+        self.why_not = self._policy.why_not(history, partial(self._outlook, shape, shapes))
         self.is_full = not self.why_not and not self._has_room(shape)
         if self.is_full:
             self.why_not = f"max_graphs={self._capacity} allows no more graphs; raise it, or pad"
         return not self.why_not
 
-    def _shares(self, shape: Hashable, known: Collection[Hashable]) -> tuple[float, list[float]]:
-        """Estimate the share of a shape, and those of all others that have no plan."""
-        shares = self._shapes.shares()
-        return shares.pop(shape), [part for key, part in shares.items() if key not in known]
+    @property
+    def _uses(self) -> int:
+        uses: Iterable[int] = map(attrgetter("uses"), self.by_key.values())
+        return self._past_uses + sum(uses)
+
+    def _outlook(self, shape: Hashable, known: Collection[Hashable]) -> Outlook:
+        """Estimate how often a shape comes, and all others that have no plan."""
+        rest, shares = self._shapes.rest(shape), self._shapes.shares()
+        share = shares.pop(shape)
+        others = [part for key, part in shares.items() if key not in known]
+        self._asked = Outlook(share, rest, others)
+        return self._asked
 
     def _count_uses(self) -> None:
         uses: dict[Hashable, int] = {}
@@ -224,6 +181,10 @@ class PlanCache(Generic[Key, AnyPlan]):
             self.drop(other)
         self._seen.pop(key, None)
         self._captures += 1
+        share, rest, _ = self._asked
+        self._asked = Outlook(0.0, 0.0, ())
+        self._share += share
+        self._since += share * (self._steps + self._uses) - (rest if isfinite(rest) else 0.0)
         self.by_key[key] = plan
         self._counted[key] = plan.uses + 1  # the coming one has been seen already
 
@@ -255,7 +216,7 @@ class PlanCache(Generic[Key, AnyPlan]):
 
 def _count(book: OrderedDict[Any, int], key: Any) -> None:
     book[key] = book.pop(key, 0) + 1
-    while len(book) > _KEYS:
+    while len(book) > KEYS:
         book.popitem(last=False)
 
 

@@ -28,7 +28,7 @@ from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.device.rules import AFTERMATH, are_noted
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError, is_out_of_memory
-from lightning_graphs.policy.worth import HyperParameterChurn, defragment
+from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
     capturable_unasked,
@@ -36,7 +36,6 @@ from lightning_graphs.private.torch import (
     hides_memory,
     left_alone,
     local,
-    plain,
     scaling_states,
     step_hook_tables,
 )
@@ -56,7 +55,7 @@ from lightning_graphs.regions.tried import (
     why_failed,
 )
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
-from lightning_graphs.values.tree import leaves_of, tensors_inside
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.scalars import holds_number
@@ -544,11 +543,6 @@ class CapturableOptimizer:
         finally:
             for group, flags in zip(groups, given, strict=True):
                 group.update(flags)
-
-    def defragment_state(self) -> None:
-        """Defragment the optimizer's state; to be called before the first capture."""
-        if self._device.type == "cuda":
-            defragment(plain(tensors_inside([*self.guard.state.values()])))
 
     def refresh(self) -> None:
         """Fill the learning rates on the device if they have changed since."""

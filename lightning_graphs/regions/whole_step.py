@@ -54,7 +54,7 @@ from lightning_graphs.regions.optimizer import (
 from lightning_graphs.regions.overlapped import Overlap
 from lightning_graphs.regions.own_gradients import why_not_behind
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.recovery import MemoryRecovery
+from lightning_graphs.regions.recovery import MemoryRecovery, defragment
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.report.messages import (
@@ -67,6 +67,7 @@ from lightning_graphs.report.messages import (
 )
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import Gradients, RegionState
+from lightning_graphs.values.tree import tensors_inside
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues, refuse_iterator
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 
@@ -325,7 +326,7 @@ class StepRegion(HeadedSteps):
                 plan.gradients.release_ownership()
             self._kept.count()
             for one in self._in_graphs if not len(self._cache) else ():
-                one.defragment_state()
+                defragment(tensors_inside([*one.guard.state.values()]))
             if self._head.now is not None:
                 parts = self._key_behind, self._phase(), self._watch
                 return self._capture.capture_behind(self._head, call, *parts)

@@ -1,11 +1,12 @@
-"""The signature of a call, and the prepared check of later calls against it."""
+"""The signature of a call, the prepared check of later calls, and how often each one comes."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -374,3 +375,119 @@ class CallPlan:
                 "pass arguments like those of the capture, or capture another graph for these",
             )
         return tensors
+
+
+# ------------------ How often they come
+
+KEYS = 512
+"""How many keys are remembered, however many shapes there are."""
+_RECENT = 1024
+"""Sightings after which older ones count half."""
+_EQUAL = 1e6
+"""Sightings of every shape in advance that make all shares equal."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """How often a shape has come."""
+
+    batches: float = 0.0
+    visits: float = 0.0
+
+
+class Sightings:
+    """Counts batches by shape, and estimates the share of each shape in the coming ones.
+
+    Batches of one shape in a row are one visit. That a shape comes back, and how often, its visits
+    tell: images of a size for ten steps, and then of another one, have not come back nine times.
+    """
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()  # the latest comes last
+        self._last: _Seen | None = None
+        self._in_a_row = 0  # batches of the last visit
+
+    def see(self, shape: Hashable) -> None:
+        """Count a batch."""
+        self._seen[shape] = seen = self._seen.pop(shape, None) or _Seen()
+        self._visit(seen, 1)
+        while len(self._seen) > KEYS:
+            self._seen.popitem(last=False)
+
+    def _visit(self, seen: _Seen, batches: int) -> None:
+        seen.batches += batches
+        if seen is not self._last:
+            self._last, self._in_a_row = seen, 0
+            seen.visits += 1.0
+        self._in_a_row += batches
+
+    def add(self, counts: Mapping[Hashable, int]) -> None:
+        """Count batches that were replayed, and let those of long ago count less.
+
+        Those that were replayed last come last. Their order is not known beyond that: several
+        shapes have come in visits of the usual length.
+        """
+        counts = {shape: count for shape, count in counts.items() if count}
+        if not counts:
+            return
+        usual = self._usual
+        for shape, count in counts.items():
+            seen = self._seen.setdefault(shape, _Seen())
+            if len(counts) == 1:
+                self._visit(seen, count)
+            else:
+                seen.batches += count
+                seen.visits += max(1.0, count / usual)
+                self._last, self._in_a_row = seen, 1
+        if sum(seen.batches for seen in self._seen.values()) > _RECENT:
+            for seen in self._seen.values():
+                seen.batches /= 2.0
+                seen.visits /= 2.0
+
+    @property
+    def _usual(self) -> float:
+        """How many batches a visit has on average."""
+        batches = sum(seen.batches for seen in self._seen.values())
+        return max(1.0, batches / max(1.0, sum(seen.visits for seen in self._seen.values())))
+
+    def count(self, shape: Hashable) -> float:
+        return seen.batches if (seen := self._seen.get(shape)) is not None else 0.0
+
+    def items(self) -> Iterable[tuple[Any, float]]:
+        return [(shape, seen.batches) for shape, seen in self._seen.items()]
+
+    def rest(self, shape: Hashable) -> float:
+        """Estimate how many batches of a shape follow at once: as many as came in a row so far."""
+        if self._last is None or self._seen.get(shape) is not self._last:
+            return 0.0
+        return float(self._in_a_row) if len(self._seen) > 1 else inf
+
+    def shares(self) -> dict[Hashable, float]:
+        """Estimate the share of each shape, from 0 to 1, but for the visit that is under way.
+
+        The part of visits that were single ones estimates how many will bring something new (Good,
+        "The population frequencies of species", Biometrika 1953). The rest is divided among the
+        shapes: equally if their counts differ by no more than chance makes of equal shares, and by
+        their counts if they differ by much more (the counts of shapes are Poisson numbers, whose
+        means follow a gamma distribution).
+        """
+        kinds, total, squares, single = len(self._seen), 0.0, 0.0, 0
+        for seen in self._seen.values():
+            total += seen.visits
+            squares += seen.visits**2
+            single += seen.visits <= 1.0
+        if single >= total:
+            return dict.fromkeys(self._seen, 0.0)
+        known = 1.0 - single / total
+        mean = known * total / kinds  # with those that have not come yet, of which each counts 0
+        variance = known * squares / kinds - mean * mean
+        equal = min(_EQUAL, mean * mean / max(variance - mean, 1e-9))
+        each = known / (total + kinds * equal) / self._usual
+        return {
+            shape: each * (seen.visits + equal) * seen.batches / seen.visits
+            for shape, seen in self._seen.items()
+        }
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self._last, self._in_a_row = None, 0

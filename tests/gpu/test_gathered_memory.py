@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_graphs.policy.worth import defragment
+from lightning_graphs.regions.recovery import defragment
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

