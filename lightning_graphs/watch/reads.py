@@ -123,7 +123,8 @@ class AttributeGuards(ValueGuards):
         super().read(words)
         for name, owner in self._unseen:
             for key in (vars(owner).keys() & words) - OF_ALL_MODULES:
-                self.add(f"{name}.{key}", vars(owner).get, key, owner)
+                if not _is_layer(owner) or _is_number(vars(owner)[key]):
+                    self.add(f"{name}.{key}", vars(owner).get, key, owner)
 
     def may_have_read(self, owner: object, key: Any) -> bool:
         """Return whether code may have read an attribute or entry before it set it."""
@@ -159,8 +160,8 @@ class AttributeGuards(ValueGuards):
         """Note what the body reads from the module, from submodules of user code, and from others.
 
         Their classes are exchanged for subclasses. Layers of torch cannot be, where compiled code
-        checks their class; of theirs, the numbers that training is known to move are noted. What
-        the body sets is noted of all of them.
+        checks their class; of theirs, the numbers are noted that training is known to move, and
+        those that user code names. What the body sets is noted of all of them.
         """
         self._thread = threading.get_ident()
         self._modules = {id(owner): owner for owner in modules_in(module)}
@@ -169,12 +170,12 @@ class AttributeGuards(ValueGuards):
         for name, owner in iter_objects(module) if held is None else held:
             if not isinstance(owner, nn.Module) or self.is_apart(owner):
                 continue
-            if _author_of(type(owner)).startswith(_LIBRARIES):
+            if is_layer := _is_layer(owner):
                 table = vars(owner)
                 for key in _LIVE_IN_LIBRARIES & table.keys():
-                    if isinstance(table[key], (bool, int, float, str)):
+                    if _is_number(table[key]):
                         self.add(f"{name}.{key}", table.get, key, owner)
-            elif owner in closed:
+            if is_layer or owner in closed:
                 self._unseen.append((name, owner))
             else:
                 exchanged.append((owner, type(owner), name))
@@ -283,6 +284,14 @@ def is_watchable(value: Any) -> bool:
 
 def _is_metric(module: nn.Module) -> bool:
     return any(base.__module__.startswith("torchmetrics.") for base in type(module).__mro__)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return _author_of(type(module)).startswith(_LIBRARIES)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str))
 
 
 def _author_of(kind: type) -> str:

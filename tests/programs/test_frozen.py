@@ -131,6 +131,16 @@ class ScheduledDropout(Net):
         self.net[3].p = 0.25 * (self.current_epoch % 2)
 
 
+class NamedInALayer(Net):
+    """A number that the author has put into a layer of torch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.net.factor
+
+    def on_train_epoch_start(self) -> None:
+        self.net.factor = 0.5 * (1 + self.current_epoch % 2)
+
+
 class Consuming(Net):
     def training_step(self, dataloader_iter: Any) -> Any:
         batch, _, _ = next(dataloader_iter)
@@ -484,7 +494,7 @@ ROWS = (
         }
     )
     | table(IndexReturned, Mixup, Dumping)
-    | table(Moving, ScheduledDropout, max_epochs=3)
+    | table(Moving, ScheduledDropout, NamedInALayer, max_epochs=3)
     | table(
         Restarting, said="in training_step: self.zero_grad", also="unverified",
         accumulate_grad_batches=2,
