@@ -210,6 +210,8 @@ class KeptCalls:
         known = self.known.get(site)
         if site in self._unfit or (known is not None and (known.is_used or not known.functions)):
             return ""
+        if any(inner.f_code in _BACKWARD for inner, *_ in frames[inside[-1] :]):
+            return ""  # its gradients are the step's, whatever it returns
         if callee is not None and is_asked_for_text(callee):
             return self._learn_text((frame, offset, line), error)
         if not anyway and (callee is None or not _is_given_late(callee)):
@@ -500,6 +502,9 @@ def _functions_of(callee: FrameType) -> list[FunctionType]:
 def _function_in(value: Any) -> FunctionType | None:
     value = value.__func__ if type(value) is staticmethod else value
     return value if type(value) is FunctionType else None
+
+
+_BACKWARD = {function.__code__ for function in (torch.autograd.backward, torch.autograd.grad)}
 
 
 def _holds_modules(values: Iterable[Any]) -> bool:

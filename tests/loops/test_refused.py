@@ -42,6 +42,14 @@ def reading(model: Any, optimizer: Any, batch: Any) -> Any:
     return loss.detach()
 
 
+def reading_in_backward(model: Any, optimizer: Any, batch: Any) -> Any:
+    optimizer.zero_grad()
+    loss = loss_of(model, batch) + (1 + model(batch["x"])[:2] / 64).prod()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def printing(model: Any, optimizer: Any, batch: Any) -> Any:
     optimizer.zero_grad()
     loss = loss_of(model, batch)
@@ -94,6 +102,7 @@ REFUSED = {
     taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
     leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",
     reading: r"in reading: for _ in range\(int\(loss.item\(\)\)\):.*\n.*return the tensor",
+    reading_in_backward: r"backward pass of Prod at .* loss.backward\(\)\n.*in place of prod",
     printing: r"sys.stdout.write is used at .* in printing: sys.stdout.write.*\n.*after the call",
     stepping_another: r"a step of SGD is taken at .* in stepping_another.*\n.*capture\(\) every",
 }
