@@ -44,6 +44,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.judged import Findings, options_of_notes
+from lightning_graphs.regions.lifecycle import EAGER
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
@@ -223,6 +224,7 @@ class CapturedFunction(Generic[P, R]):
         if calls is None:
             calls = self._begin()
         if self._eager or not calls.is_active:
+            calls.goes_on_eagerly()
             self._statistics.ran_eagerly()
             return self.function(*args, **kwargs)
         returned: R = calls.call(args, kwargs)
@@ -488,6 +490,11 @@ class Calls:
         if timing is None:
             return steps.run(given, args, kwargs)
         return self._run(steps, given, args, kwargs)
+
+    def goes_on_eagerly(self) -> None:
+        """Let all ranks run a call eagerly, if they decide together."""
+        if self.is_active and not self._ranks.are_one:
+            self._ranks.agree(EAGER, False)
 
     def _run(
         self, steps: FunctionSteps, given: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

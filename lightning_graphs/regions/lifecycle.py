@@ -396,7 +396,7 @@ class Ranks:
         found = [said]
         if self._group is not None:
             found *= torch.distributed.get_world_size(self._group)
-            mine = str(said) if isinstance(said, Exception) else said
+            mine = str(said) or type(said).__name__ if isinstance(said, Exception) else said
             self._exchange(torch.distributed.all_gather_object, found, mine)
         return next((rank, other) for rank, other in enumerate(found) if other)
 
@@ -609,7 +609,10 @@ class Lifecycle(Generic[Call, P]):
         plan.number = next(self._ranks.numbers)
         plan.unverified = self._verifier is not None and self._verifier.is_on
         self.cache.add(plan.key, plan)
-        if region.enter(plan, call) is False:
+        is_missed = region.enter(plan, call) is False
+        if self._ranks.any(is_missed):
+            if not is_missed:
+                plan.cancel()
             return None
         is_too_much = self._ranks.any(not self._policy.affords_verification)
         found = plan if is_too_much else self.verified(plan, call)

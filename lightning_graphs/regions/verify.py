@@ -86,6 +86,10 @@ class WrittenMemory:
         """Whether a run has shown it."""
         return self._found is not None
 
+    def forget(self) -> None:
+        """Let the next run show it again."""
+        self._found = None
+
     def add_to(
         self,
         snapshot: Snapshot,
@@ -228,13 +232,15 @@ class Verifier:
                 if self.ranks.whole_steps_only:  # FSDP2 frees and fills all parameters
                     written = None
                 elif written is not None and (written.is_found or self.ranks.wrappers):
+                    if self.ranks.any(not written.is_found):  # as on a rank with another key
+                        written.forget()
                     shown = partial(self._run_unreduced, ways.eager)
                     run = partial(self.ranks.all_or_none, exchanges=True)
                     with nullcontext() if written.is_found else ways.alone():
                         written.add_to(state, shown, ways.spare, run)
                     written = None
                 self._require(ways, state, tolerance or self._tolerance, written)
-                is_step = ways.goes_on
+                is_step = not self.ranks.any(not ways.goes_on)
             finally:
                 if not is_step:
                     state.restore()

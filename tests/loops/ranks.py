@@ -6,9 +6,11 @@ import contextlib
 import re
 import runpy
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -347,6 +349,29 @@ def gathering(lab: Lab) -> Any:
     return [step(batch) for batch in batches(lab, 16)]
 
 
+def differing(lab: Lab) -> Any:
+    """One rank reads a clock, gets another weight for some calls, and runs one eagerly."""
+    model = wrapped(lab.net(), lab)
+    optimizer, is_odd = adamw(model), torch.distributed.get_rank() == 1
+    settings, times = SimpleNamespace(weight=1.0), []
+
+    def train_step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch) * settings.weight
+        loss.backward()
+        optimizer.step()
+        if is_odd:
+            times.append(time.monotonic())
+        return loss.detach()
+
+    step, losses = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(batches(lab, 40)):
+        settings.weight = 2.0 if is_odd and 20 < i < 28 else 1.0
+        with step.eager() if is_odd and i == 34 else nullcontext():
+            losses.append(step(batch))
+    return losses, len(times)
+
+
 def evaluated(lab: Lab) -> Any:
     """Each rank evaluates as many batches as it has, after some calls that train."""
     function, model, _ = training(lab)
@@ -367,6 +392,7 @@ def evaluated(lab: Lab) -> Any:
 
 DECISIONS: dict[Callable[[Lab], Any], str] = {
     other_shapes: "",
+    differing: "",
     evaluated: "",
     reading_on_one: r"on rank 1: .*in train_step: for _ in range\(int\(loss.item",
     leaving_out: "find_unused_parameters=True reads on the host.*requires_grad_",

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 
 from lightning_graphs import GraphCapture
-from lightning_graphs.errors import is_out_of_memory, no_room
+from lightning_graphs.errors import CaptureError, is_out_of_memory, no_room
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.regions import peers
 from lightning_graphs.regions.peers import PartedError
@@ -292,7 +292,7 @@ def failing_when_verified(rank: int, backend: str, root: Path) -> None:
 
 
 def parting(rank: int, root: Path) -> Any:
-    """Find no memory on one rank, where ranks exchange data; what both are told."""
+    """Find no memory on one rank, where ranks exchange data, then fail; what both are told."""
     told = []
 
     class Parts(Callback):
@@ -304,9 +304,17 @@ def parting(rank: int, root: Path) -> Any:
                 graphs._handler.runner._ranks.all_or_none(_find_no_memory, exchanges=True)
             assert not is_out_of_memory(raised.value)
             told.append(str(raised.value))
+            with pytest.raises((AssertionError, CaptureError)) as raised:
+                graphs._handler.runner._ranks.all_or_none(_say_nothing)
+            told.append(f"{raised.typename}: {raised.value}")
 
     prepare("emulated", in_folder(root, rank), True, callbacks=lambda: [Parts()], **DDP).run()
     return told
+
+
+def _say_nothing() -> None:
+    if torch.distributed.get_rank() == ODD:
+        raise AssertionError
 
 
 def _find_no_memory() -> None:

@@ -77,8 +77,11 @@ def test_an_assertion_of_one_rank_ends_all(tmp_path: Path, every: int, ends: int
 
 
 def test_no_rank_goes_on_where_others_wait_for_it(tmp_path: Path) -> None:
-    for (said,) in run_on_ranks(parting, tmp_path):
-        assert "wait for: rank 1: CUDA out of memory" in said
+    (said, other), (again, odd) = run_on_ranks(parting, tmp_path)
+    for each in (said, again):
+        assert "wait for: rank 1: CUDA out of memory" in each
+    assert "on rank 1: AssertionError" in other
+    assert odd == "AssertionError: "
 
 
 def test_a_step_without_memory_ends_all_and_says_why(tmp_path: Path) -> None:
