@@ -210,8 +210,6 @@ class GraphedCallable:
         self._replay_forward, self._dropout = self.forward_graph.replay, self.forward_graph.dropout
         self._forward_stores, self._backward_stores = self.stores
         self._fills = any(each.path for each in self.outputs.bound)
-        backward = self.backward_pass
-        self._writes_gradients = backward is not None and backward.direct is not None
         self._witness = self._anchor if self.witness is None else self.witness
         self._version = version_of(self._witness)
         self._pending: PendingBackward | None = None
@@ -270,8 +268,9 @@ class GraphedCallable:
                 "leave it ungraphed",
             )
         tensors = self.plan.tensors(args, kwargs)
-        for guard in self.guards:
-            guard.check(trainable=self._writes_gradients)
+        backward = self.backward_pass if torch.is_grad_enabled() else None
+        for guard in self.guards:  # ahead of the replay, which writes buffers and draws
+            guard.check(trainable=backward is not None)
         self._refuse_arguments_elsewhere(tensors)
         if self._fills:
             if not are_apart((args, kwargs)):
@@ -286,8 +285,7 @@ class GraphedCallable:
         if self._forward_stores:
             set_again(self._forward_stores)
         self.order.replay(self.place)
-        backward = self.backward_pass
-        if backward is None or not torch.is_grad_enabled():
+        if backward is None:
             return self.outputs.hand_out()
         self._pending = self.order.wait(self.place, backward.place)
         self._version = version_of(self._witness)
@@ -431,9 +429,6 @@ class _GraphedNode(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.graphed = graphed
         ctx.pending = graphed._pending
-        if not all(ctx.needs_input_grad[1:]):
-            for guard in graphed.guards:
-                guard.check()
         return graphed.outputs.differentiable()
 
     @staticmethod

@@ -359,6 +359,35 @@ def test_unfreezing_in_mid_training(backend: str, tmp_path: Path) -> None:
     assert captured.statistics.captures == 2
 
 
+class FrozenInside(Net):
+    """Its network, with statistics and dropout, is frozen in some steps, as in a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.net(batch["x"])
+        leaf = hidden.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.head(leaf).exp().sum(), leaf, create_graph=True)
+        loss = nn.functional.cross_entropy(self.head(hidden).float(), batch["y"])
+        return loss + slope.float().square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.requires_grad_(batch_idx % 3 > 0)
+        loss = super().training_step(batch, batch_idx)
+        self.net.requires_grad_(True)
+        return loss
+
+
+def test_frozen_inside_of_some_steps(backend: str, tmp_path: Path) -> None:
+    """A call that its graph cannot serve has not replayed it: statistics and draws count once."""
+    _, captured = trained(
+        backend, tmp_path, FrozenInside, capture=named("net", verify=False, on_failure="eager")
+    )
+    assert 5 < captured.statistics.replayed < 15
+
+
 class Statistics(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.std_mean(x, 1, keepdim=True)
