@@ -115,7 +115,7 @@ def draws_recorded(
 
     Replays call these functions of plain values as a whole, whatever they compute from draws.
     """
-    tape, from_numpy = recording.tape, torch.from_numpy
+    tape, from_numpy, new = recording.tape, torch.from_numpy, torch.Tensor.__new__
 
     def drawing(name: str, function: Callable[..., Any], generator: PythonGenerator) -> Any:
         def draw(*args: Any, **kwargs: Any) -> Any:
@@ -137,10 +137,16 @@ def draws_recorded(
     def converted(array: Any) -> Any:
         return torch.as_tensor(array) if isinstance(array, ArrayTracer) else from_numpy(array)
 
+    def made(cls: Any, *data: Any, **kwargs: Any) -> Any:
+        if cls is torch.Tensor and len(data) == 1 and numbers_ahead(data):
+            return torch.tensor(*data, dtype=torch.get_default_dtype())
+        return new(cls, *data, **kwargs)
+
     drawn = draws_exchanged(drawing, functions)
     # What gives the present value of data with live numbers in it; None of other data
     recording.reader_of = lambda d: partial(present, d) if numbers_ahead(d) else None
-    with recording, drawn, replaced(torch, "from_numpy", converted):
+    of_arrays = replaced(torch, "from_numpy", converted)
+    with recording, drawn, of_arrays, replaced(torch.Tensor, "__new__", made):
         yield
 
 

@@ -207,6 +207,8 @@ class HostTracer(OperatorMode):
 
     def operator(self, call: OperatorCall) -> Any:
         func, kwargs = call.func, call.kwargs
+        if func is aten.lift_fresh.default and call.inputs[0].dim():
+            return self.tape.run(call)  # torch has made it of Python numbers: torch.LongTensor([1])
         # One without tensors may make one.
         concerned = not call.inputs or any(self._shadow(t) is not None for t in call.inputs)
         if not (concerned or _is_special(func)):
@@ -486,11 +488,14 @@ class HostTracer(OperatorMode):
         """An index without lists and tensors of the host: autograd would keep them as they are."""
         if isinstance(index, tuple):
             return tuple(part for item in index for part in self._parts(tensor, item))
+        if isinstance(index, range):
+            index = [*index]
         if isinstance(index, list) and index and all(type(i) in (int, bool) for i in index):
             return self._from_python(torch.tensor, "tensor", (index,), {"device": tensor.device})
         if not isinstance(index, (Tensor, int, slice, type(None), type(...))):
             read = self.reader_of(index)
-            if read is not None and hasattr(read(), "__len__"):  # an array
+            data = index if read is None else read()
+            if hasattr(data, "__len__") and hasattr(data, "__array_interface__"):
                 index = self._from_python(torch.as_tensor, "as_tensor", (index,), {})
         if not (isinstance(index, Tensor) and index.dim()):
             return index

@@ -72,6 +72,7 @@ def as_tensors(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     noise = torch.as_tensor(np.random.normal(size=(8, 1)) * 0.5 + 1, device=x.device)
     kept = torch.tensor(np.random.rand(8) < 0.5, device=x.device)
     x = x * weights * noise.float() * share.to(x.dtype) * kept
+    x = x + torch.Tensor(np.random.random((8, 1))).to(x) * torch.Tensor([random.random()]).to(x)
     return self.loss({**batch, "x": torch.cat([x, x[places]])[: len(batch["y"])]})
 
 
