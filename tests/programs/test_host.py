@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -182,9 +183,28 @@ class WrittenOnTheHost(Plain):
         return table.to(x.device).sum(0) + 1.0
 
 
-class IndexedByAList(Plain):
+class IndexedByNumbers(Plain):
     def scale(self, x: Tensor) -> Tensor:
-        return x[:, [-2]].detach() + x[torch.arange(8).flip(0)]
+        chosen = x[range(8), np.arange(8)[::-1].copy()] + x[np.array([True] * 8), [0, 1] * 4]
+        return x[:, [-2]].detach() + x[torch.arange(8).flip(0)] + chosen[:, None]
+
+
+class OldConstructors(Plain):
+    """As older programs make tensors."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        weights = torch.Tensor([0.5, 1.0] * 4).to(x.device)
+        weights = weights + torch.FloatTensor(np.linspace(0, 1, 8)).to(x.device)
+        return x[torch.LongTensor([0, 0, *range(6)]).to(x.device)] * weights
+
+
+class FilledByTheDevice(Plain):
+    """A table of the host takes what the device computes, next to a number of the batch."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        rows = torch.zeros(8, 1)
+        rows[:] = self.net[0](x).detach().mean(1, keepdim=True)
+        return rows.to(x.device) * int((x > 0).sum())
 
 
 class ConstantMask(Plain):
@@ -376,7 +396,7 @@ SERVED = [
     Copied,
     ANumber, Numbers, WrittenInPlace, NewTensor, ATable, Draw, ADrawnNumber, DrawnPlaces,
     DrawnFromItsOwn, NeverDropped, AMask, Lengths, Places, WrittenPlaces, Unique, Counted, AsList,
-    Shifted, Global, IndexedByAList, ConstantMask, Spoken, SpokenWithPadding,
+    Shifted, Global, IndexedByNumbers, OldConstructors, ConstantMask, Spoken, SpokenWithPadding,
 ]  # fmt: skip
 TWELVE = {"data": lambda: batches(12)}
 ROWS = (
@@ -391,8 +411,8 @@ ROWS = (
     | table(Kept, Returned, Appended, ReadOfTheDevice, found=None, validation=0, **TWELVE)
     | table(ReturnedAndRead, said=".", placed=False, found=None, **TWELVE)
     | table(ReadOfAParameter, ReadOfWhatWasWritten, **TWELVE)  # the host waits for the answer
-    # In a rehearsal its tensor is one of the device, which is stored by replays.
-    | table(KeptAndUsed, said=None, **TWELVE)
+    # In a rehearsal its tensor is one of the device.
+    | table(KeptAndUsed, FilledByTheDevice, said=None, **TWELVE)
     # Numbers that never come back are not captured for ever.
     | table(AsNumbers, said=None, graphs=range(11), data=lambda: batches(40))
 )  # fmt: skip
