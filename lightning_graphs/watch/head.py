@@ -517,7 +517,8 @@ def live_at(code: CodeType, offset: int, *, after: bool = False) -> tuple[str, .
         for i in reversed(range(len(steps))):
             step = steps[i]
             follow = {*handlers, place.get(step.argval, i)} if step.opcode in _JUMPS else handlers
-            ends = step.opname in _ENDS or _always_jumps(step.opname)
+            name = step.opname
+            ends = name in _ENDS or (name.startswith("JUMP_") and not name.startswith("JUMP_IF"))
             behind[i] = set().union(*(ahead[j] for j in {*follow, *([] if ends else [i + 1])}))
             before = _read_by(step, behind[i]) & own
             if before != ahead[i]:
@@ -525,10 +526,6 @@ def live_at(code: CodeType, offset: int, *, after: bool = False) -> tuple[str, .
     now = place[offsets_at(code, offset).start]
     found = behind[now] if after else ahead[now]
     return tuple(sorted({*found, *code.co_cellvars}))
-
-
-def _always_jumps(name: str) -> bool:
-    return name.startswith("JUMP_") and not name.startswith("JUMP_IF")
 
 
 def _read_by(step: dis.Instruction, after: set[str]) -> set[str]:

@@ -214,7 +214,7 @@ class KeptCalls:
             return ""  # its gradients are the step's, whatever it returns
         if callee is not None and is_asked_for_text(callee):
             return self._learn_text((frame, offset, line), error)
-        if not anyway and (callee is None or not _is_given_late(callee)):
+        if not anyway and (callee is None or not leaves_of([*callee.f_locals.values()], LateValue)):
             return ""
         functions: list[FunctionType] = []
         if callee is not None and not callee.f_globals.get("__name__", "").startswith(OURS):
@@ -468,10 +468,6 @@ def _among_late(function: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse(kept: _Kept, _: str) -> NoReturn:
     kept.is_used = True
     raise CaptureError(*kept.error)
-
-
-def _is_given_late(frame: FrameType) -> bool:
-    return bool(leaves_of([*frame.f_locals.values()], LateValue))
 
 
 def _entries(error: BaseException) -> Iterator[Entry]:

@@ -238,7 +238,8 @@ class SideEffects:
         self._versions = list(map(version_of, own))
         supply = iter(own)
         values = [state.now() for state in self._states]
-        self._inside = [_copied(substitute(value, supply)) for value in values]
+        inside = (substitute(value, supply) for value in values)
+        self._inside = [copy.copy(value) if isinstance(value, set) else value for value in inside]
         self._leaves = [
             (state.place, leaf)
             for state, inside in zip(self._states, self._inside, strict=True)
@@ -302,7 +303,9 @@ class SideEffects:
         if self._looked is not None:
             for (place, _), at_end, then in zip(self._given, now, self._looked, strict=True):
                 if not (place.is_still(at_end[0], then[0]) and is_same_content(at_end[1], then[1])):
-                    raise _refused_later(place)
+                    if isinstance(place, Holder):
+                        raise _changed("batch after its forward pass")
+                    raise STORED.refused(f"{place.name} is set after the forward pass")
             return
         self._looked = now
         bound: list[_Effect] = []
@@ -480,10 +483,6 @@ def _sameness(values: Sequence[Any]) -> list[int]:
     return [-1 if key is None else first.setdefault(key, i) for i, key in enumerate(opened)]
 
 
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, set) else value
-
-
 def _changed(observed: str) -> CaptureError:
     return BATCH_CHANGED.refused(f"{LIBRARIES.step} changes {observed}")
 
@@ -494,12 +493,6 @@ def _refused(place: Place, key: Any, leaf: Any) -> CaptureError:
     if isinstance(place, Holder):
         return _changed(f"{place.name}{item_label(key)}, where it puts a {kind}")
     return STORED.refused(f"the step stores a {kind}")
-
-
-def _refused_later(place: Place) -> CaptureError:
-    if isinstance(place, Holder):
-        return _changed("batch after its forward pass")
-    return STORED.refused(f"{place.name} is set after the forward pass")
 
 
 def _is_part(place: Place, bound: Iterable[_Effect]) -> bool:
