@@ -551,10 +551,9 @@ class OptimizerState:
         self._scale: dict[str, Any] = {} if scaler is None else scaler.state_dict()
         held = [*chain.from_iterable(map(dict.values, [*_states_of(optimizer), *groups]))]
         held += [value for value in table.values() if not isinstance(value, dict)]
-        nested = [*held_in_containers(held)]
-        self.tensors = [value for value in held if isinstance(value, Tensor)]
-        self.tensors += tensors_inside(nested)
-        self._nested = PythonSnapshot(iter_inside([("state", value) for value in nested]))
+        self.tensors = [*tensors_inside(held)]
+        nested = [("state", value) for value in held_in_containers(held)]
+        self._nested = PythonSnapshot(iter_inside(nested))
 
     def restore(self) -> int:
         """Put it back; of how many parameters there were other tensors."""

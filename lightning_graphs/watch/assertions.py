@@ -24,6 +24,7 @@ from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.torch import PLAIN_TENSORS, in_transform, is_strided, version_of
 from lightning_graphs.watch.branches import (
+    LateError,
     NotKept,
     Way,
     can_be_raised_late,
@@ -41,7 +42,7 @@ from lightning_graphs.watch.forks import (
     goes_through,
 )
 from lightning_graphs.watch.forms import Numbers
-from lightning_graphs.watch.on_device import DeviceNumber, number_in
+from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, Tracer, tensors_asked
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
@@ -97,22 +98,12 @@ class _Noted:
     place: int
 
 
-class MakesError(Protocol):
-    """Makes the error of a failed assertion, or warns."""
-
-    reads_late: bool
-    """Whether it may read attributes that have changed since."""
-
-    def make(self, now: Callable[[Any], Any]) -> BaseException | None:
-        """Return the error; ``now`` gives the present value of what the graph has kept."""
-
-
 @dataclass(frozen=True, slots=True)
 class Assertion:
     """A condition of captured code, and the error where it fails."""
 
     site: CallSite
-    raising: MakesError
+    raising: LateError
 
 
 class Room(NamedTuple):
@@ -263,16 +254,13 @@ class Assertions:
             warning = cut.choice.warning(lambda value: self._held(value, len(self.found) + 1))
             self.require(cut.entering.logical_not(), cut.choice.site, NoGradient(warning))
 
-    def holds(self, truth: Tensor, frame: FrameType) -> bool:
+    def holds(self, truth: Tensor, frame: FrameType) -> bool | None:
         """Answer whether a comparison is true that code makes only to raise."""
         asked = Question(frame, Asks.TRUTH, [truth], lambda: truth)
         way = None if in_transform() else _way(asked)
         found = None if way is None or self.is_over else self._asserted(asked, way)
         if found is None and not self.is_over:
             found = self.forks.answer(truth, frame, called=False)
-        if found is None:
-            HOST_READ.refuse_here("a number of the device is read")
-            return bool(number_in(truth))
         return found
 
     def _asserted(self, asked: Question, way: Way) -> bool | None:
@@ -298,7 +286,7 @@ class Assertions:
         self.require(value, CallSite(code.co_filename, line, code.co_name), raising)
         return way.outcome
 
-    def require(self, condition: Tensor, site: CallSite, error: MakesError) -> None:
+    def require(self, condition: Tensor, site: CallSite, error: LateError) -> None:
         """Assert a condition of the device, a scalar, with the line and the error of its failure.
 
         Beyond the room for them there is no further assertion.

@@ -68,13 +68,9 @@ class BothWays:
             return None
         return self._go(truth.reshape(()), asked.frame)
 
-    def holds(self, truth: Tensor, frame: FrameType) -> bool:
+    def holds(self, truth: Tensor, frame: FrameType) -> bool | None:
         """Answer whether a comparison of numbers is true."""
-        found = self._go(truth, frame)
-        if found is None:
-            HOST_READ.refuse_here("a number of the device is read")
-            return bool(number_in(truth))
-        return found
+        return self._go(truth, frame)
 
     def _go(self, truth: Tensor, frame: FrameType) -> bool | None:
         if self._way is not None:

@@ -7,6 +7,7 @@ and which ``except`` would catch an error.
 
 from __future__ import annotations
 
+import abc
 import ast
 import builtins
 import contextlib
@@ -433,7 +434,35 @@ _ERROR = "__error__"
 NotKept.__name__ = Tensor.__name__  # which messages show
 
 
-class Raising:
+class LateError(abc.ABC):
+    """Makes the error of a failed assertion, or warns."""
+
+    reads_late = False
+    """Whether it may read attributes that have changed since."""
+
+    @abc.abstractmethod
+    def make(self, now: Callable[[Any], Any]) -> BaseException | None:
+        """Return the error; ``now`` gives the present value of what is held."""
+
+
+class _OfCode(LateError):
+    """Runs statements of user code late, with its globals, and what stands for its variables."""
+
+    def __init__(
+        self, frame: FrameType, statements: list[ast.stmt], held: Callable[[Any], Any]
+    ) -> None:
+        self._told = [compiled([each], frame) for each in statements if is_telling(each)]
+        self._code = compiled([each for each in statements if not is_telling(each)], frame)
+        named = {name for code in (self._code, *self._told) for name in code.co_names}
+        self._globals, known = frame.f_globals, frame.f_locals
+        self._locals = {name: held(known[name]) for name in sorted(named) if name in known}
+
+    def names(self, now: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return the variables, of the present."""
+        return {**self._globals, **{name: now(value) for name, value in self._locals.items()}}
+
+
+class Raising(_OfCode):
     """Makes the error that a way raises.
 
     Args:
@@ -443,25 +472,21 @@ class Raising:
 
     def __init__(self, way: Way, held: Callable[[Any], Any]) -> None:
         frame, statements = way.frame, _statements(way)
+        super().__init__(frame, statements, held)
         nodes = [node for statement in statements for node in ast.walk(statement)]
         called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
         # Whether its message has attributes, which may have changed since
         self.reads_late = any(
             isinstance(node, ast.Attribute) and id(node) not in called for node in nodes
         )
-        self._told = [compiled([each], frame) for each in statements if is_telling(each)]
-        self._code = compiled([each for each in statements if not is_telling(each)], frame)
         (raised, exc) = statements[-1], statements[-1].exc  # type: ignore[attr-defined]
         kind = exc.func if isinstance(exc, ast.Call) else exc
         self._kind = compiled([ast.Assign([ast.Name(_ERROR, ast.Store())], kind)], frame)
         alone = ast.copy_location(ast.Raise(ast.Name(_ERROR, ast.Load()), None), raised)
         self._raise = compiled([alone], frame)
-        self._globals = frame.f_globals
-        self._locals = _held_locals([self._code, *self._told], frame, held)
 
     def make(self, now: Callable[[Any], Any]) -> BaseException:
-        """Return the error; ``now`` gives the present value of what is held."""
-        names = {**self._globals, **{name: now(value) for name, value in self._locals.items()}}
+        names = self.names(now)
         for told in self._told:
             with contextlib.suppress(Exception):  # it may need values that are gone
                 exec(told, names)
@@ -483,34 +508,16 @@ class Raising:
         return AssertionError()
 
 
-def _held_locals(
-    codes: list[CodeType], frame: FrameType, held: Callable[[Any], Any]
-) -> dict[str, Any]:
-    known = frame.f_locals
-    names = {name for code in codes for name in code.co_names}
-    return {name: held(known[name]) for name in sorted(names) if name in known}
-
-
-class LateWarning:
-    """Warns as a way does.
-
-    Args:
-        way: The way, whose warnings can come late.
-        held: Makes what stands for a local value of which a message is made.
-    """
-
-    reads_late = False
+class LateWarning(_OfCode):
+    """Warns as a way does, whose warnings can come late."""
 
     def __init__(self, way: Way, held: Callable[[Any], Any]) -> None:
-        frame = way.frame
-        self._codes = [compiled([each], frame) for each in way.warns]
-        self._globals = frame.f_globals
-        self._locals = _held_locals(self._codes, frame, held)
+        super().__init__(way.frame, [*way.warns], held)
 
     def make(self, now: Callable[[Any], Any]) -> BaseException | None:
         """Warn; return the error if warnings are errors."""
-        names = {**self._globals, **{name: now(value) for name, value in self._locals.items()}}
-        for code in self._codes:
+        names = self.names(now)
+        for code in self._told:
             try:
                 exec(code, names)
             except Warning as error:
@@ -549,19 +556,14 @@ def _statements(way: Way) -> list[ast.stmt]:
                 if not statement.lineno <= way.raises <= ends:
                     continue
                 if isinstance(statement, ast.Assert):
-                    return [_raise_of(statement)]
+                    kind, given = ast.Name("AssertionError", ast.Load()), statement.msg
+                    made = ast.Call(kind, [] if given is None else [given], [])
+                    return [ast.copy_location(ast.Raise(made, None), statement)]
                 raised = _exit_of(statement, way.frame)
                 if isinstance(raised, ast.Raise):
                     asked = way.frame.f_lineno
                     return [s for s in block[:place] if s.lineno > asked] + [raised]
     return []
-
-
-def _raise_of(statement: ast.Assert) -> ast.Raise:
-    """Return what an assertion raises."""
-    kind, given = ast.Name("AssertionError", ast.Load()), [statement.msg] if statement.msg else []
-    raised = ast.Raise(ast.Call(kind, given, []), None)
-    return ast.copy_location(raised, statement)
 
 
 def _exit_of(statement: ast.stmt, frame: FrameType) -> ast.stmt:

@@ -25,7 +25,7 @@ from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, tree_of
 from lightning_graphs.private.engine import leaf_of
-from lightning_graphs.watch.branches import LateWarning, Way, branch_at, is_warning
+from lightning_graphs.watch.branches import LateError, LateWarning, Way, branch_at, is_warning
 from lightning_graphs.watch.host import HostReads
 
 _MOST = 256
@@ -364,14 +364,12 @@ def goes_through(node: Node | None, loss: Tensor | None) -> bool:
     return True
 
 
-class NoGradient:
-    """Raises what a backward pass does without gradients, and warns ahead of it.
+class NoGradient(LateError):
+    """The error of a backward pass without gradients, and a warning ahead of it.
 
     Args:
         warning: What warns; None if nothing does.
     """
-
-    reads_late = False
 
     def __init__(self, warning: LateWarning | None) -> None:
         self._warning = warning

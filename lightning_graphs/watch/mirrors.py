@@ -22,7 +22,7 @@ from lightning_graphs.errors import GraphError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.torch import base_of, version_of
-from lightning_graphs.watch.assertions import MakesError
+from lightning_graphs.watch.branches import LateError
 from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.tracers import (
     Asks,
@@ -98,15 +98,13 @@ def held_numbers(named: Iterable[tuple[str, Tensor]]) -> dict[int, Mirror]:
     return found
 
 
-class _Moved:
-    """Makes the error for a number that was written past torch's sight."""
-
-    reads_late = False
+class _Moved(LateError):
+    """The error for a number that was written past torch's sight."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def make(self, _: object) -> BaseException:
+    def make(self, now: Callable[[Any], Any]) -> BaseException:
         return ReplayError(
             "A number that the host knows must not be written past autograd.",
             f"{self._name} was another one on the device than the host had counted",
@@ -130,7 +128,7 @@ class FollowedState:
         mirrors: Mirrors,
         candidates: Mapping[int, Mirror],
         numbers: Numbers,
-        require: Callable[[Tensor, CallSite, MakesError], None],
+        require: Callable[[Tensor, CallSite, LateError], None],
         *,
         is_synced: bool,
     ) -> None:

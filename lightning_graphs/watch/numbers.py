@@ -45,7 +45,8 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import StaticInputs
-from lightning_graphs.watch.assertions import Assertions, MakesError, OpenAssertions, Room
+from lightning_graphs.watch.assertions import Assertions, OpenAssertions, Room
+from lightning_graphs.watch.branches import LateError
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Client
 from lightning_graphs.watch.forks import Forks
@@ -523,7 +524,7 @@ class Followed:
     def _answer(self, asked: Question) -> Any:
         return self._of_graph().answer(asked)
 
-    def _require(self, condition: Tensor, site: CallSite, error: MakesError) -> None:
+    def _require(self, condition: Tensor, site: CallSite, error: LateError) -> None:
         self._of_graph().require(condition, site, error)
 
     def look_behind(self, loss: Tensor | None) -> None:

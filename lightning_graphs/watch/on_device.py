@@ -32,8 +32,8 @@ class Owner(Protocol):
     is_captured: bool
     """Whether it has ended."""
 
-    def holds(self, truth: Tensor, frame: FrameType) -> bool:
-        """Answer whether a comparison is true."""
+    def holds(self, truth: Tensor, frame: FrameType) -> bool | None:
+        """Answer whether a comparison is true; None if that is not known."""
 
 
 class DeviceNumber(ScalarTracer):
@@ -76,9 +76,8 @@ class DeviceNumber(ScalarTracer):
     def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if operation.kind is not Kind.TRUTH:
             return super().use(operation, args, kwargs)
-        if self._owner is None:
-            return self.seen(bool)
-        return self._owner.holds(self.tensor, sys._getframe(2))
+        found = None if self._owner is None else self._owner.holds(self.tensor, sys._getframe(2))
+        return self.seen(bool) if found is None else found
 
     def seen(self, function: Callable[..., Any], *args: Any) -> Any:
         self.refuse()
