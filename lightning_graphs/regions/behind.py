@@ -71,11 +71,8 @@ _AHEAD = frozenset(
 """Rules that code breaks which may run ahead of a graph."""
 
 
-_TRIES, _MOST_TRIES = 2, 64
-"""How often a capture is tried for what leaves a head, and finds that something else does."""
-
-
-def _shape_of(key: Signature) -> tuple[Signature, Phase]:
+def shape_of(key: Signature) -> tuple[Signature, Phase]:
+    """Return the part of a key that is the same in attempts which learn of places and values."""
     return replace(key, extra=()), conditions_of(key).phase
 
 
@@ -122,10 +119,7 @@ class StepHead:
         self._error: GraphError | None = None  # the first refusal
         self._missed = 0  # so many in a row had no plan for what left their head
         self._endings: list[Ending] | None = None
-        # Keys that are to be captured, and how often more that is tried
-        self._due: dict[tuple[Signature, Phase], tuple[Signature, int]] = {}
-        self._tries: dict[tuple[Signature, Phase], int] = {}  # when they became due last
-        self._taken: tuple[Signature, Phase] | None = None
+        self._due: set[tuple[Signature, Phase]] = set()  # shapes that are to be captured
         self._trains = trains
         self._infers = False  # the loop does, as the latest run has found it
 
@@ -295,47 +289,17 @@ class StepHead:
 
     # The code behind a head runs already when its key is known: a later step is captured.
 
-    def puts_off(self, key: Signature) -> bool:
-        """Note that a step of this key is to be captured; return whether it may be this one."""
-        shape = _shape_of(key)
-        known = self._due.get(shape)
-        if known is None or not known[1]:  # others have come in between: try more often
-            tries = self._tries[shape] = min(2 * self._tries.get(shape, _TRIES), _MOST_TRIES)
-            self._due[shape] = key, tries
-        return False
+    def puts_off(self, key: Signature) -> None:
+        """Note that a step of this key is to be captured, which may be no coming one."""
+        self._due.add(shape_of(key))
 
     def is_due(self, key: Signature) -> bool:
         """Return whether a step of this key is to be captured."""
-        return _shape_of(key) in self._due
+        return shape_of(key) in self._due
 
-    @property
-    def has_due(self) -> bool:
-        """Whether a capture is to be tried ahead of a coming step."""
-        return any(tries for _, tries in self._due.values())
-
-    def due_key(self, phase: Phase) -> Signature | None:
-        """Return a key that is to be captured, and may be the coming step's; None if none is."""
-        for shape, (key, tries) in self._due.items():
-            if shape[1] == phase and tries:
-                self._due[shape] = key, tries - 1
-                return key
-        return None
-
-    def take_due(self, key: Signature) -> None:
-        """Begin to capture a step.
-
-        Raises:
-            HeadMissed: It is none that is to be captured.
-        """
-        self._taken = shape = _shape_of(key)
-        if shape not in self._due and self.context.ranks.are_one:  # else all have agreed to it
-            raise HeadMissed
-
-    def end_capture(self) -> None:
-        """End a capture of what was taken, whether it has succeeded or not."""
-        if self._taken is not None:
-            self._due.pop(self._taken, None)
-            self._taken = None
+    def end_capture(self, key: Signature) -> None:
+        """End a capture of a step, whether it has succeeded or not."""
+        self._due.discard(shape_of(key))
 
     # ------------------------------------------------------------------ running it
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_graphs.errors import CaptureError, GraphError, VerificationError
-from lightning_graphs.regions.behind import HeadMissed, StepHead
+from lightning_graphs.regions.behind import HeadMissed, StepHead, shape_of
 from lightning_graphs.regions.conditions import CaptureKey, Observers, Phase, ReplayGuards
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.lifecycle import EAGER, Lifecycle, PlanCache, Ranks, Region
@@ -25,8 +25,8 @@ from lightning_graphs.watch.batch import BatchValues
 from lightning_graphs.watch.head import VARIABLES, HeadEnded, is_callers
 
 _TRIES, _PAUSE, _LONGEST = 4, 8, 512
-"""How often all ranks try to capture a step together, and some find that it is another one; how
-many steps later they try again, and how many at most."""
+"""How often the capture of a step is tried, and finds that it is another one; how many steps later
+several ranks try again, and how many at most."""
 
 
 class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
@@ -42,9 +42,9 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
     _unverified: StepPlan | None = None  # to be verified ahead of a step
     _call: tuple[Any, ...] = ()  # what a capture is of
     shares_heads = True  # on several ranks, which then come to the end of their heads together
-    # Of captures by all ranks, equal on all: so many steps are left to try one in this phase, none
-    # are tried for so many steps, and for so many after that
-    _tries, _due = 0, Phase(zeroing=False, stepping=False, window=1)
+    # Of captures, equal on all ranks: in so many steps of a phase one is tried, in none of the next
+    # so many steps, and in none of so many after that
+    _tries: dict[Phase, int]
     _rest, _pause = 0, _PAUSE
     _idle = 0  # so many steps in a row had no replay
     _gave_way: bool | None = None  # whether a capture has given way to a head; False: to none
@@ -129,15 +129,12 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         """Return the key of what follows the head of the step that is captured, and its tensors.
 
         Raises:
-            HeadMissed: No capture of such a step is due, or there is a plan for it.
+            VerificationError: It is not that of the step which is captured.
         """
         with self._head.modes():
-            if self._ranks.are_one and self._plan_of(leaving) is not None:
-                raise HeadMissed
             signature, tensors = self._signature_of((leaving,), self._watch.conditions())
-        if not self._ranks.are_one and signature != self._coming_key:
+        if self._coming_key is None or shape_of(signature) != shape_of(self._coming_key):
             raise _unlike()
-        self._head.take_due(signature)
         self._head.refuse_bound(signature.tensor_names, tensors)
         return signature, tensors
 
@@ -176,10 +173,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
     def _run_head(self, args: tuple[Any, ...]) -> Any:
         """Run the head of a step; replay what follows it, or go on eagerly from there."""
         self._begins_with_head = False
-        if self._ranks.are_one:
-            self._capture_behind(args)
-        else:
-            self._capture_together(args)
+        self._capture_behind(args)
         head = self._head.now
         if head is None:
             self._ranks.agree(EAGER, False)
@@ -220,59 +214,26 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
     @property
     def _captures_ahead(self) -> bool:
         """Whether something of the coming step may be captured or verified ahead of its head."""
-        return self._unverified is not None or self._head.has_due
+        return self._unverified is not None or any(self._tries.values())
 
     def _plan_behind(self, leaving: dict[str, Any]) -> StepPlan | None:
         """Find the plan for what follows the head of a step, given what leaves that."""
         return self._life.plan_for((leaving,))
 
+    def _capture_later(self, key: Signature) -> None:
+        """Note that a coming step is to be captured, since the head of this one runs already."""
+        self._head.puts_off(key)
+        if self._rest <= 0 and not self._tries.get(phase := self._phase()):
+            self._tries[phase] = _TRIES
+
     def _capture_behind(self, args: tuple[Any, ...]) -> None:
         """Capture or verify what follows the head of the coming step, if that is due."""
-        plan, self._unverified = self._unverified, None
-        if plan is not None and plan.key in self._cache.by_key:
-            if plan.conditions.phase == self._phase():
-                self._life.verified(plan, args)
-            else:
-                self._unverified = plan
-        key = self._head.due_key(self._phase())
-        if key is not None:
-            self._facts.kept.has_external_references()  # that the step before has left
-            self._life.capture(args, key)
-            self._head.end_capture()
-
-    # ------------------------------------------------------------------ on several ranks
-
-    def _may_have_head(self, error: GraphError, *, known: bool) -> bool:
-        """Whether a refused capture may succeed; all ranks ask, and begin to have heads together.
-
-        Args:
-            error: The refusal.
-            known: It may on this rank, whatever its head is.
-        """
-        wants = not known and self.shares_heads and self._head.may_learn(error)
-        if self._ranks.any(not wants):
-            return known
-        found = self._learns_head(error)
-        if not self._ranks.any(not found):
-            return True
-        self._head.forget()
-        self._values = BatchValues(self._fit.watch.function)
-        return False
-
-    def _capture_later(self, key: Signature) -> None:
-        """Note that all ranks capture a coming step, since the head of this one runs already."""
-        self._head.puts_off(key)
-        if self._rest <= 0 and not (self._tries and self._due == self._phase()):
-            self._tries, self._due = _TRIES, self._phase()
-
-    def _capture_together(self, args: tuple[Any, ...]) -> None:
-        """Capture or verify what follows the heads of all ranks, if that is due."""
         self._rest -= 1
         self._idle += 1
-        plan, self._unverified = self._unverified, None
-        if plan is not None and plan.conditions.phase != self._phase():
+        plan, self._unverified, phase = self._unverified, None, self._phase()
+        if plan is not None and plan.conditions.phase != phase:
             self._unverified, plan = plan, None
-        captures = self._tries > 0 and self._due == self._phase()
+        captures = self._tries.get(phase, 0) > 0
         if plan is None and not captures:
             return
         self._facts.kept.has_external_references()  # that the step before has left
@@ -281,8 +242,8 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             self._life.verified(plan, args)
         if not captures:
             return
-        self._tries -= 1
-        if not self._tries:
+        self._tries[phase] -= 1
+        if not (self._tries[phase] or self._ranks.are_one):
             self._rest, self._pause = self._pause, min(2 * self._pause, _LONGEST)
         # A plan that is replayed time and again stays where others have one beside it
         is_wanted = key is not None and (found is None or self._idle > _PAUSE)
@@ -290,8 +251,8 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             return
         self._coming_key = key
         if self._life.capture(args, key) is not None:
-            self._tries, self._rest, self._pause = 0, 0, _PAUSE
-        self._head.end_capture()
+            self._tries[phase], self._rest, self._pause = 0, 0, _PAUSE
+        self._head.end_capture(key)
         self._coming_key = None
 
     def _coming(self, args: tuple[Any, ...]) -> tuple[Signature | None, StepPlan | None]:
@@ -314,6 +275,25 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             self._head.now.run(partial(self._head.step, undone.arguments), at_end)
         is_known = key is not None and (found is not None or self._head.is_due(key))
         return (key if is_known else None), found
+
+    # ------------------------------------------------------------------ on several ranks
+
+    def _may_have_head(self, error: GraphError, *, known: bool) -> bool:
+        """Whether a refused capture may succeed; all ranks ask, and begin to have heads together.
+
+        Args:
+            error: The refusal.
+            known: It may on this rank, whatever its head is.
+        """
+        wants = not known and self.shares_heads and self._head.may_learn(error)
+        if self._ranks.any(not wants):
+            return known
+        found = self._learns_head(error)
+        if not self._ranks.any(not found):
+            return True
+        self._head.forget()
+        self._values = BatchValues(self._fit.watch.function)
+        return False
 
 
 def refuse_unlike(plan: StepPlan) -> bool:

@@ -104,7 +104,8 @@ class JudgedSteps(StepRegion):
         return self.may_succeed(self._found, first) or bool(read)
 
     def _key_behind(self, leaving: dict[str, Any]) -> tuple[Signature, list[Tensor]]:
-        self._head.puts_off(self._signature_of((leaving,), self._watch.conditions())[0])
+        with self._head.modes():
+            self._coming_key = self._signature_of((leaving,), self._watch.conditions())[0]
         return super()._key_behind(leaving)
 
     def step_key(self, call: tuple[Any, ...]) -> Signature | None:

@@ -119,6 +119,7 @@ class StepRegion(HeadedSteps):
         self._facts = CaptureFacts(fit, self.forget_plans, recovery.gradients_held)
         self._overlap = Overlap.of(fit, self._facts, self) if self.has_backward else None
         self._head = StepHead(fit, self._facts.places, head_rules, trains=self.has_backward)
+        self._tries = {}
         self._kept = self._facts.kept
         self._values = BatchValues(fit.watch.function)
         self._seeds = NewSeeds.of(fit.module, fit.module.device)
@@ -298,10 +299,7 @@ class StepRegion(HeadedSteps):
         if len(self._cache) and self._facts.forks.is_refused():
             return False
         steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
-        if steps and not all(one.has_stepped for one in self._in_graphs):
-            return False
-        is_now = self._head.now is None or not self._ranks.are_one
-        return is_now or self._head.puts_off(key)
+        return not steps or all(one.has_stepped for one in self._in_graphs)
 
     def _is_unseen(self, signature: Signature) -> bool:
         return self._policy.measures and self._cache.is_new(signature)
