@@ -62,6 +62,8 @@ class NoOptimizer(Optimizer):
 class StepBody:
     """The step of one fit, without the hooks of its client."""
 
+    trains: ClassVar[bool] = True  # else gradients are recorded only where the loop has it so
+
     context: TrainingContext
     # The optimizers that steps may call, with what lets graphs step them; None: that is eager
     optimizers: Mapping[Optimizer, CapturableOptimizer | None]
@@ -82,12 +84,18 @@ class StepBody:
         generators: Generators,
         listed: Callable[[Sequence[str]], str] = ", ".join,  # adds the user's line to names
     ) -> Iterator[None]:
-        """Set up what surrounds a step that is captured, or compared with its graphs."""
+        """Set up what surrounds a step that is captured, or compared with its graphs.
+
+        It runs outside of inference mode: its tensors then count writes, and can be written
+        whenever the graph is replayed. Kernels, and so values, are the same.
+        """
+        records = self.trains or torch.is_grad_enabled()
         with (
             places.changes_undone(held, generators, listed),
             self.context.watch.around_step(),
             recorder.recording(held),
-            torch.enable_grad(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(records),  # leaving that mode has turned it on
         ):
             yield
 

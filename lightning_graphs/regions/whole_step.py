@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from functools import lru_cache
 from operator import is_
 from types import CodeType
@@ -21,7 +21,7 @@ from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.regions.behind import Behind, HeadMissed, StepHead
-from lightning_graphs.regions.body import Given, NoOptimizer, StepBody
+from lightning_graphs.regions.body import Given, NoOptimizer
 from lightning_graphs.regions.conditions import (
     NO_OBSERVERS,
     READ_OTHERWISE,
@@ -572,28 +572,10 @@ def _read_on_host(key: Signature, plans: Iterable[StepPlan]) -> CaptureError | N
 # ------------------ Steps of an evaluation
 
 
-class EvaluationBody(StepBody):
-    """The step of an evaluation, of which there is the step's own code alone.
+class EvaluationCapture(StepCapture):
+    """Captures steps of one evaluation, of which there is the step's own code alone."""
 
-    It runs outside of inference mode, in the grad mode of the loop: its tensors then count writes,
-    and can be written whenever the graph is replayed. Kernels, and so values, are the same.
-    """
-
-    @contextlib.contextmanager
-    def surrounded(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        records = (
-            torch.is_grad_enabled()
-        )  # leaving inference mode turns autograd on, whatever it was
-        with (
-            super().surrounded(*args, **kwargs),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(records),
-        ):
-            yield
-
-
-class EvaluationCapture(EvaluationBody, StepCapture):
-    """Captures steps of one evaluation."""
+    trains = False
 
     def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
         gradients = Gradients(self.module.parameters())
@@ -620,8 +602,10 @@ class EvaluationCapture(EvaluationBody, StepCapture):
         )
 
 
-class EvaluationVerification(EvaluationBody, Verification):
+class EvaluationVerification(Verification):
     """Compares captured steps of an evaluation with eager ones, also in what they log."""
+
+    trains = False
 
     def _state(self, plan: StepPlan | None = None) -> RegionState:
         """Describe what steps may change: no parameters, as far as none was seen to be written."""
