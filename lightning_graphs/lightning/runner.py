@@ -478,8 +478,6 @@ def _facts_of(fit: LightningContext) -> StepFacts:
     schedulers = tuple(copies_of(GradientAccumulationScheduler))
     schedules = any(isinstance(c, schedulers) for c in callbacks)
     return StepFacts(
-        module.device,
-        fit.watch.environment,
         # Autograd calls DDP's reducer with each gradient, which it reduces while others follow.
         direct=not (asks or wrapper_of(trainer) is not None),
         adds=own or schedules or trainer.accumulate_grad_batches > 1,

@@ -36,6 +36,7 @@ from lightning_graphs.private.torch import (
     is_compiled_in_place,
 )
 from lightning_graphs.regions.conditions import CodeOfModules, moved_values, tensors_in_words
+from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.observe import Direction, Observation, ObservedCall, Pass
 from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import WrittenMemory
@@ -47,7 +48,7 @@ from lightning_graphs.watch.assertions import Assertions, OpenAssertions
 from lightning_graphs.watch.environment import Environment, code_captured
 from lightning_graphs.watch.mechanism import Check
 from lightning_graphs.watch.reads import AttributeGuards
-from lightning_graphs.watch.user_code import CompiledCode, iter_objects
+from lightning_graphs.watch.user_code import iter_objects
 
 # ------------------ Graphed calls
 
@@ -328,15 +329,11 @@ def batch_signature(batch: tuple[Any, ...], device_type: str) -> Signature | Non
 class CaptureConfig:
     """Settings and resources of captures."""
 
-    # Makes the environment of code of these modules
-    environment: Callable[[Sequence[nn.Module]], Environment]
+    context: TrainingContext
     pool: GraphPool  # whose memory, stream and backend the graphs use
     gradients: GradientMemory  # where those of parameters go
     # Raises if graphs differ from the modules' code
     check: Callable[[Sequence[GraphedCall]], object]
-    compiled: CompiledCode  # whether steps run any
-    assertions: OpenAssertions  # of replays, which the host has yet to look at
-    device: torch.device
     aliases: bool = True  # outputs that the next graph reads are handed out without a copy
     # Backward graphs write the gradients of parameters themselves. If user code asks for those of
     # some parameters only, autograd needs an edge for each.
@@ -367,7 +364,7 @@ def capture_step(
     groups += [(config.pool.beside(), _both(call)) for call in alone]
     # The observed step was the warm-up. Compiled code compiles again for a capture, because of
     # autocast's cache, which is off.
-    return _captured(calls, groups, config, recorded, warm=not config.compiled.runs)
+    return _captured(calls, groups, config, recorded, warm=not config.context.compiled.runs)
 
 
 def capture_alone(call: ObservedCall, config: CaptureConfig) -> GraphedCall:
@@ -390,7 +387,7 @@ def _captured(
 ) -> tuple[list[GraphedCall], CallGuards]:
     """Capture passes in their order, each group of them over the memory of a pool."""
     modules = list(dict.fromkeys(call.module for call in calls))
-    guards = CallGuards(config.environment(modules), modules)
+    guards = CallGuards(config.context.watch.environment(modules), modules)
     captures: list[_Capture] = []
     pools: list[GraphPool] = []
     try:
@@ -451,8 +448,8 @@ class _Capture(CallableCapture):
     ) -> None:
         self.observed = call
         self._guards = guards
-        self._open_assertions, self._is_capturing = config.assertions, False
-        self._assertions = Assertions(config.device)
+        self._open_assertions, self._is_capturing = config.context.assertions, False
+        self._assertions = Assertions(config.context.module.device)
         self._cost = CaptureCost()
         self._written: dict[str, Tensor] = {}
         self._stores: dict[Direction, Stores] = {"forward": (), "backward": ()}

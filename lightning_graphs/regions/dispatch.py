@@ -32,7 +32,6 @@ from lightning_graphs.regions.calls import (
     enter,
     release,
 )
-from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.lifecycle import Lifecycle, Region
 from lightning_graphs.regions.observe import Observation, ObservedCall, StepObserver
 from lightning_graphs.watch.user_code import bound_by_hooks, obstacle_in
@@ -337,7 +336,6 @@ _UNKNOWN = "no step that was captured calls it so often, or in this order"
 class DispatchState:
     """What all graphed modules of a fit share."""
 
-    context: TrainingContext
     config: CaptureConfig  # of calls without autograd, which may be replayed in any order
     stepping: bool = False  # a training step's own code is running, and no backward pass
     stale: str = ""  # why graphs may be invalid; empty if none is
@@ -371,7 +369,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         self._state = state
         self._calls = 0
         self._missing = ""
-        self._alone = Lifecycle[Arguments, GraphedCall](self, state.context, None)
+        self._alone = Lifecycle[Arguments, GraphedCall](self, state.config.context, None)
         self._look()
 
     def _look(self) -> None:
@@ -496,22 +494,22 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         # Modules inside of this one run eagerly in its capture.
         before, state.stepping = state.stepping, False
         try:
-            with state.context.policy.spending():
+            with state.config.context.policy.spending():
                 return capture_alone(self._observed(call), state.config)
         finally:
             state.stepping = before
 
     def enter(self, plan: GraphedCall, call: Arguments) -> None:
-        enter([plan], self._state.context.statistics, "; without autograd")
+        enter([plan], self._state.config.context.statistics, "; without autograd")
 
     def refuse(self, error: GraphError) -> None:
-        context = self._state.context
+        context = self._state.config.context
         if isinstance(error, CallDiffers) and context.options.on_failure == "raise":
             raise error
         context.messages.note(f"`{self._label}` runs eagerly without autograd", error)
 
     def discard(self, plan: GraphedCall) -> None:
-        release([plan], self._state.context.statistics)
+        release([plan], self._state.config.context.statistics)
 
     def forget(self) -> None:
         """Release the graphs that are not a step's."""

@@ -64,7 +64,6 @@ from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import PythonSnapshot, RegionState, Result, results_in
 from lightning_graphs.values.tree import leaves_of, substitute
-from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.user_code import iter_objects
 
 
@@ -72,8 +71,6 @@ from lightning_graphs.watch.user_code import iter_objects
 class StepFacts:
     """What a client knows of the code of steps before the first one."""
 
-    device: torch.device  # of the module
-    environment: Callable[[Sequence[nn.Module]], Environment]  # made for captures of these modules
     # Graphs write the gradients of parameters themselves. False: a backward pass may be for some
     # parameters only, or a reducer has hooks on each.
     direct: bool
@@ -112,22 +109,16 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         looks_at_shapes: bool,  # in the first step that is observed, too
     ) -> None:
         module, options, pool = context.module, context.options, context.pool
-        apart = pool.beside()
         self._watches_requests, self._again = facts.direct, facts.again
         self._earlier = EarlierGradients() if facts.adds else None
         waits = PATIENCE if facts.again.line else 0
         # A step that goes through a graph twice is run once more, or else waited for.
         self._patience, self.insured = (0, waits) if facts.repeats else (waits, 0)
-        self._verifier, self._checks = verifier, CallChecks(verifier, module, facts.device)
-        made_with = facts.environment, pool, gradients, self._checks.check, context.compiled
-        self._config = CaptureConfig(
-            *made_with,
-            direct=facts.direct,
-            assertions=context.assertions,
-            device=facts.device,
-        )
+        self._verifier, self._checks = verifier, CallChecks(verifier, module)
+        check = self._checks.check
+        self._config = CaptureConfig(context, pool, gradients, check, direct=facts.direct)
         # What decides over the calls while a step runs.
-        self.state = DispatchState(context, replace(self._config, pool=apart))
+        self.state = DispatchState(replace(self._config, pool=pool.beside()))
         self._context = context
         self._gradients = gradients
         self._device_type = pool.backend.device_type
@@ -504,8 +495,8 @@ class CallChecks:
     gradients are compared. Hooks on parameters do not run.
     """
 
-    def __init__(self, verifier: Verifier, root: nn.Module, device: torch.device) -> None:
-        self._verifier, self._root, self._device = verifier, root, device
+    def __init__(self, verifier: Verifier, root: Any) -> None:
+        self._verifier, self._root = verifier, root
 
     def check(self, graphed_calls: Sequence[GraphedCall], *, again: bool = False) -> None:
         """Verify the graphs of a step before it begins."""
@@ -518,11 +509,11 @@ class CallChecks:
         if not self._verifier.is_on:
             return
         call = graphed.call
-        run = _CallRun(self._root, self._device, graphed, again=again)
+        run = _CallRun(self._root, graphed, again=again)
         code = call.module, call.training, call.frozen, call.grad_enabled, call.recomputed
         written = self._verifier.written[code]
         ways = Comparison(run.state, run.eager, run.replayed, run.parts, written)
-        tolerance = Tolerance(self._device.type, call.autocast)
+        tolerance = Tolerance(self._root.device.type, call.autocast)
         try:
             self._verifier.compare(ways, "a captured module was not verified", tolerance)
         except GraphError as error:
@@ -534,10 +525,8 @@ class CallChecks:
 class _CallRun:
     """One captured call with its arguments, and the state that it changes."""
 
-    def __init__(
-        self, root: nn.Module, device: torch.device, graphed: GraphedCall, *, again: bool
-    ) -> None:
-        self._device = device
+    def __init__(self, root: Any, graphed: GraphedCall, *, again: bool) -> None:
+        self._device = device = root.device
         self._graphed_call = graphed
         call = graphed.call
         signature, samples = Signature.of(call.args, call.kwargs)
