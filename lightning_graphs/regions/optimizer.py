@@ -87,34 +87,43 @@ def capture_obstacle(
     name = type(optimizer).__name__
     if any(step_hook_tables(optimizer)):
         return f"{name} has step hooks, which a replay would not call"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS calls the training step several times for each update"
+    if why := why_not_beside(module, optimizer):
+        return why
     if runs_off_stream(optimizer):
         return f"{name} launches its kernels on the default stream, where no capture sees them"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
-    if (sparse := sparse_embedding(module)) is not None:
-        return f"`{sparse}` has sparse gradients, whose memory changes in every step"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if why := on_several_devices(parameters):
-        return why
     for tensor in filter(hides_memory, leaves_of([*optimizer.state.values()], Tensor)):
         return f"a tensor of its state {hidden_in(tensor)}"
     if not _why_not_fused(optimizer, kernel):
         return _too_precise(parameters, device_type)
-    if is_sharded(optimizer):
-        return f"with DTensors only a fused step can be captured, and {name} here has none"
+    if why := why_not_sharded(optimizer):
+        return why
     if _is_tried(optimizer, kernel, device_type):
         return _on_host(optimizer, device_type, {*numbers_of(optimizer, holds_number)} - {"lr"})
     has_rates = _has_rates(optimizer, kernel, device_type)
     return _too_precise(parameters, device_type) if has_rates else None
 
 
-def on_several_devices(parameters: Iterable[Tensor]) -> str | None:
-    """Why one graph cannot step these parameters; None if they are on one device."""
-    devices = sorted({str(p.device) for p in parameters})
+def why_not_beside(module: nn.Module, optimizer: Optimizer) -> str | None:
+    """Why the step of an optimizer can be neither in a graph nor behind it; None if it can."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS calls the training step several times for each update"
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    for name, layer in module.named_modules():
+        if isinstance(layer, kinds) and layer.sparse and layer.weight.requires_grad:
+            return f"`{name}` has sparse gradients, whose memory changes in every step"
+    devices = sorted({str(p.device) for group in optimizer.param_groups for p in group["params"]})
     found = f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
     return found if len(devices) > 1 else None
+
+
+def why_not_sharded(optimizer: Optimizer) -> str | None:
+    """Why an optimizer without a fused kernel cannot step DTensors; None if it has no such."""
+    name = type(optimizer).__name__
+    found = f"with DTensors only a fused step can be captured, and {name} here has none"
+    return found if is_sharded(optimizer) else None
 
 
 def _too_precise(parameters: Iterable[Tensor], device_type: str) -> str | None:
@@ -154,13 +163,6 @@ def _has_rates(optimizer: Optimizer, kernel: Kernel, device_type: str) -> bool:
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
     return type(optimizer).step.__module__.startswith("torch.optim")
-
-
-def sparse_embedding(module: nn.Module) -> str | None:
-    """Return the name of a layer that is trained and has sparse gradients; None if none has."""
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    layers = ((name, m) for name, m in module.named_modules() if isinstance(m, kinds) and m.sparse)
-    return next((name for name, layer in layers if layer.weight.requires_grad), None)
 
 
 def _why_not_fused(optimizer: Optimizer, kernel: Kernel) -> str:

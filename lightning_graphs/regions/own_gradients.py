@@ -24,7 +24,7 @@ from lightning_graphs.private.engine import require_plain_gradients
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import has_memory, local, memory_of, version_of
 from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients, StepGradients
-from lightning_graphs.regions.optimizer import is_sharded, on_several_devices, sparse_embedding
+from lightning_graphs.regions.optimizer import why_not_beside, why_not_sharded
 from lightning_graphs.regions.plan import Shown
 
 
@@ -184,16 +184,12 @@ def why_not_behind(
     module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler | None
 ) -> str | None:
     """Why the step of an optimizer cannot run eagerly behind the graph of a step that calls it."""
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS calls the training step several times for each update"
-    if (sparse := sparse_embedding(module)) is not None:
-        return f"`{sparse}` has sparse gradients, whose memory changes in every step"
+    if why := why_not_beside(module, optimizer):
+        return why
     if scaler is not None:
+        name = type(optimizer).__name__
         return f"a gradient scaler steps {name}, which no graph can step, and asks the device"
-    if is_sharded(optimizer):
-        return f"with DTensors only a fused step can be captured, and {name} here has none"
-    return on_several_devices([p for g in optimizer.param_groups for p in g["params"]])
+    return why_not_sharded(optimizer)
 
 
 def uses_refused(optimizer: Optimizer, shown: Shown) -> OperatorsSeen:
