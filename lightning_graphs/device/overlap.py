@@ -10,8 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -58,28 +57,6 @@ _KNOWN = ("aten", "prims")
 # ------------------ Streams
 
 
-class Streams(Protocol):
-    """The streams of a capture."""
-
-    def nodes(self) -> int:
-        """Count the nodes of the graph under capture."""
-
-    def is_foreign(self) -> bool:
-        """Whether user code has made another stream current."""
-
-    def wait(self, stream: int, work: int) -> None:
-        """Let a stream wait for a work of another one that was marked."""
-
-    def mark(self, stream: int, work: int) -> None:
-        """Mark the end of a work."""
-
-    def on(self, stream: int, work: int) -> AbstractContextManager[None]:
-        """Launch the body, a work, on a stream."""
-
-    def join(self) -> None:
-        """Let the main stream wait for all work beside it."""
-
-
 class CudaStreams:
     """The current stream, and others beside it."""
 
@@ -96,21 +73,26 @@ class CudaStreams:
         self._forked: set[int] = set()
 
     def nodes(self) -> int:
+        """Count the nodes of the graph under capture."""
         return capture_frontier(self._main.cuda_stream)[1]
 
     def is_foreign(self) -> bool:
+        """Whether user code has made another stream current."""
         return torch.cuda.current_stream().cuda_stream != self._main.cuda_stream
 
     def wait(self, stream: int, work: int) -> None:
+        """Let a stream wait for a work of another one that was marked."""
         self._all[stream].wait_event(self._events[work])
         self._forked.add(stream)
 
     def mark(self, stream: int, work: int) -> None:
+        """Mark the end of a work."""
         event = self._events[work] = torch.cuda.Event()
         event.record(self._all[stream])
 
     @contextlib.contextmanager
     def on(self, stream: int, work: int) -> Iterator[None]:
+        """Launch the body, a work, on a stream."""
         if stream == MAIN:
             yield
             return
@@ -121,6 +103,7 @@ class CudaStreams:
             yield
 
     def join(self) -> None:
+        """Let the main stream wait for all work beside it."""
         for stream in self._forked - {MAIN}:
             self._main.wait_stream(self._all[stream])
 
@@ -172,7 +155,7 @@ class EmulatedStreams:
         self._queues = ([], [], [])
 
 
-def streams_of_capture() -> Streams:
+def streams_of_capture() -> CudaStreams | EmulatedStreams:
     """Return the streams of the capture that is under way on this thread."""
     for mode in dispatch_modes():
         if isinstance(mode, RecordingCapture):
