@@ -371,7 +371,8 @@ class LogRecorder(Recorder):
 
         def record(*args: Any, **kwargs: Any) -> Any:
             result, give = results_of(metric, use)
-            call = self._keep(function, (args, kwargs), name)
+            self._dtype = torch.get_default_dtype()
+            call = self._late.add(function, (args, kwargs), name)
             call.take = give
             self._computed += [(f"an argument of {name}", tensor) for tensor in call.tensors]
             return result
@@ -382,10 +383,6 @@ class LogRecorder(Recorder):
         """Keep a call back; see :data:`Keep`."""
         self._dtype = torch.get_default_dtype()
         return self._late.keep(function, given, use)
-
-    def _keep(self, function: Callable[..., Any], given: Given, name: str) -> LateCall:
-        self._dtype = torch.get_default_dtype()
-        return self._late.add(function, given, name)
 
     def finish(self) -> None:
         """Capture copies to the host of what the progress bar shows; find changed tensors."""
@@ -582,17 +579,13 @@ class StepMetrics:
         # By ``id``: the hash of a metric changes with its states
         self._inside: dict[int, nn.Module] = {}
 
-    def needs(self, metric: nn.Module) -> None:
-        """Note that a step has used the value of a metric."""
-        self._asked.append(metric)
-
     def changes(self, name: str) -> None:
         """Note that a step changes a tensor after it has given it to a metric of this name."""
         self._changed.append(name)
 
     def refuse_use(self, metric: nn.Module, what: str) -> NoReturn:
         """Refuse to use what a metric gives or keeps, where that is updated after the replay."""
-        self.needs(metric)
+        self._asked.append(metric)
         raise used(METRIC_VALUE, what)
 
     def learn(self) -> bool:

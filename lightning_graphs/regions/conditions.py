@@ -51,11 +51,11 @@ def tensors_moved(before: Values, now: Values) -> list[str]:
     return [name for name, *both in pairs if all(map(is_tensor, both))]
 
 
-def lists_filled(before: Values, now: Values) -> list[str]:
-    """Return the names of lists that have another number of entries now."""
+def names_moved(before: Values, now: Values, is_kind: Callable[[Any], bool]) -> list[str]:
+    """Return the names of values of one kind that are others now."""
     known = dict(before)
     pairs = ((name, known.get(name), value) for name, value in now)
-    return [name for name, *both in pairs if all(map(is_list, both)) and both[0] != both[1]]
+    return [name for name, *both in pairs if all(map(is_kind, both)) and both[0] != both[1]]
 
 
 class Phase(NamedTuple):
@@ -170,9 +170,8 @@ def moving(before: Signature, after: Signature, codes: Iterable[CodeType]) -> Ca
 
 def numbers_moved(before: Signature, after: Signature) -> list[str]:
     """Return the names of numbers that user code finds to be others."""
-    known = dict(conditions_of(before).attributes)
-    pairs = ((name, known.get(name), now) for name, now in conditions_of(after).attributes)
-    return [name for name, *both in pairs if all(map(is_number, both)) and both[0] != both[1]]
+    old, new = conditions_of(before).attributes, conditions_of(after).attributes
+    return names_moved(old, new, is_number)
 
 
 def _moved(before: Signature, after: Signature) -> list[str]:
@@ -533,7 +532,7 @@ class ReplayGuards:
         values = self._facts.reads.now()
         if values is not self._known:
             before, self._known = self._known, values
-            bound, filled = tensors_moved(before, values), lists_filled(before, values)
+            bound, filled = tensors_moved(before, values), names_moved(before, values, is_list)
             places = self._facts.places
             if (bound and places.learn_bound(bound)) or (filled and places.learn_named(filled)):
                 self._facts.moved += [f"{name} keeps changing" for name in bound or filled]

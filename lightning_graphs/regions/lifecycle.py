@@ -40,7 +40,7 @@ from lightning_graphs.values.signature import KEYS, Sightings
 # ------------------ Cache of plans
 
 Key = TypeVar("Key", bound=Hashable)
-AnyPlan = TypeVar("AnyPlan", bound="Used")
+P = TypeVar("P", bound=Plan)
 
 _VALUES = 8
 """How many plans there are for one shape, at most: values that change may never come back."""
@@ -48,19 +48,13 @@ _IN_VAIN = 32
 """After how many captures in a row that failed, though the next might succeed, one is refused."""
 
 
-class Used(Protocol):
-    """A plan."""
-
-    uses: int  # how often it was replayed
-
-
-class PlanCache(Generic[Key, AnyPlan]):
+class PlanCache(Generic[Key, P]):
     """Captured plans by key; none is ever dropped for one that is used less."""
 
     def __init__(
         self,
         policy: CapturePolicy,
-        release: Callable[[AnyPlan], None],  # called with a plan that leaves the cache
+        release: Callable[[P], None],  # called with a plan that leaves the cache
         capacity: int | None = None,  # number of plans at most; None: as many as are worth it
         # The part of a key that comes back; the rest are values that may change for good
         shape: Callable[[Key], Hashable] = lambda key: key,
@@ -69,7 +63,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         self._release = release
         self._capacity = float("inf") if capacity is None else capacity
         self._shape = shape
-        self.by_key: dict[Key, AnyPlan] = {}  # the one that was used last comes last
+        self.by_key: dict[Key, P] = {}  # the one that was used last comes last
         self._counted: dict[Key, int] = {}
         self._seen: OrderedDict[Key, int] = OrderedDict()
         self._shapes = Sightings()
@@ -92,10 +86,10 @@ class PlanCache(Generic[Key, AnyPlan]):
         self._count_uses()
         return self._shapes.items()
 
-    def plans(self) -> list[AnyPlan]:
+    def plans(self) -> list[P]:
         return list(reversed(self.by_key.values()))
 
-    def get(self, key: Key) -> AnyPlan | None:
+    def get(self, key: Key) -> P | None:
         """Return the plan of ``key``, now the most recently used one; None if there is none."""
         if key in self.by_key:
             self.by_key[key] = self.by_key.pop(key)
@@ -172,7 +166,7 @@ class PlanCache(Generic[Key, AnyPlan]):
         least = min(self.by_key, key=lambda k: self._shapes.count(self._shape(k)), default=None)
         return least if is_full else None
 
-    def add(self, key: Key, plan: AnyPlan) -> None:
+    def add(self, key: Key, plan: P) -> None:
         """Keep a captured plan, releasing the one before and, beyond capacity, the least used."""
         if key in self.by_key:
             self.drop(key)
@@ -422,7 +416,6 @@ class Ranks:
 
 
 Call = TypeVar("Call")
-P = TypeVar("P", bound=Plan)
 
 
 class Region(ABC, Generic[Call, P]):

@@ -429,19 +429,14 @@ class StepObserver:
 def _detached(tree: Any) -> Any:
     """Copy a tree with leaves of its own for autograd; a tensor that occurs twice stays one."""
     tensors = leaves_of(tree, Tensor)
-    leaves = {id(t): _of_class(t.detach(), _class_of(t)) for t in tensors}
+    leaves: dict[int, Tensor] = {}
     for tensor in tensors:
+        kind = Tensor if isinstance(tensor, nn.Parameter) else type(tensor)
+        own = tensor.detach()
+        # Before torch 2.13 it raises for a sparse one, also where it already is of this class
+        leaves[id(tensor)] = own if type(own) is kind else own.as_subclass(kind)
         leaves[id(tensor)].requires_grad_(tensor.requires_grad)
     return substitute(tree, [leaves[id(t)] for t in tensors])
-
-
-def _of_class(tensor: Tensor, kind: type[Tensor]) -> Tensor:
-    # Before torch 2.13 it raises for a sparse one, also where it already is of this class
-    return tensor if type(tensor) is kind else tensor.as_subclass(kind)
-
-
-def _class_of(tensor: Tensor) -> type[Tensor]:
-    return Tensor if isinstance(tensor, nn.Parameter) else type(tensor)
 
 
 def _special_class(args: Any, kwargs: Any) -> str:
