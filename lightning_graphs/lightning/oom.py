@@ -22,6 +22,7 @@ from lightning_graphs.regions.optimizer import scaler_of
 from lightning_graphs.regions.recovery import Again, MemoryRecovery
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.snapshot import RegionState
+from lightning_graphs.values.tree import parameters_of
 
 
 class OomRecovery(MemoryRecovery):
@@ -210,8 +211,5 @@ class OomRecovery(MemoryRecovery):
 
 
 def _takes_no_memory(optimizer: Optimizer) -> bool:
-    groups = optimizer.param_groups
-    parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-    return all(group.get("fused") for group in groups) and all(
-        parameter in optimizer.state for parameter in parameters
-    )
+    has_state = (p in optimizer.state for p in parameters_of(optimizer) if p.grad is not None)
+    return all(group.get("fused") for group in optimizer.param_groups) and all(has_state)

@@ -40,7 +40,7 @@ from lightning_graphs.values.guards import Identity
 from lightning_graphs.values.memory import StaticInputs, storage_address
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Gradients, PythonSnapshot, Snapshot
-from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.values.tree import leaves_of, parameters_of, substitute
 from lightning_graphs.watch.batch import BatchValueRead, objects_of
 from lightning_graphs.watch.environment import RaisedInCapture
 from lightning_graphs.watch.head import (
@@ -235,8 +235,7 @@ class StepHead:
         return [] if any(seen) else list(endings_along(found.stack))
 
     def _parameters(self) -> list[Tensor]:
-        groups = (group for one in self.context.watch.optimizers for group in one.param_groups)
-        trained = (parameter for group in groups for parameter in group["params"])
+        trained = parameters_of(*self.context.watch.optimizers)
         return [*dict.fromkeys([*self.context.module.parameters(), *trained])]
 
     @calls_observed

@@ -36,7 +36,7 @@ from lightning_graphs.regions.plan import StepOutputs
 from lightning_graphs.regions.tried import UNSCALES_ITSELF, MakeNumber, decided_on_device
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import OptimizerState
-from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.values.tree import leaves_of, parameters_of
 from lightning_graphs.watch.environment import (
     Environment,
     NumberPlaces,
@@ -214,7 +214,7 @@ class StepBody:
 
     def _zero_grad(self) -> None:
         """Drop the gradients of a backward pass of the step's own code, as Lightning does."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(self.optimizer)
         hooks = self.observers.before_backward
         if hooks and any(p.grad is not None for p in parameters):
             seen = (
@@ -254,10 +254,9 @@ class StepBody:
         """Collect what the step's own code may write, and a step that goes another way needs."""
         loose = environment.in_attributes
         state = {*self.module.parameters(), *self.module.buffers(), *loose}
-        for optimizer in self.optimizers if self.client.optimizes_itself else ():
-            state.update(p for group in optimizer.param_groups for p in group["params"])
-            state.update(OptimizerState(optimizer).tensors)
         if self.client.optimizes_itself:
+            state.update(parameters_of(*self.optimizers))
+            state.update(*(OptimizerState(optimizer).tensors for optimizer in self.optimizers))
             state.update(tensors_in([vars(self._scaler)]) if self._scaler is not None else ())
             state.update([t.grad for t in state if t.is_leaf and t.grad is not None])
         return state
@@ -404,4 +403,4 @@ def unseen_steps_refused(
 
 
 def _versions(optimizer: Optimizer) -> list[int]:
-    return [version_of(p) for group in optimizer.param_groups for p in group["params"]]
+    return list(map(version_of, parameters_of(optimizer)))

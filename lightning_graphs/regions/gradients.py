@@ -35,6 +35,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.regions.conditions import Observers, Phase
 from lightning_graphs.values.memory import ReferenceGuard, clone_all, uses_of
+from lightning_graphs.values.tree import parameters_of
 
 # ------------------ Gradients of parameters
 
@@ -81,8 +82,7 @@ def zeroed_quickly(optimizer: Optimizer) -> AbstractContextManager[None]:
         if not set_to_none:
             Optimizer.zero_grad(optimizer, set_to_none=False)
             return
-        for group in optimizer.param_groups:
-            drop_gradients(group["params"])
+        drop_gradients(parameters_of(optimizer))
 
     return replaced(optimizer, "zero_grad", zero_grad)
 
@@ -462,7 +462,7 @@ class GradientTargets:
         keeps = not (phase.zeroing and phase.stepping) or bool(observers.before_backward)
         self._are_read = adds or bool(observers.before_backward)  # those of earlier steps
         self._in_pool = not (keeps or in_place)
-        inside = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"])
+        inside = dict.fromkeys(parameters_of(optimizer))
         self.parameters = list({**inside, **dict.fromkeys(trainable)})
         self._inside = inside
         lasting = [p for p in self.parameters if p.requires_grad and (keeps or p not in inside)]

@@ -14,7 +14,6 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial, wraps
-from itertools import chain
 from operator import attrgetter, getitem, itemgetter
 from types import FunctionType
 from typing import Any, Literal
@@ -55,7 +54,7 @@ from lightning_graphs.regions.tried import (
     why_failed,
 )
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
-from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.values.tree import leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.scalars import holds_number
@@ -93,7 +92,7 @@ def capture_obstacle(
         return f"{name} launches its kernels on the default stream, where no capture sees them"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} was made with differentiable=True"
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer)
     for tensor in filter(hides_memory, leaves_of([*optimizer.state.values()], Tensor)):
         return f"a tensor of its state {hidden_in(tensor)}"
     if not _why_not_fused(optimizer, kernel):
@@ -114,7 +113,7 @@ def why_not_beside(module: nn.Module, optimizer: Optimizer) -> str | None:
     for name, layer in module.named_modules():
         if isinstance(layer, kinds) and layer.sparse and layer.weight.requires_grad:
             return f"`{name}` has sparse gradients, whose memory changes in every step"
-    devices = sorted({str(p.device) for group in optimizer.param_groups for p in group["params"]})
+    devices = sorted({str(p.device) for p in parameters_of(optimizer)})
     found = f"parameters are on {' and '.join(devices)}, and a graph runs on one device"
     return found if len(devices) > 1 else None
 
@@ -183,9 +182,10 @@ def _why_not_fused(optimizer: Optimizer, kernel: Kernel) -> str:
         return "was made with foreach=True"
     if kernel == "own" and not all(group.get("fused") for group in groups):
         return "keeps its own kernel by optimizer_kernel='own'"
-    if any(p.is_complex() for group in groups for p in group["params"]):
+    parameters = parameters_of(optimizer)
+    if any(p.is_complex() for p in parameters):
         return "has complex parameters, which torch's fused kernels do not take"
-    if not all(_is_plain(p) for group in groups for p in group["params"] if p.requires_grad):
+    if not all(_is_plain(p) for p in parameters if p.requires_grad):
         return "has parameters of a tensor subclass, which torch's fused kernels do not take"
     if not all(group.get("fused") or all(map(is_dense, group["params"])) for group in groups):
         return "has parameters with gaps in their memory, which torch's fused kernels do not take"
@@ -226,7 +226,7 @@ def is_sharded(optimizer: Optimizer) -> bool:
 
     Steps that are capturable without being fused mix them with plain tensors, which torch refuses.
     """
-    return any(local(p) is not p for group in optimizer.param_groups for p in group["params"])
+    return any(local(p) is not p for p in parameters_of(optimizer))
 
 
 class NoStateError(CaptureError):
@@ -609,7 +609,7 @@ class CapturableOptimizer:
         """
         groups = self.optimizer.param_groups
         has_momentum = isinstance(self.optimizer, torch.optim.SGD)
-        trained = [p for group in groups for p in group["params"] if p.grad is not None]
+        trained = [p for p in parameters_of(self.optimizer) if p.grad is not None]
         gradients = list(map(_gradient, trained))
         if not _PLAIN.issuperset(map(type, trained)):  # some were frozen before, perhaps
             self._unlike.update(p for p in trained if not _is_plain(p))
@@ -634,9 +634,9 @@ class CapturableOptimizer:
         """Bring state to the device and layout that the captured kernel takes, as after a load."""
         self._move_steps(to_host=False)
         self._unlike.clear()
-        members = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         known = self.optimizer.state
-        for parameter in [p for p in members if p in known] if self._fused else ():
+        members = [p for p in parameters_of(self.optimizer) if p in known]
+        for parameter in members if self._fused else ():
             state = known[parameter]
             for key, value in state.items():
                 if key == "step" or not isinstance(value, Tensor):

@@ -26,6 +26,7 @@ from lightning_graphs.private.torch import has_memory, local, memory_of, version
 from lightning_graphs.regions.gradients import GradientBuffers, PersistentGradients, StepGradients
 from lightning_graphs.regions.optimizer import why_not_beside, why_not_sharded
 from lightning_graphs.regions.plan import Shown
+from lightning_graphs.values.tree import parameters_of
 
 
 class OwnGradients:
@@ -197,8 +198,7 @@ def uses_refused(optimizer: Optimizer, shown: Shown) -> OperatorsSeen:
 
     Draws are refused, too: the optimizer may draw before them.
     """
-    groups = optimizer.param_groups
-    tensors = [p for group in groups for p in group["params"]]
+    tensors = parameters_of(optimizer)
     tensors += [gradient for _, gradient in shown if gradient is not None]
     tensors += tensors_in([*optimizer.state.values()])
     touched = {memory_of(plain) for plain in map(local, tensors)}

@@ -60,6 +60,7 @@ from lightning_graphs.regions.reduction import BucketReduction, reduction_of
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Snapshot
+from lightning_graphs.values.tree import parameters_of
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.host_trace import ArenaFull
@@ -400,8 +401,7 @@ class StepCapture(Attempts):
         """Choose where gradients of the coming capture go, and what sums them over ranks."""
         ddp = self.client.ddp
         if self.client.optimizes_itself:
-            groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
-            inside = (parameter for group in groups for parameter in group["params"])
+            inside = parameters_of(*self.optimizers)
             found = (*self.module.parameters(), *inside, *environment.leaves)
             return OwnGradients(found, self.persistent, self._unforeseen)
         trained = [p for p in parameters_in(self.module) if p.requires_grad]

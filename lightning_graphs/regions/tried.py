@@ -37,7 +37,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
-from lightning_graphs.values.tree import OF_TENSORS, flatten, leaves_of
+from lightning_graphs.values.tree import OF_TENSORS, flatten, leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
@@ -116,8 +116,7 @@ class _Sparing(Recorder):
     def __init__(self, overflowed: Tensor, optimizer: Optimizer) -> None:
         super().__init__(strict=False)
         self._overflowed = overflowed
-        groups = optimizer.param_groups
-        held = [p for group in groups for p in group["params"] if p.grad is not None]
+        held = [p for p in parameters_of(optimizer) if p.grad is not None]
         held += leaves_of([*optimizer.state.values()], Tensor)
         held = [t for t in held if not isinstance(t, HostScalar)]
         held = [
@@ -255,7 +254,7 @@ class _HeldTensors:
 
     def __init__(self, optimizer: Optimizer) -> None:
         own: dict[Any, Any] = vars(optimizer)
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = parameters_of(optimizer)
         held += [p.grad for p in held if p.grad is not None]
         self._places = [
             _Held.at(table, key)

@@ -39,6 +39,7 @@ from lightning_graphs.regions.optimizer import (
 from lightning_graphs.regions.plan import Part, Plan
 from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.values.memory import AddressGuard
+from lightning_graphs.values.tree import parameters_of
 from lightning_graphs.watch.environment import code_captured, rates_exchanged
 from lightning_graphs.watch.numbers import StepNumbers
 from lightning_graphs.watch.reads import AttributeGuards
@@ -92,8 +93,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
             self.refuse(no_room("A captured optimizer step", first_line(error)))
             return
         self.capturable = made.announced(self._context.messages.runs_fused)
-        groups = self.optimizer.param_groups
-        self._parameters = [p for group in groups for p in group["params"]]
+        self._parameters = parameters_of(self.optimizer)
         self._guard = AddressGuard([("", {str(i): p for i, p in enumerate(self._parameters)})])
         self._body = StepBody(self._context, {self.optimizer: self.capturable}, self._observers)
         self._checks = Verification(self._verifier, self._body)

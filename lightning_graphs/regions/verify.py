@@ -55,7 +55,7 @@ from lightning_graphs.values.snapshot import (
     Snapshot,
     fingerprints_of,
 )
-from lightning_graphs.values.tree import substitute
+from lightning_graphs.values.tree import parameters_of, substitute
 from lightning_graphs.watch.head import HeadEnded
 from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects
@@ -569,8 +569,7 @@ class Verification(StepBody):
 
     def _drop_gradients(self) -> None:
         """Drop what a step zeroes; the state that is put back has it."""
-        for group in self.optimizer.param_groups:
-            drop_gradients(group["params"])
+        drop_gradients(parameters_of(self.optimizer))
 
     def _replayed(
         self, plan: StepPlan, args: tuple[Any, ...], batch: Sequence[Tensor]

@@ -11,7 +11,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_graphs.device.graph import without_garbage_collection
@@ -67,22 +67,13 @@ from lightning_graphs.report.messages import (
 )
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import Gradients, RegionState
-from lightning_graphs.values.tree import tensors_inside
+from lightning_graphs.values.tree import parameters_of, tensors_inside
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues, refuse_iterator
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 
 _KEEPS = "code of a step keeps tensors that it has computed"
 BY_HAND = Phase(zeroing=False, stepping=True, window=1)
 """The phase of a step whose own code optimizes: it may add to gradients, and may step."""
-
-
-def with_old_gradients(
-    optimizers: list[Optimizer],
-    module: nn.Module | None,  # whose code may read gradients of all its parameters
-) -> list[Any]:
-    """List the parameters whose gradients of earlier steps the coming step may read."""
-    found = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return found if module is None else [*dict.fromkeys([*found, *module.parameters()])]
 
 
 class StepRegion(HeadedSteps):
@@ -182,9 +173,10 @@ class StepRegion(HeadedSteps):
         self._in_graphs = [one for one in in_graphs.values() if one is not None]
         self._capture = self.captures(self._fit, self._facts, in_graphs, self._observers)
         guards = [one.guard for one in self._in_graphs]
-        # Of a step by hand all parameters' own code may read theirs
-        old = with_old_gradients(self._optimizers, self._module if self._by_hand else None)
-        old = old if guards or self._by_hand else []
+        # Gradients of earlier steps that it may read: if its own code optimizes, all of them
+        old = parameters_of(*self._optimizers) if guards or self._by_hand else []
+        if self._by_hand:
+            old = [*dict.fromkeys([*old, *self._module.parameters()])]
         own = self._client_guards()
         self._watch = ReplayGuards(self._module, guards, old, self._facts, own)
         self._bind_head()

@@ -312,6 +312,12 @@ def held_in_containers(values: Iterable[Any]) -> Iterator[Any]:
     return (value for value in values if isinstance(value, _OPENED))
 
 
+def parameters_of(*optimizers: Any) -> list[Any]:
+    """List the parameters in the groups of optimizers."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def tensors_inside(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value, and in containers inside of it."""
     if isinstance(value, Tensor):
