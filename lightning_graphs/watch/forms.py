@@ -314,7 +314,10 @@ def _full(here: torch.device, size: Any, fill_value: Any, **options: Any) -> For
 def _is_made_here(here: torch.device, options: Mapping[str, Any]) -> bool:
     """Return whether a factory makes a tensor of the device, and none of the host."""
     target = options.get("device")
-    return target not in (None, "cpu") and torch.device(target).type == here.type
+    if not isinstance(target, (torch.device, str, int)) or target == "cpu":
+        return False
+    found = torch.device(target)
+    return found.type == here.type and found.index in (None, here.index)
 
 
 def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
@@ -330,6 +333,31 @@ def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
             return tensor.fill_(given.tensor_of(number, tensor.dtype))
 
     return fill
+
+
+def made_there(
+    given: Numbers, data: Any, *, device: Any = None, dtype: Any = None, **others: Any
+) -> Tensor | None:
+    """Make the tensor of the device that code makes of numbers by its own words, or none.
+
+    Kernels fill it: CUDA refuses copies from Python to its memory in a capture.
+    """
+    if any(others.values()) or not _is_made_here(given.device, {"device": device}):
+        return None
+    is_list = type(data) in (list, tuple)
+    items = [*data] if is_list else [data]
+    kinds = {type(item.value if isinstance(item, ScalarTracer) else item) for item in items}
+    if not items or not kinds <= {int, float}:
+        return None
+    dtype = dtype or (torch.get_default_dtype() if float in kinds else torch.int64)
+    with torch.no_grad():
+        found = [
+            given.tensor_of(item, dtype).clone()
+            if isinstance(item, ScalarTracer)
+            else torch.full((), item, dtype=dtype, device=given.device)
+            for item in items
+        ]
+        return torch.stack(found) if is_list else found[0]
 
 
 # ------------------ An index

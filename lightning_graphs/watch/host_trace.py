@@ -33,6 +33,8 @@ from lightning_graphs.private.torch import (
     run_kernel,
 )
 from lightning_graphs.values.memory import extent
+from lightning_graphs.values.tree import leaves_of
+from lightning_graphs.watch.forms import made_there
 from lightning_graphs.watch.host import (
     OF_SHAPES,
     PACKING,
@@ -51,6 +53,7 @@ from lightning_graphs.watch.host import (
     numbers,
     shape,
 )
+from lightning_graphs.watch.tracers import ScalarTracer
 
 aten = torch.ops.aten
 
@@ -165,6 +168,8 @@ class HostTracer(OperatorMode):
         self._emulated = device.type == "cpu"
         self._arena = Arena(capacity, device)
         self._makes_on_host = self._device_draws = False
+        self.leaves_reals = True  # real numbers that code reads of the device stay there
+        self.has_left_reals = False
         self.tape = HostTape()
         # Reads the present value of data with live numbers in it
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
@@ -316,7 +321,11 @@ class HostTracer(OperatorMode):
         shapes = func._schema.name in SHAPES
         if not (func in READS or shapes or (to_host and not self._emulated)):
             return _UNKNOWN
-        if any(self._shadow(t) is None for t in call.inputs):
+        known = [t for t in map(self._shadow, call.inputs) if t is not None]
+        if len(known) < len(call.inputs):
+            return _UNKNOWN
+        if self.leaves_reals and _is_real(func, *known) and self.tape.changes(*known):
+            self.has_left_reals = True
             return _UNKNOWN
         found = self.tape.run(self._in_shadow(call))
         if not shapes:
@@ -536,6 +545,12 @@ class HostTracer(OperatorMode):
         if name == "new_tensor":
             device = args[0].device if device is None else device
             host["dtype"] = kwargs.get("dtype") or args[0].dtype
+        given = leaves_of(args, ScalarTracer)
+        if name in FROM_PYTHON and any(number.is_of_device for number in given):
+            own = {**kwargs, "device": device, "dtype": host.get("dtype")}
+            made = made_there(given[0].numbers, args[-1], **own)
+            if made is not None:
+                return made
         grad = bool(host.pop("requires_grad", False))
         value = self.tape.made_by(func, args, host, [self.reader_of(arg) for arg in args])
         # On a CPU, what names the device by an object means that of the module.
@@ -543,6 +558,11 @@ class HostTracer(OperatorMode):
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
         result = value if on_host else self._copied(value, {})
         return result.requires_grad_() if grad else result
+
+
+def _is_real(func: OpOverload, value: Any, *_: object) -> bool:
+    """Whether an operator reads a real number, of which a graph for each would serve one batch."""
+    return func is aten._local_scalar_dense.default and value.is_floating_point()
 
 
 def _asks_for_host(

@@ -370,6 +370,8 @@ class Followed:
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._finds_places = False
+        self._leaves_reals = True  # on the device, which the host could compute
+        self._has_left_reals = False
         self._has_branched = False
         # Of the coming or the last capture
         self.numbers = StepNumbers(facts.reads, self._device)
@@ -398,6 +400,7 @@ class Followed:
             self.tracer = HostTracer(self._device, inputs.tensors, copies, room)
             self.tracer.on_read, self.tracer.on_error = self._note_read, self._note_refusal
             self.tracer.declines, tape = client.declines, self.tracer.tape
+            self.tracer.leaves_reals = self._leaves_reals
         self._knows = (lambda _: False) if tape is None else tape.knows
         self.numbers = StepNumbers(facts.reads, self._device, tape, self._could_follow)
         self.numbers.finds_places = self._finds_places
@@ -428,6 +431,12 @@ class Followed:
         functions that draw are followed if a use of what they drew was refused.
         """
         learned = self._facts.mirrors.learn()
+        self._has_left_reals |= self.tracer is not None and self.tracer.has_left_reals
+        forks = self._facts.forks
+        are_needed = self._has_left_reals and self.numbers.are_bare and not forks.taken
+        if self._leaves_reals and are_needed:
+            self._leaves_reals = forks.is_on = False
+            return True
         known = self._conversions, self._functions, self._finds_places
         self._conversions |= set(filter(self._could_follow, self.numbers.asked))
         self._functions |= self.numbers.refused

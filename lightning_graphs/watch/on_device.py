@@ -66,6 +66,7 @@ class DeviceNumber(ScalarTracer):
         return self.tensor.to(dtype)
 
     def refuse(self) -> None:
+        self.numbers.are_bare = True
         HOST_READ.refuse_here("a number of the device is read")
 
     def now(self) -> Any:

@@ -26,7 +26,7 @@ from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.both_ways import BothWays
-from lightning_graphs.watch.forms import of_single, one_by_one
+from lightning_graphs.watch.forms import made_there, of_single, one_by_one
 from lightning_graphs.watch.on_device import DeviceNumber, is_scalar, of_two
 from lightning_graphs.watch.tracers import (
     Asks,
@@ -261,8 +261,8 @@ def _functions_followed(numbers: Any) -> Iterator[Member]:
 
 def _making_scalars(own: Callable[..., Any], numbers: Any) -> Callable[..., Any]:
     def tensor(data: Any, **kwargs: Any) -> Any:
-        if _is_for(numbers.device, **kwargs) and (made := _made_there(data, numbers, **kwargs)):
-            return made[0]
+        if (made := made_there(numbers, data, **kwargs)) is not None:
+            return made
         is_number = type(data) in (int, float) or isinstance(data, ScalarTracer)
         if not is_number or kwargs.get("device") not in (None, "cpu"):
             return own(data, **kwargs)
@@ -280,37 +280,6 @@ def _making_scalars(own: Callable[..., Any], numbers: Any) -> Callable[..., Any]
         return HostScalar.of(made, compute(data))
 
     return tensor
-
-
-def _is_for(own: torch.device, device: Any = None, dtype: Any = None, **others: Any) -> bool:
-    """Return whether code makes a tensor of the device by its own words."""
-    if others or not isinstance(device, (torch.device, str)) or device == "cpu":
-        return False
-    found = torch.device(device)
-    return found.type == own.type and found.index in (None, own.index)
-
-
-def _made_there(
-    data: Any, numbers: Any, *, device: Any, dtype: torch.dtype | None = None
-) -> list[Tensor]:
-    """Return a tensor of numbers, which kernels fill; nothing for other data.
-
-    CUDA refuses copies from Python to its memory in a capture.
-    """
-    is_list = type(data) in (list, tuple)
-    items = [*data] if is_list else [data]
-    kinds = {type(item.value if isinstance(item, ScalarTracer) else item) for item in items}
-    if not items or not kinds <= {int, float}:
-        return []
-    dtype = dtype or (torch.get_default_dtype() if float in kinds else torch.int64)
-    with torch.no_grad():
-        found = [
-            numbers.tensor_of(item, dtype).clone()
-            if isinstance(item, ScalarTracer)
-            else torch.full((), item, dtype=dtype, device=numbers.device)
-            for item in items
-        ]
-        return [torch.stack(found)] if is_list else found
 
 
 def _taking_tracers(name: str, own: Callable[..., Any]) -> Callable[..., Any]:

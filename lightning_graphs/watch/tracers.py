@@ -249,6 +249,7 @@ class NumberUses:
         # What a number is compared with: `min` and `max` may return this very object
         self.bounds: list[float] = []
         self.asked: set[Conversion] = set()  # where code asks for bare numbers
+        self.are_bare = False  # code needs one that the device has
         self.are_places = False  # it asks for one as an index
         self.drawing: set[DrawingFunction] = set()  # functions that have drawn
         self._names: Counter[str] = Counter()
@@ -482,7 +483,7 @@ def numbers_ahead(data: Any) -> list[ScalarTracer]:
     """The numbers in data, which replays have ahead of their graph; others are refused."""
     found = leaves_of(data, ScalarTracer)
     for number in found:
-        if number.obstacle is CLOCK:
+        if number.obstacle is CLOCK or number.is_of_device:
             number.refuse()
     return found
 

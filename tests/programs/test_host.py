@@ -378,6 +378,46 @@ class ReadOfTheDevice(Plain):
         return 2.0 if x.mean().item() > 0 else 1.0
 
 
+class TheLargest(Plain):
+    """A real number that the host could compute, and that no batch has again."""
+
+    def scale(self, x: Tensor) -> float:
+        largest = x.abs().max().item()
+        return 1.0 / (1.0 + abs(largest)) if largest > 0.0 else 1.0
+
+
+class TheFirst(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * 2.0 if batch["x"][0, 0].item() > 0.0 else loss
+
+
+class Means(Plain):
+    """Numbers of the device in a tensor that is made there."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor([column.mean().item() for column in x.T], device=x.device)
+
+
+class MeansOnTheHost(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.tensor([column.mean().item() for column in x.T]).to(x.device)
+
+
+class AFullRow(Plain):
+    def scale(self, x: Tensor) -> Tensor:
+        return torch.full((8,), x.mean().item()).to(x.device)
+
+
+class RelativeLengths(Plain):
+    """Real numbers of the batch that become whole ones, of which there are few."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        shares = (batch["y"].float() + 1.0) / 3.0
+        rows = int((shares * len(shares))[:2].max().item())
+        return self.loss({key: value[:rows] for key, value in batch.items()})
+
+
 class ReadOfAParameter(Plain):
     def scale(self, x: Tensor) -> float:
         return 2.0 if (self.net[0].weight > 10).any() else 1.0
@@ -410,6 +450,9 @@ ROWS = (
     # Ahead of the graph they run as they are.
     | table(Kept, Returned, Appended, ReadOfTheDevice, found=None, validation=0, **TWELVE)
     | table(ReturnedAndRead, said=".", placed=False, found=None, **TWELVE)
+    | table(TheFirst, graphs=range(1, 3), **TWELVE)
+    | table(TheLargest, Means, MeansOnTheHost, AFullRow, found=None, **TWELVE)
+    | table(RelativeLengths, graphs=range(1, 4), **TWELVE)
     | table(ReadOfAParameter, ReadOfWhatWasWritten, **TWELVE)  # the host waits for the answer
     # In a rehearsal its tensor is one of the device.
     | table(KeptAndUsed, FilledByTheDevice, said=None, **TWELVE)
