@@ -34,6 +34,7 @@ from lightning_graphs.watch.mechanism import Check, Instruction
 
 Values = tuple[tuple[str, Any], ...]
 """Names, and the value of each."""
+_MODES = "train/eval mode of "
 
 
 def moved_values(before: Values, now: Values) -> list[str]:
@@ -98,7 +99,7 @@ class CaptureKey:
             lines += [f"{name}: {a!r} -> {b!r}" for (name, a), (_, b) in pairs if a != b]
         if self.training != other.training:
             flips = sum(a != b for a, b in zip(self.training, other.training, strict=False))
-            lines.append(f"train/eval mode of {flips} module(s)")
+            lines.append(f"{_MODES}{flips} module{'s' * (flips != 1)}")
         lines += moved_values(self.attributes, other.attributes)
         if self.gradients != other.gradients and self.phase == other.phase:
             lines.append("which parameters have gradients from earlier steps")
@@ -130,6 +131,8 @@ def differences(before: Signature, after: Signature) -> list[str]:
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
     lines += conditions_of(before).diff(conditions_of(after)) + stored_changes(before, after)
     reads = [part for key in (before, after) for part in key.extra if isinstance(part, HostReads)]
+    if any(line.startswith(_MODES) for line in lines):  # they say it of all modules at once
+        lines = [line for line in lines if ".training: " not in line]
     return lines + (reads[0].changes(reads[1]) if len(reads) == 2 else [])
 
 
