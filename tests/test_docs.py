@@ -184,6 +184,19 @@ def test_python_runs_as_it_stands(
 
 
 @as_a_user
+def test_the_doctors_page_shows_what_its_program_prints(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = DOCS / "doctor.md"
+    (_, program), *_ = blocks(page, "python")
+    place = workplace / "train.py"
+    place.write_text(program, encoding="utf-8")
+    exec(compile(program, str(place), "exec"), {"__name__": "train"})
+    (_, shown), *_ = blocks(page, "text")
+    assert shown in capsys.readouterr().out
+
+
+@as_a_user
 def test_the_readme_example_is_captured_on_the_emulated_backend(workplace: Path) -> None:
     text = blocks(PAGES[0], "python")[0][1]
     assert text.count("GraphCapture()") == 1
