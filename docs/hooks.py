@@ -39,7 +39,7 @@ AREAS = {
         *("policy/options", "lightning/plugins", "lightning/callback", "lightning/fit"),
         *("padding"),
     ),
-    "Training steps": ("lightning/", "regions/", "watch/", "policy/", "doctor/", "errors"),
+    "Training steps": ("lightning/", "regions/", "watch/", "policy/", "errors"),
     "Functions of plain loops": ("loops/",),
     "The core": ("core/", "device/", "values/", "autograd/", "private/"),
     "Reports": ("report/",),
