@@ -92,7 +92,8 @@ class GraphCapture(Callback):
             kept. It may take a seventh more memory. False: each graph stays in one stream.
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels during the fit,
             whose results differ by rounding, unless they were made with ``fused=False`` or
-            ``foreach=True``. ``"own"``: every optimizer keeps the kernel that torch chooses for it.
+            ``foreach=True``. ``"own"``: none is switched to its fused kernel; on a GPU Adam and
+            AdamW run torch's ``capturable`` form, and all others the kernel that torch chooses.
         annotate: Note which submodule, operator and line launches each kernel of a graph:
             ``report.name_trace`` writes that into traces of ``torch.profiler``, for looking at a
             fit. What ``torch.compile`` has made is captured as it would be without.

@@ -98,9 +98,9 @@ def capture(
         for batch in loader:
             loss = step(batch)
 
-    What a call returns belongs to the caller. Python values among the arguments are a part of what
-    a graph is for, as shapes are: ``step(batch, last=i % 4 == 3)`` has a graph for each of both.
-    Learning rates may be scheduled outside of the function; graphs read the present ones.
+    What a call returns belongs to the caller. Each value of a Python argument has a graph, as each
+    shape has: ``step(batch, last=i % 4 == 3)`` has two. Learning rates may be scheduled outside of
+    the function; graphs read the present ones.
 
     Args:
         function: It trains, or evaluates. It may be a method, a partial or a callable object.
@@ -129,7 +129,8 @@ def capture(
             its graph, and the faster graph is kept. False: each graph stays in one stream.
         optimizer_kernel: ``"fused"``: Adam, AdamW and SGD run their fused kernels, whose results
             differ by rounding, unless they were made with ``fused=False`` or ``foreach=True``.
-            ``"own"``: every optimizer keeps the kernel that torch chooses for it.
+            ``"own"``: none is switched to its fused kernel; on a GPU Adam and AdamW run torch's
+            ``capturable`` form, and all others the kernel that torch chooses.
         annotate: Note which submodule, operator and line launches each kernel of a graph:
             ``step.report.name_trace`` writes that into traces of ``torch.profiler``.
         diagnose: Capture nothing. Behind the first call, ``warmup_steps`` calls are observed, on a
