@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_graphs.device.rules import Obstacle, Remedy, know_cause
+from lightning_graphs.device.rules import Obstacle, Remedy, know_cause, refuse
 from lightning_graphs.lightning.private import (
     HOOK,
     ResultTables,
@@ -43,6 +43,7 @@ from lightning_graphs.watch.kept import KeptCalls
 from lightning_graphs.watch.late import LateCall, LateCalls, LateValue, Use
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.on_device import DeviceNumber
+from lightning_graphs.watch.places import NumberMovedError
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers, used
 from lightning_graphs.watch.user_code import Held, is_lightnings, iter_objects, objects_in
 
@@ -335,7 +336,10 @@ class LogRecorder(Recorder):
             site = CallSiteFinder().here()
             if self._numbers is not None and (name, site) in self._numbers.changing:
                 what = f"self.log({name!r}, ...) logged different numbers during warm-up"
-                LOGGED_NUMBER.refuse(f"{what}, at {site.describe()}")
+                observed = f"{what}, at {site.describe()}"
+                error = NumberMovedError(LOGGED_NUMBER.rule, observed, LOGGED_NUMBER.remedy)
+                error.number = value
+                refuse(error)
             value = _tensor_of(value, device)
         elif now is None and isinstance(value, Tensor):
             # The rest of the step may change it in place. No replay copies a tensor of the host.

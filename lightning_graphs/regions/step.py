@@ -57,6 +57,7 @@ from lightning_graphs.regions.plan import (
     batch_written,
 )
 from lightning_graphs.regions.reduction import BucketReduction, reduction_of
+from lightning_graphs.values.guards import Constant
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Snapshot
@@ -67,7 +68,7 @@ from lightning_graphs.watch.host_trace import ArenaFull
 from lightning_graphs.watch.kept import LATE_RULES, first_read
 from lightning_graphs.watch.mechanism import Mechanism, Watcher
 from lightning_graphs.watch.numbers import Followed
-from lightning_graphs.watch.places import LeftBehindError, PlaceUsedError
+from lightning_graphs.watch.places import LeftBehindError, NumberMovedError, PlaceUsedError
 from lightning_graphs.watch.reads import UnusedTensors
 from lightning_graphs.watch.side_effects import SetData, SideEffects
 from lightning_graphs.watch.user_code import held_elsewhere
@@ -262,6 +263,10 @@ class Attempts(StepBody):
         if isinstance(error, PlaceUsedError):
             facts.places.are_used(error.place)
             return True
+        if isinstance(error, NumberMovedError) and type(error.number) is float:
+            number = Constant.plain(error.number)
+            if facts.places.learn_named([name for name, v in facts.reads.now() if v == number]):
+                return True
         if isinstance(error, ArenaFull) or self._learns() or self.client.learns():
             return True
         follows = isinstance(error, UpdateRefused) and error.may_succeed

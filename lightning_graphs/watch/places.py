@@ -179,6 +179,12 @@ class PlaceUsedError(CaptureError):
     place: Entry  # where that is kept
 
 
+class NumberMovedError(CaptureError):
+    """Raised if a graph would freeze a number that user code may have in an attribute."""
+
+    number: object
+
+
 Operations = Sequence[tuple[str, tuple[Any, ...]]]
 """Names of methods, and their arguments."""
 

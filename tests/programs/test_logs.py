@@ -106,6 +106,19 @@ class Counting(Net):
         return loss
 
 
+class SetByHook(Net):
+    """Logs and uses weights that hooks set ahead of each step, as those of a KL divergence."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.share = self.global_step / 32
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * (1 + self.share)
+        self.log("share", self.share, on_step=True, on_epoch=True)
+        self.log("percent", self.share * 100)
+        return loss
+
+
 class Varying(Net):
     """Batch sizes and options that change, and a key that is logged twice in a step."""
 
@@ -375,6 +388,7 @@ ROWS = (
         ),
     }
     | table(Temperature, FromHooks, **OF_NET)
+    | table(SetByHook, graphs=1, modules=("net",), also="accumulated; verified")
     | table(OneName, max_epochs=3, also="modules, verified")
     | table(
         Varying, said="would freeze a counter", found=None, data=lambda: batches(11, last=3),
