@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_graphs.device.graph import without_garbage_collection
 from lightning_graphs.device.rules import GRADIENTS_CHANGED, Obstacle, may_follow_values
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError, VerificationError
-from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import HyperParameterChurn, MemoryKept
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.regions.behind import Behind, HeadMissed, StepHead
@@ -59,8 +58,6 @@ from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.report.messages import (
     FEW,
-    Messages,
-    Statistics,
     capture_cost,
     listed,
     padding_for,
@@ -102,7 +99,7 @@ class StepRegion(HeadedSteps):
         self._cache = self._life.cache
         # Those of the present
         self.plans: MutableMapping[Signature, StepPlan] = self._cache.by_key
-        self._notices = StepMessages(options, fit.statistics, fit.messages, self.step)
+        self._notices = StepMessages(fit, self.step)
         self._captures_unseen = True
         self._moved = ""
         self._moves = 0  # so many steps in a row waited, and found other numbers
@@ -481,22 +478,14 @@ class StepRegion(HeadedSteps):
 class StepMessages:
     """Tells of captured and refused whole steps."""
 
-    def __init__(
-        self,
-        options: Options,
-        statistics: Statistics,
-        messages: Messages,
-        step: str = "step",  # what the user calls it
-    ) -> None:
-        self._step = step
-        self._options = options
-        self._statistics = statistics
-        self._messages = messages
+    def __init__(self, fit: TrainingContext, step: str) -> None:
+        self._fit, self._messages = fit, fit.messages
+        self._step = step  # what the user calls it
         self.latest: Signature | None = None
 
     def captured(self, signature: Signature, moved: Sequence[str]) -> None:
         """Count a capture, and say what tells it from the last one, or what it follows now."""
-        self._statistics.captures += 1
+        self._fit.statistics.captures += 1
         before, self.latest = self.latest, signature
         if before is None or not (changes := differences(before, signature) or [*moved]):
             return
@@ -536,12 +525,12 @@ class StepMessages:
 
     def refused(self, error: GraphError, *, has_graphs: bool) -> None:
         """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured."""
-        if self._options.on_failure == "raise":
+        if self._fit.options.on_failure == "raise":
             raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
         self._say_refused(error, has_graphs=has_graphs)
 
     def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
-        if self._options.scope == "auto" and not has_graphs:
+        if self._fit.options.scope == "auto" and not has_graphs:
             self._messages.note(
                 "cannot capture the whole step; capturing submodules instead",
                 error,
@@ -573,14 +562,11 @@ class EvaluationCapture(StepCapture):
         gradients = Gradients(self.module.parameters())
         try:
             plan = super()._captured(given, phase, watch)
-        except BaseException:
+            changed = gradients.changed()
+        finally:
             gradients.restore()
-            raise
-        changed = gradients.changed()
-        gradients.restore()
         if changed:
-            for graph in plan.captured:
-                self.context.pool.release(graph)
+            self._release(plan)
             raise GRADIENTS_CHANGED.refused(
                 f"{LIBRARIES.step} runs a backward pass that reaches them"
             )
