@@ -178,7 +178,7 @@ class EvaluationFindings(Findings):
         super().__init__(diagnosis)
         self._name = name
 
-    def add(self, error: CaptureError, effect: Effect = "eager step") -> None:
+    def add(self, error: CaptureError, effect: Effect | None = "eager step") -> None:
         code = CODE.get(error.remedy, "")
         error.remedy = remedy_for(self._name, error.remedy)
         CODE.setdefault(error.remedy, remedy_for(self._name, code))

@@ -178,9 +178,9 @@ class Findings:
         """Capture a step, and take what was refused into the diagnosis."""
         self.begin()
         for error in steps.diagnose(call):
-            self._add_as(error, self.effect_of(error))
+            self.add(error, self.effect_of(error))
         for error in steps.answered:
-            self._add_as(error, self.effect_of_answered(error))
+            self.add(error, self.effect_of_answered(error))
         if (key := steps.step_key(call)) is not None:
             self._keys.append(key)
             steps.follow(self._keys)
@@ -207,10 +207,6 @@ class Findings:
         known = OBSTACLES.get(error.rule)  # errors of others have no kind
         return "runs ahead of the graph" if known and known.kind in _OF_HOST else None
 
-    def _add_as(self, error: CaptureError, effect: Effect | None) -> None:
-        if effect is not None:
-            self.add(error, effect)
-
     def add_change(self, error: CaptureError | None) -> None:
         """Add what changes from step to step, unless its line is an obstacle already."""
         if error is not None:
@@ -218,8 +214,10 @@ class Findings:
             if not any(finding.effect == "eager step" for finding in at):
                 self.add(error)
 
-    def add(self, error: CaptureError, effect: Effect = "eager step") -> None:
-        """Add a refusal, once for each step."""
+    def add(self, error: CaptureError, effect: Effect | None = "eager step") -> None:
+        """Add a refusal, once for each step; nothing without an effect."""
+        if effect is None:
+            return
         what, site = site_of(error)
         known, observed, code = OBSTACLES.get(error.rule), "", CODE.get(error.remedy, "")
         if known is None or known.kind == "contract":
