@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from functools import lru_cache
@@ -474,6 +475,8 @@ class StepRegion(HeadedSteps):
 
 # ------------------ Messages about whole steps
 
+_ARGUMENT = re.compile(r'\bbatch\["(\w+)"\]')
+
 
 class StepMessages:
     """Tells of captured and refused whole steps."""
@@ -487,7 +490,7 @@ class StepMessages:
         """Count a capture, and say what tells it from the last one, or what it follows now."""
         self._fit.statistics.captures += 1
         before, self.latest = self.latest, signature
-        if before is None or not (changes := differences(before, signature) or [*moved]):
+        if before is None or not (changes := self._differences(before, signature) or [*moved]):
             return
         phases = [conditions_of(key).phase for key in (before, signature)]
         if len(changes) == 1 and phases[0] != phases[1]:
@@ -495,6 +498,11 @@ class StepMessages:
         else:
             change = listed(changes)
             self._messages.recaptured(f"captured another graph, as this changed: {change}", change)
+
+    def _differences(self, before: Signature, after: Signature) -> list[str]:
+        """Describe what tells two steps apart; arguments of a call are no entries of a batch."""
+        lines = differences(before, after)
+        return [_ARGUMENT.sub(r"\1", each) for each in lines] if self._step == "call" else lines
 
     def explain_wait(
         self,
@@ -514,7 +522,7 @@ class StepMessages:
         read = read or (_read_on_host(signature, plans) if plans else None)
         say = read is None and moved is None
         is_time = self._messages.waits(
-            signature, why_not, differences, is_new=is_new, at_once=at_once, say=say
+            signature, why_not, self._differences, is_new=is_new, at_once=at_once, say=say
         )
         if moved is not None and is_time:
             read = moved
