@@ -66,6 +66,7 @@ class Peers:
         self.lost: int | None = None
         self._is_connected, self._is_told = threading.Event(), threading.Event()
         self._is_closed, self._is_ended = threading.Event(), False
+        self._uncaught = _uncaught()  # by a cell of a notebook, that this was forked from
         self._ends = threading.Lock()
         self._program = threading.get_ident()
         self._asked: queue.SimpleQueue[threading.Event | None] = queue.SimpleQueue()
@@ -97,8 +98,8 @@ class Peers:
             self._is_connected.wait(_TOLD)
 
     def close(self) -> None:
-        """Stop to look; others take this rank for lost if an exception is being handled."""
-        error = sys.exc_info()[1]
+        """Stop to look; others take this rank for lost if an exception is handled, or ends it."""
+        error = sys.exc_info()[1] or (None if _uncaught() is self._uncaught else _uncaught())
         self._is_ended = error is None
         if error is not None and not isinstance(error, PartedError) and self._is_gone(error):
             self._say()
@@ -234,8 +235,8 @@ def parted(rank: int | None) -> PartedError:
     return PartedError(
         "No rank can go on when the process of one is gone.",
         f"{who} has ended",
-        f"look for the error that {who} has said, or for what has killed it (memory of the host, "
-        "a limit of time); then go on from the last checkpoint",
+        f"look for the error that {who} has said, for what has killed it (memory of the host, a "
+        "limit of time), or why it has run fewer steps; then go on from the last checkpoint",
     )
 
 
@@ -250,6 +251,11 @@ def _wait_for_device(device: int, asked: queue.SimpleQueue[threading.Event | Non
         with contextlib.suppress(RuntimeError):  # an error of the device ends its work, too
             torch.cuda.synchronize()
         ended.set()
+
+
+def _uncaught() -> BaseException | None:
+    """Return the exception that ends this process, or has ended a cell of a notebook."""
+    return getattr(sys, "last_value", None)
 
 
 def _exchanging(thread: int) -> tuple[Any, int] | None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,10 @@ def test_ranks_that_wait_for_ever_are_ended_and_say_where(
     assert re.match(r".*\n +threads: \w+ S.*\n(.*\n)+ .*in waiting", where), where
 
 
-def hearing(rank: int, root: Path) -> None:
+def hearing(rank: int, root: Path, is_killed: bool) -> None:
     """Hear of rank 2, which is killed while a child of its own lives on; rank 3 just leaves.
+
+    If it is not killed, an error has ended its program, and all is closed behind that.
 
     Rank 0 goes on to a group that never comes about.
     """
@@ -154,6 +157,10 @@ def hearing(rank: int, root: Path) -> None:
     if rank == 3:
         peers.close()
     torch.distributed.barrier()
+    if rank == 2 and not is_killed:
+        sys.last_value = ValueError("broken")
+        peers.close()
+        os._exit(1)
     if rank == 2:
         child_reads, own = os.pipe()
         if os.fork() == 0:
@@ -169,9 +176,12 @@ def hearing(rank: int, root: Path) -> None:
         torch.distributed.new_group()
 
 
-def test_ranks_hear_which_one_is_gone_and_of_none_that_leaves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "by an error"])
+def test_ranks_hear_which_one_is_gone_and_of_none_that_leaves(
+    tmp_path: Path, is_killed: bool
+) -> None:
     gone = "rank {}: its process has ended"
     with pytest.raises(RankError, match=rf"^{gone.format(0)}\n{gone.format(2)}$"):
-        run_on_ranks(hearing, tmp_path, ranks=4)
+        run_on_ranks(hearing, tmp_path, is_killed, ranks=4)
     assert [(tmp_path / f"lost to {rank}").read_text() for rank in range(2)] == ["2", "2"]
     assert (tmp_path / "said").read_text().count("gone: rank 2 has ended") == 1
