@@ -62,18 +62,17 @@ def replays_looped(
     trainer: Trainer, module: LightningModule, handler: StrategyHandler
 ) -> AbstractContextManager[None]:
     """Let a :class:`ReplayLoop` take the place of Lightning's ``advance``, where it is known."""
-    if not (is_known_loop(trainer) and _is_served(trainer, module)):
+    if not (is_known_loop(trainer) and _is_served(trainer)):
         return contextlib.nullcontext()
     loop = ReplayLoop(trainer, module, handler)
     return replaced(trainer.fit_loop.epoch_loop, "advance", loop.advance)
 
 
-def _is_served(trainer: Trainer, module: LightningModule) -> bool:
+def _is_served(trainer: Trainer) -> bool:
     strategy: Any = trainer.strategy
     of_base = ("on_train_batch_start", "post_training_step")
     return (
-        module.automatic_optimization
-        and trainer.world_size == 1
+        trainer.world_size == 1
         and not trainer.fast_dev_run  # type: ignore[attr-defined]
         and not strategy.handles_gradient_accumulation
         and all(getattr(type(strategy), name) in functions_of(Strategy, name) for name in of_base)
@@ -163,6 +162,7 @@ class ReplayLoop(BatchLoop):
         self._schedules = functions_of(LightningModule, "lr_scheduler_step")
         self._own = loop.advance
         self._automatic = loop.automatic_optimization
+        self._by_hand = loop.manual_optimization if not module.automatic_optimization else None
         # What the entries of results had of the step before, where the metrics are behind it
         self._behind: list[Any] | None = None
         self._known: Any = None  # ``training_step``, and how many arguments it takes
@@ -239,14 +239,17 @@ class ReplayLoop(BatchLoop):
             is_last = progress.is_last_batch or current.ready == trainer.fit_loop.max_batches
             window = trainer.accumulate_grad_batches
             steps = is_last or window == 1 or current.ready % window == 0
-            if steps and self._strategy.lr_scheduler_configs:
+            if steps and self._by_hand is None and self._strategy.lr_scheduler_configs:
                 self._move_rates(index, is_last=is_last)
             if skips:
                 raise StopIteration
             self._call(self._end, output, batch, index)
             window = trainer.accumulate_grad_batches  # which a hook may have changed
             steps = is_last or window == 1 or current.ready % window == 0
-            updates = self._automatic.optim_progress.optimizer.step.total.completed
+            if self._by_hand is None:
+                updates = self._automatic.optim_progress.optimizer.step.total.completed
+            else:
+                updates = self._by_hand.optim_step_progress.total.completed
             leaves = (
                 is_last
                 or signals.received_sigterm
@@ -287,6 +290,8 @@ class ReplayLoop(BatchLoop):
         stepping = window == 1 or ready % window == 0 or progress.is_last_batch
         stepping = stepping or ready == trainer.fit_loop.max_batches
         given = (batch, index)[: self._given]
+        if self._by_hand is not None:
+            return self._step_by_hand(self._by_hand, given)
         is_own = type(self._module).optimizer_step not in self._updates
         if is_own or "optimizer_step" in names or automatic._skip_backward:
             return self._step_as_lightning(given, index)
@@ -319,6 +324,18 @@ class ReplayLoop(BatchLoop):
             return self._automatic.run(self._trainer.optimizers[0], index, kwargs)
         finally:
             self._runner.found = ()  # also if it was not asked for
+
+    def _step_by_hand(self, loop: Any, given: tuple[Any, ...]) -> Any:
+        """Let the strategy's method run a step that optimizes by its own code."""
+        names, returned = self._names, None
+        loop.on_run_start()  # an eager step tells Lightning of the optimizers' steps
+        with contextlib.suppress(StopIteration):
+            before, names[FX] = names[FX], "training_step"
+            returned = self._strategy.training_step(*given)
+            names[FX] = before
+        loop._restarting = False
+        loop.on_run_end()
+        return loop.output_result_cls.from_training_step_output(returned).asdict()
 
     def _move_rates(self, index: int, *, is_last: bool) -> None:
         """Step the schedulers of learning rates that are due after this step."""

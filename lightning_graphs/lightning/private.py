@@ -32,7 +32,7 @@ from lightning.pytorch.loops import (
     prediction_loop,
     training_epoch_loop,
 )
-from lightning.pytorch.loops.optimization import automatic
+from lightning.pytorch.loops.optimization import automatic, manual
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -487,6 +487,7 @@ def is_known_loop(trainer: Trainer) -> bool:
         fit_loop._FitLoop: trainer.fit_loop,
         training_epoch_loop._TrainingEpochLoop: loop,
         automatic._AutomaticOptimization: loop.automatic_optimization,
+        manual._ManualOptimization: loop.manual_optimization,
         _ResultCollection: loop._results,
         _LoggerConnector: trainer._logger_connector,
     }

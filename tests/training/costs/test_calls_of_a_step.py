@@ -80,6 +80,20 @@ class Small(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class ByHand(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
 class Silent(Trace):
     def note(self, *_: Any) -> None:
         """Nothing."""
@@ -94,6 +108,7 @@ class Silent(Trace):
 FITS = {
     "a key": (110, Small, {}),
     "schedule": (110, lambda: Small(0), {}),
+    "by hand": (125, ByHand, {}),
     "windows": (125, Small, {"accumulate_grad_batches": 2}),
 }
 

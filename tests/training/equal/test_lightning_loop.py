@@ -201,6 +201,31 @@ class OwnStep(Logs):
         optimizer.step(closure=closure)
 
 
+class ByHand(Logs):
+    """Optimizes by its own code: twice in every other step, and by a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for _ in range(1 + batch_idx % 2):
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            returned = super().training_step(batch, batch_idx)
+            self.manual_backward(returned["loss"])
+            optimizer.step()
+        return returned if batch_idx % 3 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 0:
+            self.lr_schedulers().step()  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = adamw(self)
+        return [optimizer], [halved(optimizer)]
+
+
 class Two(Logs):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step({**batch["a"], "x": batch["a"]["x"] + batch["b"]["x"]}, 0)
@@ -286,6 +311,13 @@ PROGRAMS = {
         scheduled(halved, Sampled), data=lambda: batches(1), options={"max_epochs": 36}
     ),
     "own optimizer step": Program(OwnStep, at_once=False),
+    "by hand": Program(ByHand, at_once=False),
+    "by hand, checkpoints": Program(
+        ByHand,
+        lambda root: [checkpoint(root, every_n_train_steps=5, monitor="loss")],
+        at_once=False,
+        options={**VALIDATED, "max_steps": 45, "max_epochs": -1},
+    ),
     "validation, checkpoints": Program(
         callbacks=lambda root: [checkpoint(root, every_n_train_steps=5, monitor="loss")],
         options=VALIDATED,
@@ -329,7 +361,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*yielded None", "ignore:.*swa_lrs", "ignore:.*lr_scheduler")
+@pytest.mark.filterwarnings(
+    *(f"ignore:.*{said}" for said in ("yielded None", "swa_lrs", "lr_scheduler", "manual optimization"))
+)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_short_loop_is_lightnings(
     backend: str, tmp_path: Path, short: SimpleNamespace, name: str
