@@ -126,7 +126,9 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         plan.present.batch = args[0]
         return self._replay(plan)
 
-    def replay(self, args: tuple[Any, ...], *, stepping: bool = False) -> tuple[Any, ...]:
+    def replay(
+        self, args: tuple[Any, ...], *, stepping: bool = False, is_read: bool = True
+    ) -> tuple[Any, ...]:
         """Replay the step for this batch, if nothing is to be decided; return its result in one.
 
         Empty: :meth:`training_step` is to run it. It goes on from what was found here.
@@ -141,8 +143,11 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         if plan is None or not life.is_ready(plan):
             self.found = found_for_later(plan)
             return ()
-        plan.present.batch = args[0]
-        return (self._replay(plan),)
+        plan.present.batch, self._is_read = args[0], is_read
+        try:
+            return (self._replay(plan),)
+        finally:
+            self._is_read = True
 
     def _plan_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan | None:
         if not self._is_synced() and (self._collectives is None or self._collectives.are_known):
@@ -187,6 +192,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
         if self._waits:
             self._waits = False
             self._messages.replayed()
+        plan.present.is_read = self._is_read
         returned = plan.run(self._recovery.hand_out_without_copies)
         self._statistics.replayed += 1
         return returned
@@ -291,8 +297,8 @@ class EvaluationHandler(StrategyHandler):
 
     # ------------------------------------------------------------------ steps without the method
 
-    def replay_batch(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replay a step as the method does, and return its result in one.
+    def replay_batch(self, args: tuple[Any, ...], *, is_read: bool) -> tuple[Any, ...]:
+        """Replay a step as the method does, and return its result in one, where that is read.
 
         Empty: the method is to run it. It goes on from what was found here.
         """
@@ -303,7 +309,7 @@ class EvaluationHandler(StrategyHandler):
             return ()
         recovery.counted = counts.eager, counts.replayed
         try:
-            return self.evaluation.replay(args)
+            return self.evaluation.replay(args, is_read=is_read)
         except Exception as error:
             recovery.repetition = recovery.repetition_after(error)
             if recovery.repetition is None:

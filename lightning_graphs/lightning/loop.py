@@ -46,7 +46,9 @@ from lightning_graphs.lightning.private import (
 )
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import rebuilt
+from lightning_graphs.private.callsite import leaves_unread
 from lightning_graphs.private.exchange import replaced
+from lightning_graphs.regions.plan import UNREAD
 
 FX = "_current_fx_name"
 _CACHE = attrgetter("_forward_cache")
@@ -105,6 +107,7 @@ class BatchLoop:
         self._loop = loop
         self._connector: Any = trainer._logger_connector
         self._moves = True  # user code runs while a batch is moved
+        self._reading: dict[Any, bool] = {}  # whether hooks look at what a step has returned
         self._transfers = [(name, functions_of(LightningModule, name)) for name in _TRANSFERS]
 
     def _look_at_moves(self) -> None:
@@ -148,6 +151,23 @@ class BatchLoop:
             answer = function(*values)
         names[FX] = before
         return answer
+
+    def _is_output_read(self, hook: Hook) -> bool:
+        """Whether user code may look at what a step returns, which the hook at its end is given.
+
+        That is as hooks are when the step begins: not one that another one adds at its end.
+        """
+        (name, idle, of_module), known = hook, self._reading
+        for owner in self._trainer.callbacks:
+            own = getattr(type(owner), name)
+            if own not in known:
+                known[own] = not (own in idle or leaves_unread(own, 3))
+            if known[own] or name in vars(owner):
+                return True
+        own = getattr(type(self._module), name)
+        if own not in known:
+            known[own] = not (own in of_module or leaves_unread(own, 1))
+        return known[own] or name in self._names
 
 
 class ReplayLoop(BatchLoop):
@@ -299,7 +319,8 @@ class ReplayLoop(BatchLoop):
         updates.total.ready += stepping
         updates.current.ready += stepping
         before, names[FX] = names[FX], "training_step"
-        returned = self._runner.replay(given, stepping=stepping)
+        is_read = self._is_output_read(self._end)
+        returned = self._runner.replay(given, stepping=stepping, is_read=is_read)
         names[FX] = before
         if returned is None:  # Lightning counts
             updates.total.ready -= stepping
@@ -313,6 +334,8 @@ class ReplayLoop(BatchLoop):
                 tracker.completed += 1
         updates.total.completed += stepping
         updates.current.completed += stepping
+        if returned is UNREAD:
+            return None
         if isinstance(returned, Tensor):
             return {"loss": returned / window}
         extra = {key: value for key, value in returned.items() if key != "loss"}
@@ -522,9 +545,11 @@ class EvaluationLoop(BatchLoop):
         handler, names = self._handler, self._names
         name = handler.name
         before, names[FX] = names[FX], name
-        returned = handler.replay_batch(given) or (getattr(self._strategy, name)(*given),)
+        is_read = self._is_output_read(self._end)
+        returned = handler.replay_batch(given, is_read=is_read)
+        returned = returned or (getattr(self._strategy, name)(*given),)
         names[FX] = before
-        return returned[0]
+        return None if returned[0] is UNREAD else returned[0]
 
     # ------------------------------------------------------------------ batches
 
@@ -573,6 +598,9 @@ class PredictionLoop(EvaluationLoop):
     """Runs each batch of a prediction."""
 
     name = "_predict_step"
+
+    def _is_output_read(self, hook: Hook) -> bool:
+        return True
 
     def _are_several(self) -> bool:
         return bool(self._loop.num_dataloaders > 1)

@@ -68,6 +68,7 @@ class StepRunner(StepRegion):
         # The plan of the coming step, or None, if it was looked for ahead of the methods
         self.found: tuple[StepPlan | None, ...] = ()
         self._stepping = False
+        self._is_read = True  # what the coming step returns
         self._closure: type | None = None  # Lightning's own
         self._skips_backward = skipping_backward(fit.trainer)
         super().__init__(fit, fit.recovery, fit.verifier(), (LOGGED_NUMBER.rule,))
@@ -191,8 +192,8 @@ class StepRunner(StepRegion):
         plan.present.batch = args[0]
         return self._replay(plan)
 
-    def replay(self, args: tuple[Any, ...], *, stepping: bool) -> Any:
-        """Replay a step as the three methods do, and return what it returns.
+    def replay(self, args: tuple[Any, ...], *, stepping: bool, is_read: bool = True) -> Any:
+        """Replay a step as the three methods do, and return what it returns, where that is read.
 
         None: the methods are to run it. They go on from the plan that was :attr:`found` here, or
         from what the step has returned, which had a head but no graph behind it.
@@ -206,7 +207,7 @@ class StepRunner(StepRegion):
         if recovery.is_open and recovery.begin_step():
             return None
         recovery.counted = counts.eager, counts.replayed
-        self._stepping = stepping
+        self._stepping, self._is_read = stepping, is_read
         try:
             if has_head:
                 returned = self._run_head(args)
@@ -227,7 +228,7 @@ class StepRunner(StepRegion):
                 raise
             return None
         finally:
-            self._stepping, self._active = False, None
+            self._stepping, self._active, self._is_read = False, None, True
         return returned
 
     def _replay_found(self, args: tuple[Any, ...], *, stepping: bool) -> Any:
@@ -296,6 +297,7 @@ class StepRunner(StepRegion):
             self._waits = False
             self._messages.replayed()
         self._churn.replays += 1
+        plan.present.is_read = self._is_read
         returned = plan.run(self._recovery.hand_out_without_copies)
         if (ddp := self._ranks.ddp) is not None:  # the replay has reduced gradients
             ddp.require_forward_param_sync = plan.conditions.phase.stepping

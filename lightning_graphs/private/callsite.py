@@ -457,6 +457,25 @@ def listing_of(code: CodeType) -> Listing:
     return Listing(found, lines, [instruction.offset for instruction in found])
 
 
+_FRAMES = frozenset({"locals", "vars", "eval", "exec", "_getframe", "currentframe", "stack"})
+"""Names in code that may look at variables of its own."""
+
+
+def leaves_unread(function: Any, place: int) -> bool:
+    """Return whether a function surely does not look at the argument in this place."""
+    code = getattr(function, "__code__", None)
+    return code is not None and _is_unread(code, place)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_unread(code: CodeType, place: int) -> bool:
+    if code.co_argcount <= place or not _FRAMES.isdisjoint(code.co_names):
+        return False
+    name = code.co_varnames[place]
+    used = (instruction.argval for instruction in listing_of(code).instructions)
+    return not any(name in value if type(value) is tuple else value == name for value in used)
+
+
 def instruction_at(frame: FrameType) -> dis.Instruction:
     """Return the instruction that a frame executes."""
     listing = listing_of(frame.f_code)

@@ -124,8 +124,13 @@ class Present:
     tensors: Sequence[Tensor] = ()  # of its batch, if it writes any
     batch: Any = None  # its batch, if it changes containers
     copies: bool = True  # the graph replays again: what is handed out must not be its memory
+    is_read: bool = True  # what the step returns is; else it gives ``UNREAD``
     # Tensors that were handed out, and what is their gradient after the backward pass
     owing: Owing = field(default_factory=list)
+
+
+UNREAD = object()
+"""Stands for what a replayed step would return."""
 
 
 class StepOutputs(OutputPlan):
@@ -448,8 +453,11 @@ class StepPlan(Plan):
         present.copies = copies
         for instruction in self.parts["forward"].after:
             instruction()
-        hand_out = self.outputs.copies if copies else self.outputs.give_away
-        returned = hand_out(present.owing)
+        if present.is_read or not self.outputs.may_be_left:
+            hand_out = self.outputs.copies if copies else self.outputs.give_away
+            returned = hand_out(present.owing)
+        else:
+            returned = UNREAD
         present.batch, present.tensors = None, ()  # not before: without memory it is done again
         return returned
 

@@ -564,6 +564,11 @@ class OutputPlan:
     def is_kept(self) -> bool:
         return any(alias.is_kept for alias in self._aliased.values())
 
+    @property
+    def may_be_left(self) -> bool:
+        """Whether nothing is missed where no result is built."""
+        return not (self.bound or self._gradients)
+
     def give_away(self, owing: Owing) -> Any:
         """Return a call's result without copies, as no replay comes after it."""
         return self._built([tensor.detach() for tensor in self.tensors], owing)

@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_graphs.lightning import loop
+from lightning_graphs.regions.plan import StepOutputs
 from tests.training.fits import FullTrace, Net, Trace, adamw, batches, compare, prepare
 
 
@@ -143,7 +144,9 @@ class Starts(Ends):
         if batch_idx == self.at:
             self.act(trainer, pl_module)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Nothing."""
 
 
@@ -262,7 +265,7 @@ def adds_callback(trainer: Any, module: Any) -> None:
 
 
 def patches_hook(trainer: Any, module: Any) -> None:
-    module.on_train_batch_end = lambda outputs, batch, i: module.log("patched", float(i))
+    module.on_train_batch_end = lambda outputs, batch, i: module.log("patched", outputs["loss"])
 
 
 def checkpoint(root: Path, **options: Any) -> ModelCheckpoint:
@@ -362,7 +365,10 @@ PROGRAMS = {
 
 
 @pytest.mark.filterwarnings(
-    *(f"ignore:.*{said}" for said in ("yielded None", "swa_lrs", "lr_scheduler", "manual optimization"))
+    *(
+        f"ignore:.*{said}"
+        for said in ("yielded None", "swa_lrs", "lr_scheduler", "manual optimization")
+    )
 )
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_short_loop_is_lightnings(
@@ -398,6 +404,69 @@ def test_a_short_loop_is_lightnings(
         ]
         for key in ("state_dict", "loops", "optimizer_states", "lr_schedulers", "global_step"):
             assert repr(loaded[1][key]) == repr(loaded[0][key]), (path, key)
+
+
+class Blind(Logs):
+    """No hook reads what its steps return: of training up to a batch, and of validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.last = super().training_step(batch, batch_idx)["loss"]
+        return self.last
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        super().validation_step(batch, batch_idx)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("seen", self.last * len(batch["x"]))
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("index", float(batch_idx))
+
+
+class Quiet(Trace):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Nothing is said of what it is given."""
+
+    def on_validation_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Nothing."""
+
+
+class Unread(Quiet):
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.note("end", trainer, pl_module, batch_idx)
+
+
+@pytest.mark.parametrize("trace", [Quiet, Unread])
+def test_what_no_hook_reads_is_not_handed_out(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: type[Trace]
+) -> None:
+    copies, copied = StepOutputs.copies, []
+
+    def counted(outputs: StepOutputs, owing: Any) -> Any:
+        copied.append("training" if fits[1].trainer.training else "validation")
+        return copies(outputs, owing)
+
+    monkeypatch.setattr(StepOutputs, "copies", counted)
+    parts: dict[str, Any] = {
+        "trace": trace, "callbacks": lambda: [Starts(patches_hook, 30)], "validation": 60
+    }  # fmt: skip
+    fits = [
+        prepare(backend, tmp_path, captured, module=Blind, data=lambda: batches(40), **parts)
+        for captured in (False, True)
+    ]
+    compare(*(fit.run() for fit in fits))
+    done = fits[1].statistics
+    validated = done.evaluation["validation_step"].replayed
+    # Steps that are timed are handed out, and those of training once another hook reads them
+    unread = done.replayed - copied.count("training")
+    assert unread == 0 if trace is Quiet else unread > 10
+    assert copied.count("training") > 40
+    assert validated - copied.count("validation") > 40
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
