@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_graphs.private.callsite import STANDARD, is_installed, is_library
 from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks
@@ -238,8 +239,14 @@ def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def held_elsewhere(root: nn.Module) -> dict[int, Any]:
-    """Return objects by their ``id`` that the engine guards and puts back by other means."""
-    return {id(one): one for find in HELD_ELSEWHERE for one in find(root)}
+    """Return objects by their ``id`` that the engine guards and puts back by other means.
+
+    Among them what optimizers hold, which wrappers around them bind, too.
+    """
+    found = [one for find in HELD_ELSEWHERE for one in find(root)]
+    for one in [each for each in found if isinstance(each, Optimizer)]:
+        found += [one.state, one.param_groups, *one.param_groups]
+    return {id(one): one for one in found}
 
 
 def objects_in(name: str, value: Any, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
