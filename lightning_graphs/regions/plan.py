@@ -158,9 +158,20 @@ class StepOutputs(OutputPlan):
         self._in_late = tuple(f"{name}{end}" for name in late for end in (" = ", "[", "."))
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
         absent = dict.fromkeys([*numbers, *objects, *itself])
+        # Those that the step moves further on are read before it does
+        self._numbers = {n: t for n, t in numbers.items() if type(t) not in (LateTracer, LateValue)}
+        self._now: dict[str, Any] = {}
         super().__init__(substitute(value, tensors, "output", absent), static=False)
         if numbers or itself:
-            self._build = partial(_with_numbers, self._build, numbers, itself)
+            self._build = partial(_with_numbers, self._build, numbers, itself, self._now)
+
+    def reads(self) -> Iterator[Instruction]:
+        """Yield what reads the numbers in it, ahead of what the step stores."""
+        if self._numbers:
+            yield self._read_numbers
+
+    def _read_numbers(self) -> None:
+        self._now.update((name, tracer.now()) for name, tracer in self._numbers.items())
 
     def results(self, returned: Any) -> list[Result]:
         """List what a step has returned, without what comes late here, to compare it."""
@@ -181,12 +192,16 @@ def _with_numbers(
     build: Callable[[Sequence[Tensor]], Any],
     numbers: Mapping[str, Tracer],
     itself: Mapping[str, Any],
+    known: dict[str, Any],  # numbers of this replay that were read before; none where it is judged
     tensors: Sequence[Tensor],
 ) -> Any:
     now = dict(itself) | {
         name: tracer.at_end() if isinstance(tracer, LateTracer) else tracer.now()
         for name, tracer in numbers.items()
+        if name not in known
     }
+    now |= known
+    known.clear()
     return substitute(build(tensors), tensors, "output", now)
 
 
@@ -351,6 +366,7 @@ class StepPlan(Plan):
             yield partial(set_again, self.stores[name])
         if name == "forward":
             yield self.present.owing.clear
+            yield from self.outputs.reads()
             for mechanism in reversed(self.mechanisms):
                 yield from mechanism.after
             yield from self._of_all("last")
