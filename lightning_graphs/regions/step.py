@@ -64,11 +64,12 @@ from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.values.tree import parameters_of
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
+from lightning_graphs.watch.filled import PlaceUsedError
 from lightning_graphs.watch.host_trace import ArenaFull
 from lightning_graphs.watch.kept import LATE_RULES, first_read
 from lightning_graphs.watch.mechanism import Mechanism, Watcher
 from lightning_graphs.watch.numbers import Followed
-from lightning_graphs.watch.places import LeftBehindError, NumberMovedError, PlaceUsedError
+from lightning_graphs.watch.places import LeftBehindError, NumberMovedError
 from lightning_graphs.watch.reads import UnusedTensors
 from lightning_graphs.watch.side_effects import SetData, SideEffects
 from lightning_graphs.watch.user_code import held_elsewhere

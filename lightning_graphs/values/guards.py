@@ -469,10 +469,14 @@ class ValueGuards:
         self._roots: dict[tuple[int, Any], tuple[str, Callable[[Any], Any], Any]] = {}
         self._checks: list[tuple[Callable[[Any], Any], Any, Any]] = []
         self._values: list[tuple[str, Any]] = []
+        # Where values of these names are: the ``id`` of a table, an object or a cell, and a key
+        self.where: dict[str, tuple[int, Any]] = {}
         self._seen: dict[int, Any] = {}
         self._described: tuple[tuple[str, Any], ...] | None = None
         self._words: frozenset[str] = frozenset()
-        self._left_out: Container[str] = ()
+        # Gives places that are no guards: a table, an object or a cell by its ``id``, and a key
+        self._left_out: Callable[[], Container[tuple[int, Any]]] = tuple
+        self._now_left_out: Container[tuple[int, Any]] = ()
         # Entries of objects whose tensors no captured code has used; those that some has
         self._unused: set[tuple[int, Any]] = set()
         self._used: set[tuple[int, Any]] = set()
@@ -484,9 +488,12 @@ class ValueGuards:
         # Gives the ``id`` of optimizers and the like that regions follow
         self.followed: Callable[[], Container[int]] = tuple
 
-    def leave_out(self, names: Container[str]) -> None:
-        """Drop the guards of these names."""
-        self._left_out = names
+    def leave_out(self, places: Callable[[], Container[tuple[int, Any]]]) -> None:
+        """Drop the guards of places that this gives, whatever name leads to them.
+
+        A place is the ``id`` of a table, an object or a cell, and a key.
+        """
+        self._left_out = places
         self._described = None
 
     def leave_values_out(
@@ -540,12 +547,14 @@ class ValueGuards:
         if is_known and self._described is not None and self._is_unchanged():
             return self._described
         self._known_called = len(self.called)
-        self._checks, self._values, self._seen = [], [], {}
-        for name, get, key in self._roots.values():
-            if name in self._left_out:
+        self._checks, self._values, self._seen, self.where = [], [], {}, {}
+        self._now_left_out = left_out = self._left_out()
+        for place, (name, get, key) in self._roots.items():
+            if place in left_out:
                 continue
             value = get(key)
             self._checks.append((get, key, value))
+            self.where[name] = place
             self._describe(name, value, DEPTH, len(self._values) + _MOST)
         self._described = tuple(self._values)
         self._seen = {}
@@ -608,13 +617,14 @@ class ValueGuards:
         self._values.append((name, Identity(type(value), count)))
         get = partial(dict.get, table) if isinstance(table, dict) else table.__getitem__
         for label, key, held in entries(value) or []:
-            if name + label in self._left_out:
+            if (id(value), key) in self._now_left_out:
                 continue
             if (id(value), key) in self._unused and isinstance(held, torch.Tensor):
                 known = _shape(held)
                 self._checks.append((partial(_shape_in, get), key, known))
                 self._values.append((name + label, known))
                 continue
+            self.where[name + label] = id(value), key
             is_slot = table is not value and key not in table
             self._checks.append((partial(in_slot, value) if is_slot else get, key, held))
             self._describe(name + label, held, depth - 1, most)
@@ -642,6 +652,8 @@ class ValueGuards:
         moved = _MOVED if stepped in self.followed() else frozenset[str]()
         asked = self._words.union([_LAST_RATES_OF] if _LAST_RATES in self._words else []) - moved
         for key in [k for k in table if k in asked and (is_own or k in _MOVED)] if depth else ():
+            if (id(value), key) in self._now_left_out:
+                continue
             self._checks.append((table.get, key, table[key]))
             self._describe(f"{name}.{key}", table[key], depth - 1, most)
         if is_own:

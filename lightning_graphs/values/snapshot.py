@@ -247,17 +247,17 @@ class PythonSnapshot:
         return next(name for name, held, *_ in self._containers if held is owner)
 
     def holder_of(self, value: Any) -> tuple[Any, Any] | None:
-        """Return the first holder of this value, and its key there; None if there is none."""
+        """Return what this value was found in, and its key there; None if there is nothing."""
         for _, owner, table, before in self._containers:
+            if owner is value:
+                break  # what was found later refers back to it
             if isinstance(table, (dict, list, deque)):
                 pairs = before.items() if isinstance(table, dict) else enumerate(before)
                 for key, held in pairs:
                     if held is value:
                         return owner, key
-        for _, owner, key, held in self.bindings.values():  # slots of objects
-            if held is value:
-                return owner, key
-        return None
+        slots = ((o, key) for _, o, key, held in self.bindings.values() if held is value)
+        return next(slots, None)
 
     @contextlib.contextmanager
     def changes_undone(self, refuse: Callable[[Sequence[str]], object]) -> Iterator[None]:

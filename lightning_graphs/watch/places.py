@@ -10,16 +10,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import DRAWN, FILLED, STORED
+from lightning_graphs.device.rules import DRAWN, STORED
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder
+from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import (
@@ -29,10 +29,18 @@ from lightning_graphs.private.torch import (
     named_parameters_in,
     out_of_sight,
 )
-from lightning_graphs.values.guards import attributes_of, is_array, is_constant, is_still, slots_of
+from lightning_graphs.values.guards import (
+    DEPTH,
+    attributes_of,
+    is_array,
+    is_constant,
+    is_still,
+    slots_of,
+)
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
 from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.watch.filled import ListAppend
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
@@ -103,6 +111,11 @@ class Entry(Place):
         count = len(other.keys)
         return self.keys[count:] if self.keys[:count] == other.keys else None
 
+    @property
+    def where(self) -> tuple[int, Any]:
+        """The holder, by its ``id``, and the key there: another name may lead to both."""
+        return id(self.holder), self.keys[-1]
+
     def is_filled(self) -> bool:
         """Return whether it holds a list, deque or set that steps fill and do not compute with."""
         return not self.is_used and type(self.now()) in _FILLED
@@ -114,6 +127,10 @@ class Number(Entry):
 
 class Order(Entry):
     """The order of the keys of a dict."""
+
+    @property
+    def where(self) -> tuple[int, Any]:
+        return id(Entry.now(self)), _ABSENT
 
     def is_filled(self) -> bool:
         return False
@@ -173,95 +190,10 @@ def put_at(holder: Any, key: Any, value: Any) -> None:
         bind(holder if key in slots_of(type(holder)) else attributes_of(holder), key, value)
 
 
-class PlaceUsedError(CaptureError):
-    """Raised if a captured step computes with a list that it fills."""
-
-    place: Entry  # where that is kept
-
-
 class NumberMovedError(CaptureError):
     """Raised if a graph would freeze a number that user code may have in an attribute."""
 
     number: object
-
-
-Operations = Sequence[tuple[str, tuple[Any, ...]]]
-"""Names of methods, and their arguments."""
-
-
-class ListAppend(Tracer):
-    """Tracer for a list, deque or set that a captured step fills and does not read.
-
-    It records operations, and each replay applies them to the real one, whatever that holds.
-    """
-
-    may_be_kept = False
-
-    def __init__(self, place: Entry) -> None:
-        super().__init__(place.name, place.now, self._used, type(place.now()))
-        self._place = place
-        self.operations: list[tuple[str, tuple[Any, ...]]] = []
-
-    def _used(self, name: str) -> NoReturn:
-        observed = f"{name} is used at {CallSiteFinder().here().describe()}"
-        error = PlaceUsedError(FILLED.rule, observed, FILLED.remedy)
-        error.place = self._place
-        raise error
-
-    def _note(self, method: str, *args: Any) -> None:
-        if not hasattr(self._kind, method):
-            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {method!r}")
-        self.operations.append((method, args))
-
-    def __iadd__(self, values: Iterable[Any]) -> ListAppend:
-        self._note("extend", _all_in(values))
-        return self
-
-    def __ior__(self, values: Iterable[Any]) -> ListAppend:
-        self._note("update", _all_in(values))
-        return self
-
-    def __setitem__(self, key: Any, values: Iterable[Any]) -> None:
-        self._note("__setitem__", self._all_of(key), _all_in(values))
-
-    def __delitem__(self, key: Any) -> None:
-        self._note("__delitem__", self._all_of(key))
-
-    def _all_of(self, key: Any) -> Any:
-        """Return a slice as it is and refuse an index, which some lists may lack."""
-        if self._kind is not list or not isinstance(key, slice) or key.step not in (None, 1):
-            self.refuse()
-        for bound in (key.start, key.stop):
-            if isinstance(bound, Tracer):
-                bound.refuse()
-        return key
-
-    __contains__ = __copy__ = __deepcopy__ = __reduce_ex__ = Tracer._refuse
-
-
-def _all_in(values: Iterable[Any]) -> Any:
-    """Go through an iterable, which is possible once; what comes late a replay goes through."""
-    return values if isinstance(values, LateValue) else list(values)
-
-
-def _filling(method: str, *, many: bool) -> Callable[..., None]:
-    def fill(tracer: ListAppend, *args: Any) -> None:
-        if method == "insert" and tracer._kind is not list:  # a full deque raises an error
-            tracer.refuse()
-        tracer._note(method, *(map(_all_in, args) if many else args))
-
-    return fill
-
-
-_OF_ONE = ("append", "appendleft", "insert", "clear", "reverse", "rotate", "add", "discard")
-_OF_MANY = ("extend", "extendleft", "update")  # an iterable is gone through once
-for _method in (*_OF_ONE, *_OF_MANY):
-    setattr(ListAppend, _method, _filling(_method, many=_method in _OF_MANY))
-
-
-def perform(operations: Operations, container: Any) -> None:
-    for method, args in operations:
-        getattr(container, method)(*args)
 
 
 def content_of(value: Any) -> dict[int, Any] | frozenset[Any] | None:
@@ -305,7 +237,11 @@ class Arranged:
         self.filled: list[Entry] = []  # lists that are filled, and neither read nor state
         self.counted: list[Place] = []  # numbers
         self.stored: list[Place] = []  # others
+        known: set[tuple[int, Any]] = set()
         for place in sorted(places, key=depth_of):
+            if isinstance(place, Entry) and place.where in known:
+                continue  # by another name
+            known.update([place.where] if isinstance(place, Entry) else [])
             if any(isinstance(place, Entry) and place.path_in(outer) for outer in self.filled):
                 continue  # a step that changes it reads the list that it is in
             if isinstance(place, Entry) and place.is_filled():
@@ -380,6 +316,7 @@ class StepState:
         self._on_change = on_change
         self._places: dict[str, Place] = {}
         self._ahead: set[str] = set()  # names of those that code stores to ahead of a graph
+        self._shared: dict[int, Any] = {}  # containers in places, ahead of the present capture
         self._looked_for: set[str] = set()  # names of values that have changed
         # What captured code refers to outside of modules, if it may store there
         self.outside: PythonSnapshot | None = None
@@ -402,6 +339,10 @@ class StepState:
         entries = [p for p in self if isinstance(p, Entry) and len(p.keys) == 1]
         found = {(id(place.owner), place.keys[0]) for place in entries}
         return found | {(id(place.tensor), "data") for place in self if isinstance(place, Memory)}
+
+    def _entries(self) -> set[tuple[int, Any]]:
+        """Return the holder of each, by its ``id``, and its key there."""
+        return {place.where for place in self if isinstance(place, Entry)}
 
     def learn(self, found: Sequence[Place]) -> bool:
         """Add these places; return whether one of them is new."""
@@ -471,7 +412,7 @@ class StepState:
             self._changed()
 
     def _changed(self) -> None:
-        self._reads.leave_out(self._places)
+        self._reads.leave_out(self._entries)
         self._on_change()
 
     def learn_moved(
@@ -516,11 +457,9 @@ class StepState:
         self._looked_for |= new  # once: a replay buffer of objects may grow in each step
         if not new:
             return False
-        held, seen = PythonSnapshot(iter_objects(self._module)), dict[int, Any]()
-        for name, table, key in self._reads.tables():
-            if is_namespace(table):
-                _add_variable(held, name, table, key, seen)
-        found = (place_of(one, held, ()) for one in held.entries() if one.name in new)
+        held, where = self._all_held(), {self._reads.where.get(name) for name in new}
+        named = (one for one in held.entries() if (id(one.owner), one.key) in where)
+        found = (place_of(one, held, ()) for one in named)
         return self.learn([p for p in found if isinstance(p, Number) or (p and p.is_filled())])
 
     def are_used(self, *filled: Entry) -> bool:
@@ -562,12 +501,15 @@ class StepState:
             pairs = [(n, p) for n, p in changed if (p.name if p else n) not in self._places]
             found: list[Place | None] = [place for _, place in pairs]
             found += [None if id(place.tensor) in trained else place for place, _ in moved]
+            further = [*self._names_in(outside)]  # which the code has not been given by this one
+            found += further
             if changed:
                 contents.restore()
                 outside.restore()
             self.found = [p for p in found if p is not None] if None not in found else []
         if found:
-            names = sorted([*(name for name, _ in pairs), *(place.name for place, _ in moved)])
+            names = [name for name, _ in pairs] + [place.name for place, _ in moved]
+            names = sorted(names + [place.name for place in further])
             observed = f"{LIBRARIES.step} changes {listed(names)}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
@@ -592,13 +534,24 @@ class StepState:
                 _add_variable(found, place.binding or place.name, place.owner, place.keys[0], seen)
         return found
 
+    def _all_held(self) -> PythonSnapshot:
+        """Take a snapshot of what modules hold, and of variables that captured code has named."""
+        found, seen = PythonSnapshot(iter_objects(self._module)), dict[int, Any]()
+        for name, table, key in self._reads.tables():
+            if is_namespace(table):
+                _add_variable(found, name, table, key, seen)
+        return found
+
     def _further_names(self) -> Iterator[Entry]:
         """Find further names of values in these places that steps can change."""
         kept = [place.now() for place in self]
-        shared = {id(value) for value in kept if is_container(value)}
-        held = PythonSnapshot(iter_objects(self._module)) if shared else PythonSnapshot()
-        for change in held.entries():
-            place = place_of(change, held, ()) if id(change.now) in shared else None
+        self._shared = {id(value): value for value in kept if is_container(value)}
+        return self._names_in(self._all_held() if self._shared else PythonSnapshot())
+
+    def _names_in(self, held: PythonSnapshot) -> Iterator[Entry]:
+        """Find further names in a snapshot for containers that were in places last."""
+        for change in held.entries() if self._shared else ():
+            place = place_of(change, held, ()) if id(change.now) in self._shared else None
             if place is not None and place.name not in self._places:
                 yield place
 
@@ -652,7 +605,7 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
         kind = Entry if all(map(_is_tree, now)) else None
     keys = () if key is Absence.ABSENT else (key,)
     label = own = "".join(held.label(owner, key) for key in keys)
-    while kind is not None:
+    while kind is not None and len(keys) <= 2 * DEPTH:  # or slots lead back to their holder
         of = "the order of " if kind is Order else ""
         if isinstance(owner, nn.Module) or held.is_table(owner):
             return kind(f"{of}{held.name_of(owner)}{label}", owner, keys)

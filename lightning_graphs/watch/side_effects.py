@@ -42,12 +42,12 @@ from lightning_graphs.values.signature import CallPlan
 from lightning_graphs.values.snapshot import Result, results_in
 from lightning_graphs.values.tree import item_label, leaves_of, substitute
 from lightning_graphs.watch.batch import Holder, holders_in, new_results
+from lightning_graphs.watch.filled import ListAppend, perform
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.mechanism import Mechanism
 from lightning_graphs.watch.places import (
     Arranged,
     Entry,
-    ListAppend,
     Order,
     Place,
     State,
@@ -55,7 +55,6 @@ from lightning_graphs.watch.places import (
     detached,
     is_container,
     is_same_content,
-    perform,
     signature_of,
 )
 from lightning_graphs.watch.tracers import Tracer

@@ -651,6 +651,104 @@ def of_class(lab: Lab) -> Any:
     return [step(batch) for batch in lab.batches(12)], Counted.count
 
 
+class Callback:
+    """Refers back to its trainer, and has the trainer's meter in other hands."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.meters, self.last = trainer, [trainer.meter], None
+
+    def on_batch_end(self, loss: Tensor) -> None:
+        self.last = loss.detach()
+        if self.trainer.step % 5 == 0:
+            self.trainer.rows.append(self.meters[0].mean)
+
+
+class Trainer:
+    """Counts, and returns its count; its callbacks refer back to it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.optimizer = model, adamw(model)
+        self.step, self.meter, self.rows = 0, Meter(), []
+        self.callbacks = [Callback(self)]
+
+    def train_step(self, batch: Any) -> Any:
+        loss = update(self.optimizer, loss_of(self.model, batch))
+        self.step += 1
+        self.meter.update(loss.item(), len(batch["y"]))
+        for callback in self.callbacks:
+            callback.on_batch_end(loss)
+        return self.step, {"step": self.step, "mean": self.callbacks[0].meters[0].mean}
+
+
+def callbacks(lab: Lab) -> Any:
+    trainer = Trainer(net_of(lab, 8, 16, 3))
+
+    def train_step(batch: Any) -> Any:
+        return trainer.train_step(batch)
+
+    found = []
+    for function in (trainer.train_step, train_step):
+        step = lab.capture(function, trainer.model, trainer.optimizer)
+        found += [step(batch) for batch in lab.batches(30)]
+    return found, trainer.rows, trainer.step, vars(trainer.meter), trainer.callbacks[0].last
+
+
+def two_names(lab: Lab) -> Any:
+    """A list is filled by one name, and read by another; the loop starts a counter again."""
+    rows: list[Tensor] = []
+    log, totals = {"rows": rows}, {"count": 0}
+    both = [totals]
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Any:
+        log["rows"].append(update(optimizer, loss_of(model, batch)))
+        both[0]["count"] += 1
+        return len(rows), totals["count"]
+
+    def counting(model: Any, optimizer: Any, batch: Any, i: int) -> Any:
+        both[0]["count"] += 1
+        if i % 20 == 19:
+            totals["count"] = 0
+        return update(optimizer, both[0]["count"] * loss_of(model, batch)), totals["count"]
+
+    return trained(lab, take, 12), trained(lab, counting), rows, totals
+
+
+class Lookahead(torch.optim.Optimizer):
+    """An optimizer around another one, with whose groups it shares everything."""
+
+    def __init__(self, inner: Any) -> None:
+        self.optimizer, self.count = inner, 0
+        self.param_groups, self.state, self.defaults = inner.param_groups, {}, {}  # type: ignore
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+        self.count += 1
+        if self.count % 5 == 0:
+            for mine, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                mine += 0.5 * (p - mine)
+                p.copy_(mine)
+
+
+def lookahead(lab: Lab) -> Any:
+    model = net_of(lab, 8, 16, 3)
+    inner = adamw(model)
+    outer = Lookahead(inner)
+
+    def train_step(batch: Any) -> Tensor:
+        inner.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        outer.step()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, inner)
+    losses = [step(batch) for batch in lab.batches(40)]
+    assert type(inner.state_dict()["param_groups"][0]["lr"]) is float
+    return losses, outer.slow, outer.count
+
+
 ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "own_optimizer": (own_optimizer, 20),
     "inner_loop": (inner_loop, 25),
@@ -679,6 +777,9 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "rewards": (rewards, r"goes through .*test_public.py:\d+ in update: loss.backward\(\)"),
     "called": (called, 15),
     "of_class": (of_class, r"Counted.count, named at .*test_public.py:\d+ in train_step"),
+    "callbacks": (callbacks, 15),
+    "two_names": (two_names, 1),
+    "lookahead": (lookahead, 30),
     "scaler_off": (scaler_off, 12),
 }
 """Loops, with how many calls must be replayed, or with what is said instead."""
