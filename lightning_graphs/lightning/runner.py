@@ -89,8 +89,8 @@ class StepRunner(StepRegion):
     def _client_guards(self) -> ClientGuards:
         trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp
         if not self._by_hand:  # a replayed step asks
-            optimizer = self._optimizers[0]
-            is_present = lambda: trainer.optimizers[0] is optimizer  # noqa: E731
+            optimizer, strategy = self._optimizers[0], trainer.strategy
+            is_present = lambda: strategy.optimizers[0] is optimizer  # noqa: E731
         return client_guards(trainer, self._phase, is_present, synced=ddp is not None)
 
     def _phase(self) -> Phase:

@@ -390,7 +390,7 @@ def client_guards(
     synced: bool,
 ) -> ClientGuards:
     """List what of a trainer the graphs of its steps depend on."""
-    plugin: Check = partial(_PLUGIN, trainer), trainer.precision_plugin
+    plugin: Check = partial(_PLUGIN, trainer.strategy), trainer.precision_plugin
     of_all = [(plugin, lambda: "the trainer's precision was changed")]
     clipping: Callable[[], Any] = bool
     if is_present is not None:

@@ -409,7 +409,7 @@ class ClientGuards:
 
     phase: Callable[[], Phase]
     epoch: Callable[[], int]  # between two of them the optimizer's state may be exchanged
-    flags: Sequence[Callable[[], Any]]  # for the first of :data:`OF_LIBRARIES`
+    flags: tuple[Callable[[], Any], Callable[[], Any]]  # for the first of :data:`OF_LIBRARIES`
     of_all: Sequence[tuple[Check, Callable[[], str]]]  # what makes all graphs invalid, and why
 
 
@@ -528,7 +528,8 @@ class ReplayGuards:
         return tuple([p.grad is not None for p in self._optimized])
 
     def _of_libraries(self) -> tuple[Any, ...]:
-        return (*[read() for read in self._client.flags], *BackendFlags.now())
+        clipping, synced = self._client.flags
+        return (clipping(), synced(), *BackendFlags.now())
 
     def attributes(self) -> Values:
         """Return names and present values of the attributes in the key."""

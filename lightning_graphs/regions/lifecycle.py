@@ -113,7 +113,8 @@ class PlanCache(Generic[Key, P]):
         self.why_not = ""
         if key in self._refused:
             return False
-        self._count_uses()  # that came before this one
+        if self.by_key:
+            self._count_uses()  # that came before this one
         seen = self.see(key)
         shape = self._shape(key)
         shapes = {self._shape(other) for other in self.by_key}

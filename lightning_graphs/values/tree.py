@@ -314,8 +314,9 @@ def held_in_containers(values: Iterable[Any]) -> Iterator[Any]:
 
 def parameters_of(*optimizers: Any) -> list[Any]:
     """List the parameters in the groups of optimizers."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [parameter for group in groups for parameter in group["params"]]
+    return [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
 
 
 def tensors_inside(value: Any) -> Iterator[Tensor]:

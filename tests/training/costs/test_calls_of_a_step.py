@@ -108,10 +108,10 @@ class Silent(Trace):
 
 
 FITS = {
-    "a key": (85, Small, {}),
-    "schedule": (97, lambda: Small(0), {}),
-    "by hand": (116, ByHand, {}),
-    "windows": (108, Small, {"accumulate_grad_batches": 2}),
+    "a key": (80, Small, {}),
+    "schedule": (92, lambda: Small(0), {}),
+    "by hand": (113, ByHand, {}),
+    "windows": (103, Small, {"accumulate_grad_batches": 2}),
 }
 
 
@@ -186,7 +186,7 @@ def test_a_step_that_is_refused_calls_few_functions_more(tmp_path: Path) -> None
     assert refused.total() - eager.total() <= 180, refused - eager
 
 
-EVALUATIONS = {"validate": 70, "predict": 60}
+EVALUATIONS = {"validate": 68, "predict": 58}
 
 
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
