@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -275,9 +276,10 @@ class ProgramWatch(Client):
         return self.given[key]
 
     def used_in(self, error: GraphError) -> list[str]:
-        """Return the names of arguments whose use as a number was refused."""
+        """Return the names of arguments whose use as a number was refused, as in ``n - 1``."""
         keys = [*self.given] if isinstance(self.given, Several) else []
-        return [name_of(key) for key in keys if error.observed.startswith(f"{key} is ")]
+        words = set(re.findall(r"\w+", error.observed.partition(" is ")[0]))
+        return [name_of(key) for key in keys if key in words]
 
     def environment(self, modules: Sequence[nn.Module] | None = None) -> Environment:
         found = Environment(self._program, self, modules=modules)
