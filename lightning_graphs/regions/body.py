@@ -257,7 +257,9 @@ class StepBody:
         if self.client.optimizes_itself:
             state.update(parameters_of(*self.optimizers))
             state.update(*(OptimizerState(optimizer).tensors for optimizer in self.optimizers))
-            state.update(tensors_in([vars(self._scaler)]) if self._scaler is not None else ())
+            state.update(
+                tensors_in([*vars(self._scaler).values()]) if self._scaler is not None else ()
+            )
             state.update([t.grad for t in state if t.is_leaf and t.grad is not None])
         return state
 

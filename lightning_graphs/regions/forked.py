@@ -12,12 +12,36 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.device.graph import CUDAGraph
+from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.private.generators import RandomState
-from lightning_graphs.private.torch import is_strided, plain
-from lightning_graphs.values.memory import bytes_of, copy_all
+from lightning_graphs.private.torch import is_strided, plain, version_of
+from lightning_graphs.values.memory import addresses_of, bytes_of, copy_all
 from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.forks import Fork
 from lightning_graphs.watch.mechanism import Instruction
+
+
+class WatchedState:
+    """Tells which of some tensors a capture has written.
+
+    Fused kernels of optimizers and of scalers count no versions; the schemas of operators tell.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
+        self._memory: set[int] = set()  # where what operators have written begins
+        self.seeing = OperatorsSeen(self._see)
+
+    def _see(self, call: OperatorCall, _: object) -> None:
+        self._memory.update(addresses_of(call.written))
+
+    def written(self) -> list[Tensor]:
+        """List those that were written so far."""
+        return [
+            tensor
+            for tensor, before in self._versions
+            if version_of(tensor) != before or not self._memory.isdisjoint(addresses_of([tensor]))
+        ]
 
 
 class Forked:

@@ -43,7 +43,7 @@ from lightning_graphs.regions.conditions import (
     refuse_new_seeds,
 )
 from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
-from lightning_graphs.regions.forked import Forked
+from lightning_graphs.regions.forked import Forked, WatchedState
 from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
@@ -121,6 +121,7 @@ class Attempts(StepBody):
         self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._behind: list[UpdateBehind] = []
+        self._state = WatchedState(())  # of the present capture, where it may fork
         self._written_ahead: list[Tensor] = []  # state that graphs ahead of forks write
         self.gives_way: Callable[[CaptureError], bool] = lambda _: False  # to a head
         # Surrounds what a graph captures
@@ -434,7 +435,6 @@ class StepCapture(Attempts):
         self._facts.forks.taken.clear()
         self._facts.forks.ends, self._written_ahead = None, []
         watchers: list[Watcher] = []
-        versions: list[tuple[Tensor, int]] = []  # of state, as the capture begins
 
         def cut(name: str) -> None:
             if name == "step":
@@ -446,7 +446,7 @@ class StepCapture(Attempts):
             if not segments.can_fork():
                 return False
             segments.fork()
-            self._written_ahead = [t for t, as_it_was in versions if version_of(t) != as_it_was]
+            self._written_ahead = self._state.written()
             return True
 
         def begin(given: Given) -> Sequence[Any]:
@@ -462,8 +462,10 @@ class StepCapture(Attempts):
             for watcher in watchers:
                 self._inside.enter_context(watcher.inside())
             if self._facts.forks.is_on:
-                versions.extend((t, version_of(t)) for t in self.state_written(begun.environment))
+                self._state = WatchedState(self.state_written(begun.environment))
                 self._facts.forks.ends = fork
+                if not self.context.compiled.runs:  # it would be compiled again
+                    self._inside.enter_context(self._state.seeing)
             self._hooks = hooks_registered()  # those of the capture itself are no user's
             return begun.arguments
 

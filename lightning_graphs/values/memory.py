@@ -376,6 +376,11 @@ def storage_address(tensor: Tensor) -> int:
     return 0
 
 
+def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return where the memory of these tensors begins, without those that have none."""
+    return {*map(storage_address, plain(tensors))} - {0}
+
+
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return tensor.shape, tensor.stride(), tensor.dtype
 

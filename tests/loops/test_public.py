@@ -749,6 +749,45 @@ def lookahead(lab: Lab) -> Any:
     return losses, outer.slow, outer.count
 
 
+def scale_watched(lab: Lab) -> Any:
+    """The step asks whether the scaler has lowered its scale, behind its update, and returns it."""
+    model, skipped = net_of(lab, 8, 16, 3), 0
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=True)
+    scaler = torch.amp.GradScaler(lab.device.type, init_scale=8.0, growth_interval=7)
+
+    def train_step(batch: Any) -> Any:
+        nonlocal skipped
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        scaler.scale(loss).backward()
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < before:
+            skipped += 1
+        return loss.detach(), scaler.get_scale()
+
+    step, found = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(lab.batches(30)):
+        batch["x"][0] *= float("inf") if i == 20 else 1.0
+        found.append(step(batch))
+    return found, skipped, scaler.state_dict()
+
+
+def schedule_of_numbers(lab: Lab) -> Any:
+    """Consistency models: a number of levels that grows, of which one less is drawn."""
+
+    model = net_of(lab, 8, 16, 3)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any, levels: int) -> Tensor:
+        level = torch.randint(0, levels - 1, (16, 1), device=batch["x"].device)
+        return update(optimizer, loss_of(model, {**batch, "x": batch["x"] * level / levels}))
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch, 3 + i // 8) for i, batch in enumerate(lab.batches(40))]
+
+
 ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "own_optimizer": (own_optimizer, 20),
     "inner_loop": (inner_loop, 25),
@@ -780,6 +819,8 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "callbacks": (callbacks, 15),
     "two_names": (two_names, 1),
     "lookahead": (lookahead, 30),
+    "scale_watched": (scale_watched, 15),
+    "schedule_of_numbers": (schedule_of_numbers, 20),
     "scaler_off": (scaler_off, 12),
 }
 """Loops, with how many calls must be replayed, or with what is said instead."""
