@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import OLD_GRADIENTS, SCHEDULED
+from lightning_graphs.device.rules import OLD_GRADIENTS, SCHEDULED, USED_BEHIND
 from lightning_graphs.device.trace import tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
@@ -155,9 +155,14 @@ class StepBody:
     ) -> Any:
         """Take the step of an optimizer, which the step's own code calls."""
         returned = None
-        if closure is not None:
+        if closure is not None and type(optimizer).__module__.startswith("torch.optim."):
             with torch.enable_grad():
                 returned = closure()
+        elif closure is not None:  # it may call it when it likes, and more than once
+            if self.optimizers[optimizer] is None:
+                raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given a closure")
+            with self.rates_given(optimizer):
+                return own(closure)
         with self.rates_given(optimizer):
             if self.optimizers[optimizer] is not None:
                 own()
