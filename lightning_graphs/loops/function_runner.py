@@ -42,6 +42,7 @@ from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.regions.whole_step import BY_HAND, EvaluationSteps, StepRegion
 from lightning_graphs.report.diagnosis import Diagnosis
 from lightning_graphs.report.messages import Statistics
+from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import OptimizerState, PythonSnapshot
 from lightning_graphs.values.tree import Unread
@@ -62,7 +63,7 @@ class FunctionCapture(StepCapture):
         return {
             key: partial(self.client.number_now, key)
             for key, value in batch.items()
-            if type(value) in (int, float) and name_of(key) in unread
+            if type(value) in REALS and name_of(key) in unread
         }
 
     def _outputs(self, returned: Any) -> StepOutputs:

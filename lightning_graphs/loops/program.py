@@ -47,7 +47,7 @@ from lightning_graphs.loops.processes import Processes
 from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, Recorder
-from lightning_graphs.values.guards import is_object
+from lightning_graphs.values.guards import REALS, is_object
 from lightning_graphs.values.tree import item_label, leaves_of
 from lightning_graphs.watch.environment import AsRead, Effect, Environment, effects_watched
 from lightning_graphs.watch.kept import CallAt, KeptCalls
@@ -77,7 +77,7 @@ class Arguments:
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the value that stands for these arguments."""
-        if len(args) == 1 and not kwargs and type(args[0]) not in _NUMBERS:
+        if len(args) == 1 and not kwargs and type(args[0]) not in REALS:
             return args[0]
         named = dict(zip(self._names, args, strict=False))
         named.update(kwargs)
@@ -95,7 +95,6 @@ class Arguments:
         return function(*first, *further, **named)
 
 
-_NUMBERS = (int, float)
 _FURTHER = "*"
 """The key of arguments for which the function has no name."""
 

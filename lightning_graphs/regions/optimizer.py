@@ -53,6 +53,7 @@ from lightning_graphs.regions.tried import (
     unless_overflowed,
     why_failed,
 )
+from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
 from lightning_graphs.values.tree import leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
@@ -299,7 +300,7 @@ def why_cycles_stay(cycles: str, optimizers: Sequence[Optimizer], *kernel: Any) 
     """Say why numbers that schedulers cycle keep updates eager; empty if graphs follow them."""
     for one in optimizers if cycles else ():
         name = "betas" if "betas" in one.defaults else "momentum"
-        are_numbers = all(type(group.get(name)) in (int, float) for group in one.param_groups)
+        are_numbers = all(type(group.get(name)) in REALS for group in one.param_groups)
         if not (are_numbers and _is_tried(one, *kernel)):
             return cycles
         _following[one] = _following.get(one, _NONE).union({name, "lr"})

@@ -34,7 +34,7 @@ from lightning_graphs.private.torch import (
     out_of_sight,
     plain,
 )
-from lightning_graphs.values.guards import is_plain
+from lightning_graphs.values.guards import REALS, is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import OF_TENSORS, flatten, leaves_of, parameters_of
@@ -427,7 +427,7 @@ def _tables_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
 
 def is_number(value: Any) -> bool:
     """Return whether a value is a number of the host, or a tensor with one."""
-    return type(value) in (int, float) or holds_number(value)
+    return type(value) in REALS or holds_number(value)
 
 
 def numbers_of(optimizer: Optimizer, of: Callable[[Any], bool] = is_number) -> set[str]:

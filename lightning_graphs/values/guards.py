@@ -34,6 +34,7 @@ from types import (
 from typing import Any, NamedTuple
 from uuid import UUID
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -131,9 +132,13 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Identity) and value.kind in (list, deque)
 
 
+REALS = (int, float, numpy.float64)
+"""Types of real numbers; entries of NumPy's arrays, of which schedules are made, are floats."""
+
+
 def is_number(value: Any) -> bool:
     """Return whether this is a constant that is a number."""
-    return isinstance(value, Constant) and value.kind in (int, float)
+    return isinstance(value, Constant) and value.kind in REALS
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
@@ -171,8 +176,7 @@ _LARGEST_BYTES = 16 * 1024 * 1024
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is compared as a whole by ``==``: numbers, texts, enums, None."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(value, _PLAIN) or (numpy is not None and isinstance(value, numpy.generic))
+    return isinstance(value, (_PLAIN, numpy.generic))
 
 
 def in_words(before: Any, now: Any) -> str:
@@ -253,7 +257,6 @@ class ArrayValue(NamedTuple):
 
     def __repr__(self) -> str:
         kind = f"{self.dtype}{list(self.shape)}"
-        numpy = sys.modules["numpy"]
         entries = numpy.frombuffer(self.content, self.dtype).tolist() if self.content else []
         if len(entries) > 6:  # reprlib shows no more
             return f"{kind} with checksum {zlib.crc32(self.content):08x}"

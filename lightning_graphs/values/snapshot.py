@@ -32,6 +32,7 @@ from lightning_graphs.private.torch import (
     version_of,
 )
 from lightning_graphs.values.guards import (
+    REALS,
     ArrayValue,
     attributes_of,
     entries,
@@ -547,7 +548,7 @@ class OptimizerState:
         table, groups = optimizer.state, optimizer.param_groups
         self._known = dict(table)  # some optimizers keep there what is of no parameter
         self._states = [(state, dict(state)) for state in _states_of(optimizer)]
-        self._numbers = [{k: v for k, v in g.items() if type(v) in (int, float)} for g in groups]
+        self._numbers = [{k: v for k, v in g.items() if type(v) in REALS} for g in groups]
         self._scale: dict[str, Any] = {} if scaler is None else scaler.state_dict()
         held = [*chain.from_iterable(map(dict.values, [*_states_of(optimizer), *groups]))]
         held += [value for value in table.values() if not isinstance(value, dict)]

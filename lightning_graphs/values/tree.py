@@ -35,6 +35,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.values.guards import (
+    REALS,
     Constant,
     Inside,
     as_hashable,
@@ -133,7 +134,7 @@ class Unread:
         return value is None or type(value) in _SIMPLE or not leaves_of(value, Tensor)
 
 
-_SIMPLE = frozenset({bool, int, float, str})
+_SIMPLE = frozenset({bool, *REALS, str})
 """Types of values in which no tensor can be."""
 
 Leaf = TensorSpec | Constant | Unread

@@ -49,6 +49,7 @@ from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, standing_in
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import caches_weights, subclasses_unasked, version_of
+from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.memory import Given
 from lightning_graphs.values.snapshot import PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
@@ -407,7 +408,7 @@ def number_places(
             places.append((group, "lr", rate("the learning rate", i, group, "lr")))
         for key in further:
             name, value = _of_group(f"{key} of the optimizer", i, index), group.get(key)
-            if type(value) in (int, float):
+            if type(value) in REALS:
                 places.append((group, key, make(name, _reading(group, key))))
             elif isinstance(value, (tuple, list)) and {*map(type, value)} <= {int, float}:
                 names = [f"{name}[{k}]" if k else name for k in range(len(value))]

@@ -42,7 +42,7 @@ from lightning_graphs.private.callsite import (
 )
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import version_of
-from lightning_graphs.values.guards import Identity
+from lightning_graphs.values.guards import REALS, Identity
 from lightning_graphs.values.memory import storage_address
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.tree import Unread, leaves_of
@@ -221,7 +221,7 @@ class Head:
         found: dict[str, Callable[[], Any]] = {}
         for name in self.ending.live:
             leaf = kinds.get(f'{VARIABLES}["{name}"]')
-            if isinstance(leaf, Unread) and leaf.kind in (int, float):
+            if isinstance(leaf, Unread) and leaf.kind in REALS:
                 found[name] = partial(self._now, name)
         return found
 

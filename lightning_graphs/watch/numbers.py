@@ -43,7 +43,7 @@ from lightning_graphs.private.torch import (
     out_of_sight,
     version_of,
 )
-from lightning_graphs.values.guards import is_plain
+from lightning_graphs.values.guards import REALS, is_plain
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.watch.assertions import Assertions, OpenAssertions, Room
 from lightning_graphs.watch.branches import LateError
@@ -168,7 +168,7 @@ class StepNumbers(Numbers):
         kind, drawn = type(value), obstacle is DRAWN
         if kind is numpy.ndarray and (drawn or obstacle is None):
             return ArrayTracer
-        if obstacle is None or kind in (int, float):
+        if obstacle is None or kind in REALS:
             return ScalarTracer
         if kind is bool:
             return None

@@ -31,6 +31,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.guards import (
     DEPTH,
+    REALS,
     attributes_of,
     is_array,
     is_constant,
@@ -247,7 +248,7 @@ class Arranged:
             if isinstance(place, Entry) and place.is_filled():
                 self.filled.append(place)
             else:
-                counts = isinstance(place, Number) and type(place.now()) in (int, float)
+                counts = isinstance(place, Number) and type(place.now()) in REALS
                 (self.counted if counts else self.stored).append(place)
 
     @property
@@ -597,7 +598,7 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
     elif isinstance(table, dict) or table is owner:
         # To code that asks for its class, a tracer for a number is one.
         is_number = isinstance(now, (int, float, LateValue)) and type(now) is not bool
-        if type(before) in (int, float) and is_number:
+        if type(before) in REALS and is_number:
             kind = Number
         elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
             kind = Entry

@@ -788,6 +788,63 @@ def schedule_of_numbers(lab: Lab) -> Any:
     return [step(batch, 3 + i // 8) for i, batch in enumerate(lab.batches(40))]
 
 
+def momentum_of_an_array(lab: Lab) -> Any:
+    """DINO: entries of arrays are the teacher's momentum, and a weight that the loop sets."""
+    student, teacher, weight = net_of(lab, 8, 16, 3), net_of(lab, 8, 16, 3), np.float64(1.0)
+    optimizer, momenta, used = adamw(student), np.linspace(0.9, 1.0, 40), []
+
+    def train_step(batch: Any, momentum: Any) -> Tensor:
+        loss = update(optimizer, weight * loss_of(student, batch))
+        with torch.no_grad():
+            for own, other in zip(student.parameters(), teacher.parameters(), strict=True):
+                other.data.mul_(momentum).add_((1 - momentum) * own.detach().data)
+        used.append((momentum, 1 - momentum))
+        return loss
+
+    step, losses = lab.capture(train_step, [student, teacher], optimizer), []
+    for batch, momentum in zip(lab.batches(40), momenta, strict=True):
+        losses.append(step(batch, momentum))
+        weight = weight * 0.99
+    return losses, used, [type(number) for pair in used for number in pair]
+
+
+class Sharpened(torch.optim.SGD):
+    """Sharpness-aware minimization: its closure comes after the ascent, not ahead of the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "it needs a closure"
+        ascents = [(p, 0.05 * p.grad) for group in self.param_groups for p in group["params"]]
+        for p, ascent in ascents:
+            p.add_(ascent)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, ascent in ascents:
+            p.sub_(ascent)
+        super().step()
+
+
+def sharpened(lab: Lab) -> Any:
+    """An optimizer that calls its closure when it likes."""
+    model = net_of(lab, 8, 16, 3)
+    optimizer = Sharpened(model.parameters(), lr=0.1)
+
+    def train_step(batch: Any) -> Tensor:
+        def closure() -> Tensor:
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        loss = closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer, on_failure="eager", optimizer_kernel="own")
+    return [step(batch) for batch in lab.batches(20)]
+
+
 ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "own_optimizer": (own_optimizer, 20),
     "inner_loop": (inner_loop, 25),
@@ -821,6 +878,8 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "lookahead": (lookahead, 30),
     "scale_watched": (scale_watched, 15),
     "schedule_of_numbers": (schedule_of_numbers, 20),
+    "momentum_of_an_array": (momentum_of_an_array, 25),
+    "sharpened": (sharpened, 10),
     "scaler_off": (scaler_off, 12),
 }
 """Loops, with how many calls must be replayed, or with what is said instead."""
