@@ -155,7 +155,11 @@ class StepBody:
     ) -> Any:
         """Take the step of an optimizer, which the step's own code calls."""
         returned = None
-        if closure is not None and type(optimizer).__module__.startswith("torch.optim."):
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        # The framework hands over one of its own, which as a rule does nothing
+        module = getattr(getattr(closure, "func", closure), "__module__", "")
+        is_first = is_of_torch or module.partition(".")[0] in LIBRARIES.framework
+        if closure is not None and is_first:
             with torch.enable_grad():
                 returned = closure()
         elif closure is not None:  # it may call it when it likes, and more than once
