@@ -307,8 +307,11 @@ def is_lightnings_closure(closure: object) -> bool:
 def takes_no_closure(closure: object) -> bool:
     """Tell whether a module that optimizes manually called ``optimizer.step()`` alone.
 
-    Lightning puts a function of its own in the closure's place. Fallback: False.
+    Lightning puts a function of its own in the closure's place, and hands it to the optimizer in
+    one that calls hooks behind it. Fallback: False.
     """
+    if isinstance(closure, partial) and is_lightnings(closure.func, "plugins.precision.precision"):
+        closure = closure.args[-1]
     is_named = getattr(closure, "__name__", "") == "do_nothing_closure"
     return is_named and is_lightnings(closure, "core.optimizer")
 

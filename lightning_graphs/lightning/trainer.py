@@ -36,6 +36,7 @@ from lightning_graphs.lightning.private import (
     call_gradient_hooks,
     copies_of,
     overrides,
+    takes_no_closure,
 )
 from lightning_graphs.lightning.strategy import (
     ManualSteps,
@@ -220,6 +221,9 @@ class TrainerWatch(Client):
 
     def backward(self, loss: Tensor, optimizer: Optimizer) -> None:
         self._trainer.precision_plugin.backward(loss, self._module, optimizer)
+
+    def takes_no_closure(self, closure: Callable[[], Any] | None) -> bool:
+        return closure is None or takes_no_closure(closure)
 
     def clip(self, optimizer: Optimizer) -> None:
         value, algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm

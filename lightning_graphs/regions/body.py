@@ -154,23 +154,18 @@ class StepBody:
         closure: Callable[[], Any] | None = None,
     ) -> Any:
         """Take the step of an optimizer, which the step's own code calls."""
-        returned = None
-        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
-        # The framework hands over one of its own, which as a rule does nothing
-        module = getattr(getattr(closure, "func", closure), "__module__", "")
-        is_first = is_of_torch or module.partition(".")[0] in LIBRARIES.framework
-        if closure is not None and is_first:
+        capturable, returned = self.optimizers[optimizer], None
+        if capturable is None and not self.client.takes_no_closure(closure):
+            raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given a closure")
+        if closure is not None and (capturable is None or capturable.takes_closure_once):
             with torch.enable_grad():
-                returned = closure()
-        elif closure is not None:  # it may call it when it likes, and more than once
-            if self.optimizers[optimizer] is None:
-                raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given a closure")
-            with self.rates_given(optimizer):
-                return own(closure)
+                returned, closure = closure(), None
         with self.rates_given(optimizer):
-            if self.optimizers[optimizer] is not None:
+            if closure is not None:  # it is called when the optimizer likes, and perhaps twice
+                returned = own(closure)
+            elif capturable is not None:
                 own()
-        if self.optimizers[optimizer] is None:
+        if capturable is None:
             self.step_behind(recorder, optimizer)
         return returned
 

@@ -158,6 +158,10 @@ class Client(environment.Client):
     def around_step(self) -> AbstractContextManager[None]:
         """Keep nothing of the body, a step that is captured or compared."""
 
+    def takes_no_closure(self, closure: Callable[[], Any] | None) -> bool:
+        """Whether the step's code has called ``optimizer.step()`` alone, whatever that is given."""
+        return closure is None
+
     def loss_of(self, returned: Any) -> Tensor | None:
         """Find the loss in what the step has returned; None: it has no backward pass."""
         return None

@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from tests.loops.test_public import Sharpened
 from tests.programs.table import Promises, row, table
 from tests.training.fits import GradientTrace, Net, batches
 from tests.training.modules.test_manual import (
@@ -336,6 +337,37 @@ class SignedOnHost(Gan):
         return Cautious(self.generator.parameters()), rates(self.critic.parameters())
 
 
+class WithAClosure(Manual):
+    """An optimizer calls the closure that it is given when it likes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer, loss = self.optimizers(), closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return Sharpened(self.parameters(), lr=0.1)
+
+
+class WithAClosureOnHost(WithAClosure):
+    def configure_optimizers(self) -> Any:
+        return SharpenedOnHost(self.parameters(), lr=0.1)
+
+
+class SharpenedOnHost(Sharpened):
+    """Asks the device: no graph can take its step, and none can be taken behind one."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].grad.norm().tolist() > 2**-20:
+            super().step(closure)
+
+
 class StepsFirst(Torch):
     """Drops gradients behind a step that no graph can take."""
 
@@ -413,6 +445,15 @@ ROWS = (
         replayed=5,
         found=None,
         data=lambda: batches(12),
+    )
+    | table(WithAClosure, graphs=1, capture={"optimizer_kernel": "own"}, data=lambda: batches(12))
+    | table(
+        WithAClosureOnHost,
+        said="SharpenedOnHost is given a closure",
+        placed=False,
+        found=None,
+        below=None,
+        capture={"optimizer_kernel": "own"},
     )
     | table(row(StepsTooEarly), said="must be the last use of its parameters", found=None)
     | table(row(Plateau), said="stepped with a value")
