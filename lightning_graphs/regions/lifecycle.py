@@ -44,7 +44,7 @@ P = TypeVar("P", bound=Plan)
 
 _VALUES = 8
 """How many plans there are for one shape, at most: values that change may never come back."""
-_IN_VAIN = 32
+_FAILURES = 32
 """After how many captures in a row that failed, though the next might succeed, one is refused."""
 
 
@@ -518,7 +518,7 @@ class Lifecycle(Generic[Call, P]):
         self.cache = PlanCache[Any, P](self._policy, region.release, capacity, shape)
         self.is_failing = False  # this rank gives up as soon as all do
         self.has_failed = False  # all ranks gave up
-        self._in_vain = 0  # captures that failed since the last one that did not
+        self._failed = 0  # captures that failed since the last one that did not
 
     def plan_for(self, call: Call, *found: P | None) -> P | None:
         """Find the plan for a replay of this call; capture and verify one if it is due.
@@ -593,13 +593,13 @@ class Lifecycle(Generic[Call, P]):
             with TURN:
                 plan = self._ranks.all_or_none(partial(region.capture, call, key), self._undo)
         except GraphError as error:
-            self._in_vain += 1
-            if not region.may_succeed(key, error) or self._in_vain >= _IN_VAIN:
+            self._failed += 1
+            if not region.may_succeed(key, error) or self._failed >= _FAILURES:
                 self._refuse(key, error)
             return None
         if plan is None:
             return None
-        self._in_vain = 0
+        self._failed = 0
         plan.number = next(self._ranks.numbers)
         plan.unverified = self._verifier is not None and self._verifier.is_on
         self.cache.add(plan.key, plan)

@@ -141,15 +141,15 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Constant) and value.kind in REALS
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None))
+_NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes, numpy.generic)
+_PLAIN = (*_NUMBERS_AND_TEXTS, Enum, torch.dtype, torch.device, type(None))
 _WRITTEN = frozenset(
     {slice, range, Fraction, Decimal, UUID, date, datetime, timedelta, timezone}
     | {PosixPath, PurePosixPath, WindowsPath, PureWindowsPath}
 )
 """Types of values that nothing changes, and that are equal where their texts are."""
 
-_BUILTINS = vars(builtins)
-"""Python's own functions, which every namespace has that ``exec`` or ``runpy`` has made."""
+_BUILTINS = vars(builtins)  # which every namespace has that ``exec`` or ``runpy`` has made
 _BUFFERS = (bytearray, array, memoryview)
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
@@ -176,7 +176,7 @@ _LARGEST_BYTES = 16 * 1024 * 1024
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is compared as a whole by ``==``: numbers, texts, enums, None."""
-    return isinstance(value, (_PLAIN, numpy.generic))
+    return isinstance(value, _PLAIN)
 
 
 def in_words(before: Any, now: Any) -> str:

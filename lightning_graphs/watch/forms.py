@@ -305,15 +305,14 @@ def _set(function: Any, input: Any, index: Any, value: Any) -> Form | None:
 
 
 def _full(here: torch.device, size: Any, fill_value: Any, **options: Any) -> Form | None:
-    if not (_is_number(fill_value) and _is_made_here(here, options)):
+    if not (_is_number(fill_value) and _is_made_here(here, options.get("device"))):
         return None
     options.setdefault("dtype", torch.full((), fill_value.value).dtype)
     return _made(partial(torch.empty, size, **options), fill_value)
 
 
-def _is_made_here(here: torch.device, options: Mapping[str, Any]) -> bool:
-    """Return whether a factory makes a tensor of the device, and none of the host."""
-    target = options.get("device")
+def _is_made_here(here: torch.device, target: Any) -> bool:
+    """Return whether ``device=target`` means this device: ``"cpu"`` and none mean the host."""
     if not isinstance(target, (torch.device, str, int)) or target == "cpu":
         return False
     found = torch.device(target)
@@ -335,14 +334,14 @@ def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
     return fill
 
 
-def made_there(
+def tensor_of_numbers(
     given: Numbers, data: Any, *, device: Any = None, dtype: Any = None, **others: Any
 ) -> Tensor | None:
     """Make the tensor of the device that code makes of numbers by its own words, or none.
 
     Kernels fill it: CUDA refuses copies from Python to its memory in a capture.
     """
-    if any(others.values()) or not _is_made_here(given.device, {"device": device}):
+    if any(others.values()) or not _is_made_here(given.device, device):
         return None
     is_list = type(data) in (list, tuple)
     items = [*data] if is_list else [data]
@@ -486,7 +485,7 @@ def _ranged(
     numbers = [number.value for number in (start, end) if _is_number(number)]
     is_whole = step == 1 and all(type(number) is int for number in numbers)
     is_whole &= type(end) is int or _is_number(end)
-    if not (_is_number(start) and is_whole and _is_made_here(here, options)):
+    if not (_is_number(start) and is_whole and _is_made_here(here, options.get("device"))):
         return None
     if options.pop("dtype", torch.int64) is not torch.int64:
         return None

@@ -34,7 +34,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.memory import extent
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.forms import made_there
+from lightning_graphs.watch.forms import tensor_of_numbers
 from lightning_graphs.watch.host import (
     OF_SHAPES,
     PACKING,
@@ -324,7 +324,7 @@ class HostTracer(OperatorMode):
         known = [t for t in map(self._shadow, call.inputs) if t is not None]
         if len(known) < len(call.inputs):
             return _UNKNOWN
-        if self.leaves_reals and _is_real(func, *known) and self.tape.changes(*known):
+        if self.leaves_reals and _reads_real(func, known) and self.tape.changes(known[0]):
             self.has_left_reals = True
             return _UNKNOWN
         found = self.tape.run(self._in_shadow(call))
@@ -548,7 +548,7 @@ class HostTracer(OperatorMode):
         given = leaves_of(args, ScalarTracer)
         if name in FROM_PYTHON and any(number.is_of_device for number in given):
             own = {**kwargs, "device": device, "dtype": host.get("dtype")}
-            made = made_there(given[0].numbers, args[-1], **own)
+            made = tensor_of_numbers(given[0].numbers, args[-1], **own)
             if made is not None:
                 return made
         grad = bool(host.pop("requires_grad", False))
@@ -560,9 +560,9 @@ class HostTracer(OperatorMode):
         return result.requires_grad_() if grad else result
 
 
-def _is_real(func: OpOverload, value: Any, *_: object) -> bool:
+def _reads_real(func: OpOverload, given: Sequence[Tensor]) -> bool:
     """Whether an operator reads a real number, of which a graph for each would serve one batch."""
-    return func is aten._local_scalar_dense.default and value.is_floating_point()
+    return func is aten._local_scalar_dense.default and given[0].is_floating_point()
 
 
 def _asks_for_host(

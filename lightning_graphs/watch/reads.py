@@ -123,7 +123,7 @@ class AttributeGuards(ValueGuards):
         super().read(words)
         for name, owner in self._unseen:
             for key in (vars(owner).keys() & words) - OF_ALL_MODULES:
-                if not _is_layer(owner) or _is_number(vars(owner)[key]):
+                if not _is_layer(owner) or _is_setting(vars(owner)[key]):
                     self.add(f"{name}.{key}", vars(owner).get, key, owner)
 
     def may_have_read(self, owner: object, key: Any) -> bool:
@@ -173,7 +173,7 @@ class AttributeGuards(ValueGuards):
             if is_layer := _is_layer(owner):
                 table = vars(owner)
                 for key in _LIVE_IN_LIBRARIES & table.keys():
-                    if _is_number(table[key]):
+                    if _is_setting(table[key]):
                         self.add(f"{name}.{key}", table.get, key, owner)
             if is_layer or owner in closed:
                 self._unseen.append((name, owner))
@@ -290,7 +290,7 @@ def _is_layer(module: nn.Module) -> bool:
     return _author_of(type(module)).startswith(_LIBRARIES)
 
 
-def _is_number(value: object) -> bool:
+def _is_setting(value: object) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 

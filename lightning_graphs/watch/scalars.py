@@ -26,7 +26,7 @@ from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.both_ways import BothWays
-from lightning_graphs.watch.forms import made_there, of_single, one_by_one
+from lightning_graphs.watch.forms import of_single, one_by_one, tensor_of_numbers
 from lightning_graphs.watch.on_device import DeviceNumber, is_scalar, of_two
 from lightning_graphs.watch.tracers import (
     Asks,
@@ -261,7 +261,7 @@ def _functions_followed(numbers: Any) -> Iterator[Member]:
 
 def _making_scalars(own: Callable[..., Any], numbers: Any) -> Callable[..., Any]:
     def tensor(data: Any, **kwargs: Any) -> Any:
-        if (made := made_there(numbers, data, **kwargs)) is not None:
+        if (made := tensor_of_numbers(numbers, data, **kwargs)) is not None:
             return made
         is_number = type(data) in (int, float) or isinstance(data, ScalarTracer)
         if not is_number or kwargs.get("device") not in (None, "cpu"):

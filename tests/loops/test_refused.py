@@ -344,7 +344,7 @@ def test_captures_that_always_fail_are_told(
 ) -> None:
     """Also where each one finds something that lets the next one succeed."""
     monkeypatch.setattr(StepRegion, "may_succeed", lambda *_: True)
-    monkeypatch.setattr("lightning_graphs.regions.lifecycle._IN_VAIN", 3)
+    monkeypatch.setattr("lightning_graphs.regions.lifecycle._FAILURES", 3)
     lab = Lab(backend, device, {"on_failure": "eager"})
     model = torch.nn.Linear(8, 3).to(device)
     optimizer = adamw(model)
