@@ -465,6 +465,7 @@ NESTED = Remedy(
     "enable_nested_tensor=False, or encoder.use_nested_tensor = False",
     "nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)",
 )
+_OF_LAYERS = os.path.join("torch", "nn", "modules", "")
 _NESTED = aten._nested_tensor_from_mask_left_aligned, aten._nested_tensor_from_mask
 _CAUSES: dict[tuple[str, str], Remedy] = {
     ("torch/distributions/multivariate_normal.py", "__init__"): COVARIANCE,
@@ -531,7 +532,8 @@ def known_remedy(error: BaseException, otherwise: str) -> str:
     """Return the remedy for the library function that raised an error."""
     frames = [*walk_tb(error.__traceback__)]
     found = _remedy_for(frames)
-    if found is None and frames and frames[-1][0].f_code is nn.TransformerEncoder.forward.__code__:
+    layers = [frame.f_code for frame, _ in frames if _OF_LAYERS in frame.f_code.co_filename]
+    if found is None and layers[-1:] == [nn.TransformerEncoder.forward.__code__]:
         found = NESTED  # the function that makes them is in C, and this one calls it
     return otherwise if found is None else found.remedy
 

@@ -580,7 +580,7 @@ class Recorder(OperatorMode):
         )
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
-        observed = f"{in_words(operator)} at {(site or self._sites.here()).describe()}"
+        observed = f"{in_words(operator)} at {(site or self._sites.of_refusal()).describe()}"
         self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
         if obstacle is MOVED_STORAGE:  # which no capture could undo
             raise self._refused()

@@ -256,8 +256,11 @@ class CallSiteFinder:
     def here(self) -> CallSite:
         """Return the user's line that the calling thread executes."""
         # On a GPU a backward pass has a thread of its own.
-        in_backward = threading.current_thread() is not threading.main_thread()
-        for frame in frames_from(sys._getframe(1)):
+        in_thread = threading.current_thread() is not threading.main_thread()
+        return self._in(sys._getframe(1), in_backward=in_thread)
+
+    def _in(self, innermost: types.FrameType, *, in_backward: bool = False) -> CallSite:
+        for frame in frames_from(innermost):
             code = frame.f_code
             if code in _CALLERS:
                 break
@@ -265,6 +268,18 @@ class CallSiteFinder:
                 return CallSite(code.co_filename, frame.f_lineno, code.co_name)
             in_backward |= code.co_name == "_engine_run_backward"
         return CallSite(in_backward=in_backward)
+
+    def of_refusal(self) -> CallSite:
+        """Return the user's line; that which waits for a backward pass with its own thread."""
+        found = self.here()
+        if found.line or threading.current_thread() is threading.main_thread():
+            return found
+        waiting = [
+            frame
+            for frame in sys._current_frames().values()
+            if any(each.f_code.co_name == "_engine_run_backward" for each in frames_from(frame))
+        ]
+        return self._in(waiting[0]) if len(waiting) == 1 else found
 
     def of_exception(self, error: BaseException) -> CallSite:
         """Return the user's line nearest to where ``error`` was raised."""

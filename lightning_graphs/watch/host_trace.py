@@ -232,11 +232,10 @@ class HostTracer(OperatorMode):
             if not self._emulated and target is not None and target.type != "cpu":
                 return self._copied(call.args[0], kwargs)
             return self._of_a_known_shape(call.func, self.tape.run(call))
-        if any(map(self._is_host, call.written)):
+        if any(map(self.tape.knows, call.written)):
             HOST_READ.refuse_here(f"{func} writes to a tensor of the host")
-            return call.run()
-        if func is aten._pack_padded_sequence.default:
-            return call.run()  # it reads constants
+        if any(map(self._is_host, call.written)) or func is aten._pack_padded_sequence.default:
+            return call.run()  # what a graph may do the recorder decides; or it reads constants
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])
         call = call.mapped(move)
         return self._follow(call, call.run())
