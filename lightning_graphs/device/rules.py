@@ -43,7 +43,7 @@ class Obstacle:
 
     def refused_here(self, what: str) -> CaptureError:
         """Return the error for a use by the user's current line."""
-        return self.refused(f"{what} at {CallSiteFinder().here().describe()}")
+        return self.refused(f"{what} at {CallSiteFinder().of_refusal().describe()}")
 
     def refuse(self, observed: str) -> None:
         """Refuse an observed use; see :func:`refuse`."""

@@ -22,7 +22,13 @@ from torch.utils._pytree import tree_map_only
 from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.callsite import CallSite
-from lightning_graphs.private.torch import PLAIN_TENSORS, in_transform, is_strided, version_of
+from lightning_graphs.private.torch import (
+    PLAIN_TENSORS,
+    in_transform,
+    is_strided,
+    out_of_sight,
+    version_of,
+)
 from lightning_graphs.watch.branches import (
     LateError,
     NotKept,
@@ -329,10 +335,12 @@ class Assertions:
         self._chosen.clear()
         if not self.found:
             return
-        count = len(self.found) + 1
+        rooms = (self._holds, self._times, self._seen)
         with torch.no_grad():
-            self._times[:count].add_(self._holds[:count])
-            self._seen[:count].copy_(self._times[:count], non_blocking=True)
+            with out_of_sight():  # a host half would take the views for the user's
+                holds, times, seen = (room[: len(self.found) + 1] for room in rooms)
+            times.add_(holds)
+            seen.copy_(times, non_blocking=True)
 
     def pending(self, fit: OpenAssertions) -> PendingAssertions | None:
         """Return what a plan with the captured graph has to look at; None if there is nothing."""

@@ -53,12 +53,12 @@ def test_a_loop_of_fabric(precision: str, clip: str, backend: str, device: torch
                 x = batch["x"].to(next(plain.parameters()).dtype)
                 loss = model.score(x, batch["y"])
                 fabric.backward(loss / 2)
+            with fabric.autocast(), torch.no_grad():
+                sure = model(x).softmax(-1).amax()
             if last:
                 norm = fabric.clip_gradients(model, optimizer, **CLIPS[clip])
                 optimizer.step()
                 optimizer.zero_grad()
-            with fabric.autocast(), torch.no_grad():
-                sure = model(x).softmax(-1).amax()
             return fabric.all_reduce(loss.detach()), sure, norm if last else None
 
         step = lab.capture(train_step, model, optimizer)
