@@ -497,6 +497,15 @@ def instruction_at(frame: FrameType) -> dis.Instruction:
     return listing.instructions[listing.at(frame.f_lasti)]
 
 
+def is_result_dropped() -> bool:
+    """Return whether user code does nothing with the result of the call that it makes."""
+    own = (f for f in frames_from(sys._getframe(1)) if not is_library(f.f_code.co_filename))
+    if (frame := next(own, None)) is None:
+        return False
+    listing = listing_of(frame.f_code)
+    return listing.instructions[listing.at(frame.f_lasti) + 1].opname == "POP_TOP"
+
+
 def offsets_at(code: CodeType, offset: int) -> range:
     """Return the offsets of an instruction with what follows it in its caches."""
     listing = listing_of(code)

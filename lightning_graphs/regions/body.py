@@ -23,6 +23,7 @@ from lightning_graphs.private.callsite import (
     CallSite,
     add_line,
     calls_observed,
+    is_result_dropped,
     returned_by,
 )
 from lightning_graphs.private.exchange import Member, exchanged
@@ -33,7 +34,7 @@ from lightning_graphs.regions.context import Recorder, TrainingContext
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepOutputs
-from lightning_graphs.regions.tried import UNSCALES_ITSELF, MakeNumber, decided_on_device
+from lightning_graphs.regions.tried import RETURNING, UNSCALES_ITSELF, MakeNumber, decided_on_device
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import OptimizerState
 from lightning_graphs.values.tree import leaves_of, parameters_of
@@ -157,14 +158,17 @@ class StepBody:
         capturable, returned = self.optimizers[optimizer], None
         if capturable is None and not self.client.takes_no_closure(closure):
             raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given a closure")
-        if closure is not None and (capturable is None or capturable.takes_closure_once):
+        if capturable is None and optimizer in RETURNING and not is_result_dropped():
+            name = type(optimizer).__name__
+            raise USED_BEHIND.refused_here(f"what the step of {name} returns is used")
+        is_ahead = closure is not None and (capturable is None or capturable.takes_closure_once)
+        if is_ahead and closure is not None:
             with torch.enable_grad():
                 returned, closure = closure(), None
         with self.rates_given(optimizer):
-            if closure is not None:  # it is called when the optimizer likes, and perhaps twice
-                returned = own(closure)
-            elif capturable is not None:
-                own()
+            if capturable is not None:  # it calls a closure when it likes, and perhaps twice
+                stepped = own(closure)
+                returned = returned if is_ahead else stepped
         if capturable is None:
             self.step_behind(recorder, optimizer)
         return returned

@@ -41,6 +41,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.regions.conditions import OptimizerGuard, each, where_moved
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.tried import (
+    RETURNING,
     UNSCALES_ITSELF,
     ClosureUse,
     Counters,
@@ -457,6 +458,8 @@ class CapturableOptimizer:
                 returned = use.watched(step) if sees else step(closure)
                 self.takes_closure_once = use.is_plain
                 self._hides = use.runs_compiled or not sees
+            if closure is None and returned is not None:
+                RETURNING.add(self.optimizer)
             self.has_stepped = True
             return returned
         if self.counters is not None and self.counters.are_moved:

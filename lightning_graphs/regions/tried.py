@@ -11,6 +11,7 @@ from itertools import chain
 from operator import attrgetter, getitem, setitem
 from types import FunctionType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from lightning_graphs.device.trace import (
     Recorder,
 )
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
-from lightning_graphs.private.callsite import IN_LIBRARIES, line_of_class
+from lightning_graphs.private.callsite import IN_LIBRARIES, is_result_dropped, line_of_class
 from lightning_graphs.private.exchange import Absence, replaced
 from lightning_graphs.private.torch import (
     compiled_code_noticed,
@@ -53,6 +54,9 @@ def why_failed(optimizer: Optimizer, error: BaseException) -> str:
     said = in_one_line(error)
     return f"{said} at {site.describe()}" if site.line else said
 
+
+RETURNING: WeakSet[Optimizer] = WeakSet()
+"""Optimizers whose step was seen to return something by itself."""
 
 # ------------------ Steps that a gradient scaler skips
 
@@ -99,7 +103,14 @@ def unless_overflowed(optimizer: Optimizer, step: Callable[..., Any]) -> Callabl
             if not is_current_stream_capturing():
                 return None if overflowed.item() else step(*args)
             with _Sparing(overflowed, optimizer).sparing():
-                return step(*args)
+                returned = step(*args)
+            if returned is not None and not is_result_dropped():
+                raise CaptureError(
+                    "A captured step that a gradient scaler may skip must return nothing.",
+                    "what it returns is used",
+                    "read what you need of the optimizer's state",
+                )
+            return None
         finally:
             table.update(given)
 
