@@ -306,7 +306,6 @@ class LateCalls:
         for tracer in leaves_of(given, Tracer):
             if not tracer.may_be_kept:
                 tracer.refuse()
-            tracer.now()  # or a refusal, where no replay has the value
         call = LateCall(function, given, self._own(name, given), self._device)
         self.all.append(call)
         return call

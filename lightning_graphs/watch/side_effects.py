@@ -57,7 +57,7 @@ from lightning_graphs.watch.places import (
     is_same_content,
     signature_of,
 )
-from lightning_graphs.watch.tracers import Tracer
+from lightning_graphs.watch.tracers import LateTracer, Tracer
 
 
 class CopiedOut:
@@ -89,7 +89,8 @@ class CopiedOut:
             if id(leaf) in known:
                 continue
             if isinstance(leaf, Tracer):
-                leaf.now()  # or a refusal, where no replay has the value
+                if isinstance(leaf, LateTracer):  # a replay has its value later
+                    leaf.refuse()
                 self._tracers.append(leaf)
                 known[id(leaf)] = leaf
             elif isinstance(leaf, Tensor):

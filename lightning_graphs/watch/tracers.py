@@ -207,6 +207,8 @@ class OpaqueTracer(Tracer):
 class LateTracer(OpaqueTracer):
     """Tracer for a number that the step has moved: a replay has it at its end, to log it."""
 
+    may_be_kept = False
+
     def now(self) -> Any:
         self.refuse()  # it is stored, which a replay does earlier
         return self._read()
