@@ -132,8 +132,8 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Identity) and value.kind in (list, deque)
 
 
-REALS = (int, float, numpy.float64)
-"""Types of real numbers; entries of NumPy's arrays, of which schedules are made, are floats."""
+REALS = (int, float, numpy.float64, numpy.float32, numpy.int64, numpy.int32)
+"""Types of real numbers, entries of NumPy's arrays included: torch takes them as Python's."""
 
 
 def is_number(value: Any) -> bool:

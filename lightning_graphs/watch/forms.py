@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_graphs.device.rules import COUNTER, HOST_READ, Obstacle
+from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.tracers import NumberUses, ScalarTracer
 
@@ -85,7 +86,7 @@ def _is_tensor(value: Any, dtypes: Any = _KNOWN) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, ScalarTracer) and isinstance(value.value, (int, float))
+    return isinstance(value, ScalarTracer) and isinstance(value.value, REALS)
 
 
 def _are_alike(x: Any, y: Any) -> bool:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
+from numbers import Integral
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -372,7 +373,7 @@ class ScalarTracer(Tracer):
         return function(self.value, *args)
 
     def bare(self) -> Any:
-        return self.seen(operator.index if type(self.value) is int else float)
+        return self.seen(operator.index if isinstance(self.value, Integral) else float)
 
     def follow(self, function: Callable[..., Any], *operands: Any) -> tuple[Callable[[], Any], Any]:
         """Return a reader of a function's value over it and other operands, and the value now."""
