@@ -620,7 +620,7 @@ class StepCapture(Attempts):
             Watcher(inside=deepcopies_cloned),
             Watcher(inside=self._sets.setting, mechanism=self._sets.mechanism),
             Watcher(inside=unused.watching, finish=partial(unused.tell, self._facts.reads)),
-            *self._followed.watchers(),
+            *self._followed.watchers(environment),
             Watcher(
                 finish=lambda: refuse_new_seeds(segments.dropout), mechanism=segments.mechanism
             ),

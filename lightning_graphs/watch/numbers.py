@@ -48,7 +48,7 @@ from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.watch.assertions import Assertions, OpenAssertions, Room
 from lightning_graphs.watch.branches import LateError
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
-from lightning_graphs.watch.environment import Client
+from lightning_graphs.watch.environment import Client, Environment
 from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
@@ -57,6 +57,7 @@ from lightning_graphs.watch.kept import CallAt
 from lightning_graphs.watch.mechanism import Instruction, Mechanism, Watcher
 from lightning_graphs.watch.mirrors import FollowedState, Mirrors, held_numbers
 from lightning_graphs.watch.reads import NUMBERS, AttributeGuards
+from lightning_graphs.watch.tables import Tables
 from lightning_graphs.watch.tracers import (
     ArrayTracer,
     Conversion,
@@ -409,7 +410,7 @@ class Followed:
             followed = facts.mirrors, held_numbers(buffers), self.numbers, self._require
             self._state = FollowedState(*followed, is_synced=client.ddp is not None)
 
-    def watchers(self) -> list[Watcher]:
+    def watchers(self, environment: Environment) -> list[Watcher]:
         """List what the coming capture follows."""
         clocks, compiled = Clocks(self.numbers, self._client.own), self._compiled.runs
         return [
@@ -422,6 +423,7 @@ class Followed:
             Watcher(inside=self._draws, finish=self._finish, mechanism=self._computed),
             Watcher(inside=self._asked, mechanism=self._asserted),
             Watcher(inside=self._places_found),
+            Watcher(inside=partial(self._tables, environment)),
         ]
 
     def learn(self) -> bool:
@@ -486,6 +488,11 @@ class Followed:
             return function(*args, **kwargs)
 
         return FunctionMode(call)
+
+    def _tables(self, environment: Environment) -> AbstractContextManager[object]:
+        if not self._finds_places or self._compiled.runs:
+            return nullcontext()
+        return Tables(environment.held, environment.outside).exchanged()
 
     # ------------------------------------------------------------------ the host's program
 

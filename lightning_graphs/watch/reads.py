@@ -32,7 +32,15 @@ from lightning_graphs.private.engine import (
     current_autograd_node,
     gradient_hooks,
 )
-from lightning_graphs.private.exchange import Absence, bind, bound, code_of, is_exchanged, replaced
+from lightning_graphs.private.exchange import (
+    Absence,
+    bind,
+    bound,
+    code_of,
+    is_exchanged,
+    nothing,
+    replaced,
+)
 from lightning_graphs.private.generators import OF_TORCH
 from lightning_graphs.private.torch import module_hooks, modules_in, parameters_in
 from lightning_graphs.values.guards import (
@@ -44,7 +52,7 @@ from lightning_graphs.values.guards import (
     is_still,
     value_of_class,
 )
-from lightning_graphs.values.snapshot import PythonSnapshot
+from lightning_graphs.values.snapshot import Change, PythonSnapshot
 from lightning_graphs.watch.tracers import Tracer
 from lightning_graphs.watch.user_code import (
     BASES,
@@ -413,6 +421,8 @@ class GlobalReads:
         self.on_clock: Callable[[str], object] = lambda name: CLOCK.refused_here(f"{name} is read")
         # Called with the name of an iterator that code can take values from
         self.on_iterator: Callable[[str], object] = _refuse_iterator
+        # Called with all places that functions refer to, as they are found
+        self.on_found: Callable[[Iterable[Change]], object] = nothing
         self._iterators: list[str] = []  # that were found, and not told of yet
         self._free: set[str] = set()  # enclosing variables that the code names
         self._is_followed = False
@@ -556,8 +566,9 @@ class GlobalReads:
                 for inner in set(names) & vars(value).keys():
                     self._add(f"{name}.{inner}", vars(value), inner, ())
         elif (id(owner), key) not in self.contents.bindings:
-            self.contents.add_place(name, owner, key)
+            found = self.contents.add_place(name, owner, key)
             self._look(name, value)
+            self.on_found([Change(name, owner, owner, key, *[found.before] * 2)])
 
     def _look(self, name: str, value: Any) -> None:
         """Record a value and its contents."""
@@ -580,6 +591,8 @@ class GlobalReads:
             self._iterators.append(name)
         for tell in self._listeners:
             tell(name, value)
+        if self.on_found is not nothing:
+            self.on_found(PythonSnapshot([(name, value)]).entries())
 
     def _look_inside(self, value: Any) -> None:
         """Record the class of an object, or the closure and defaults of a function."""

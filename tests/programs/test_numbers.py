@@ -32,7 +32,8 @@ class Moving(Net):
         self.register_buffer("other", torch.zeros(8, 16).T)
         self.schedule = torch.linspace(0.04, 0.4, 20)  # no buffer
         self.register_buffer("table", torch.linspace(0.5, 1.5, 180).view(60, 3))
-        self.seen: Any = None
+        self.momenta, self.weights = np.linspace(0.9, 1.0, 60), [1 + 0.05 * i for i in range(60)]
+        self.count, self.seen = 0, None
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.0123, fused=True)
@@ -253,6 +254,23 @@ def in_half(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return (loss - 0.1 * self.global_step).float()
 
 
+def reads_tables(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """Schedules in an array and in a list; the momentum is stored, as what follows from it."""
+    self.seen = momentum = self.momenta[self.global_step]
+    with torch.no_grad():
+        self.teacher.mul_(momentum).add_((1 - momentum) * self.net[0].weight)
+    self.log("momentum", momentum)
+    distance = (self.net[0].weight - self.teacher).square().mean()
+    return self.loss(batch) * self.weights[min(self.global_step, 40)] + distance
+
+
+def counts_by_itself(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """BYOL: a function of math of a count that the step stores, and is stored, too."""
+    self.seen = tau = 1 - 0.1 * (math.cos(math.pi * self.count / 60) + 1) / 2
+    self.count += 1
+    return self.loss(batch) * tau
+
+
 @contextmanager
 def scheduling() -> Iterator[None]:
     """A package has a function ``decay``."""
@@ -380,8 +398,8 @@ ROWS = (
     }
     | stepping(
         Moving, as_a_tensor, warmed_up, taught, by_the_rates, cosine, divides, chooses, averages,
-        fills, becomes_tensors, indexes, in_half, also="by threes", ignored="To copy construct",
-        **FACTOR,
+        fills, becomes_tensors, indexes, in_half, reads_tables, counts_by_itself,
+        also="by threes", ignored="To copy construct", **FACTOR,
     )
     | stepping(
         Moving, annealed, tempered, also="by threes; float64; bf16; bf16-true", **FACTOR

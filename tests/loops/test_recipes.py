@@ -1,0 +1,216 @@
+"""Recipes as their authors publish them: schedules, teachers, averages of weights, optimizers.
+
+Nothing compares their graphs with eager calls but this test.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.loops.test_public import net_of, trained, update
+from tests.loops.test_training import adamw, loss_of
+from tests.loops.twice import Lab, twice
+
+
+def cosine(start: float, end: float, count: int = 40) -> Any:
+    """The values of a schedule, as DINO makes them."""
+    steps = np.arange(count)
+    return end + 0.5 * (start - end) * (1 + np.cos(np.pi * steps / count))
+
+
+@torch.no_grad()
+def follow(teacher: nn.Module, student: nn.Module, momentum: Any) -> None:
+    for own, other in zip(student.parameters(), teacher.parameters(), strict=True):
+        other.data.mul_(momentum).add_((1 - momentum) * own.detach().data)
+
+
+class Byol(nn.Module):
+    """Its momentum follows from a count that it stores, as the momentum itself."""
+
+    def __init__(self, net: nn.Module, steps: int) -> None:
+        super().__init__()
+        self.online, self.target = net, copy.deepcopy(net)
+        self.base = self.tau = 0.9
+        self.steps, self.step = steps, 0
+
+    def move(self) -> None:
+        self.tau = 1 - (1 - self.base) * (math.cos(math.pi * self.step / self.steps) + 1) / 2
+        follow(self.target, self.online, self.tau)
+        self.step += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.target(x) + 0.1
+        return F.mse_loss(F.normalize(self.online(x)), F.normalize(wanted))
+
+
+def byol(lab: Lab) -> Any:
+    model = Byol(net_of(lab, 8, 16, 3), 40)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        loss = update(optimizer, model(batch["x"]))
+        model.move()
+        return loss
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch) for batch in lab.batches(40)], model.tau, model.step
+
+
+class Schedule:
+    """DINOv2: a class that is indexed."""
+
+    def __init__(self, values: Any, last: float) -> None:
+        self.values, self.last = values, last
+
+    def __getitem__(self, step: int) -> Any:
+        if step >= len(self.values):
+            return self.last
+        return self.values[step]
+
+
+class Distillation:
+    """Momenta of a teacher, weights and temperatures, by the count of steps."""
+
+    def __init__(self, lab: Lab, kind: Any) -> None:
+        self.student, self.teacher = net_of(lab, 8, 16, 3), net_of(lab, 8, 16, 3)
+        self.optimizer, self.count = adamw(self.student), 0
+        self.momenta, self.weights = Schedule(kind(cosine(0.9, 1.0, 30)), 1.0), kind(cosine(1, 2))
+        self.used: list[Any] = []
+
+    def train_step(self, batch: Any, temperature: Any) -> Tensor:
+        loss = F.cross_entropy(self.student(batch["x"]) / temperature, batch["y"])
+        loss = update(self.optimizer, self.weights[self.count] * loss)
+        momentum = self.momenta[self.count]
+        follow(self.teacher, self.student, momentum)
+        self.used.append(momentum)
+        self.count += 1
+        return loss
+
+
+def distilled(lab: Lab, kind: Any = np.asarray) -> Any:
+    """DINO: entries of arrays by a count, and as an argument."""
+    own, temperatures = Distillation(lab, kind), cosine(1.0, 0.5).astype(np.float32)
+    step = lab.capture(own.train_step, [own.student, own.teacher], own.optimizer)
+    losses = [step(b, t) for b, t in zip(lab.batches(40), temperatures, strict=True)]
+    return losses, own.used, [*map(type, own.used)], own.teacher.state_dict()
+
+
+def of_lists(lab: Lab) -> Any:
+    return distilled(lab, lambda values: [*map(float, values)])
+
+
+def of_halves(lab: Lab) -> Any:
+    return distilled(lab, lambda values: values.astype(np.float32))
+
+
+def outside(lab: Lab) -> None:
+    """The array is an enclosing variable, and ends before the loop does."""
+    weights = cosine(1, 2, 30)
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        return update(optimizer, weights[i] * loss_of(model, batch))
+
+    with pytest.raises(IndexError, match="out of bounds"):
+        trained(lab, take)
+
+
+class Measuring(torch.optim.SGD):
+    """Its step returns what it has measured."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        norm = self.param_groups[0]["params"][0].grad.norm()
+        super().step()
+        return self.measured(norm)
+
+    def measured(self, norm: Tensor) -> Any:
+        return norm
+
+
+class MeasuringOnHost(Measuring):
+    def measured(self, norm: Tensor) -> Any:
+        return norm.tolist()
+
+
+def returned(lab: Lab, kind: Any = Measuring, *, uses: bool = True) -> Any:
+    model = net_of(lab, 8, 16, 3)
+    optimizer = kind(model.parameters(), lr=0.1)
+
+    def train_step(batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        if uses:
+            return loss.detach(), optimizer.step()
+        optimizer.step()
+        return loss.detach()
+
+    options = {"on_failure": "eager", "optimizer_kernel": "own"}
+    step = lab.capture(train_step, model, optimizer, **options)
+    return [step(batch) for batch in lab.batches(20)]
+
+
+def returned_behind(lab: Lab) -> Any:
+    return returned(lab, MeasuringOnHost)
+
+
+def dropped_behind(lab: Lab) -> Any:
+    return returned(lab, MeasuringOnHost, uses=False)
+
+
+def returned_scaled(lab: Lab) -> Any:
+    """A scaler that skips a step returns nothing."""
+    model, scaler = net_of(lab, 8, 16, 3), torch.amp.GradScaler(lab.device.type, init_scale=8.0)
+    optimizer = Measuring(model.parameters(), lr=0.1)
+
+    def train_step(batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        scaler.scale(loss).backward()
+        norm = scaler.step(optimizer)
+        scaler.update()
+        return loss.detach(), norm
+
+    options = {"on_failure": "eager", "optimizer_kernel": "own"}
+    step, found = lab.capture(train_step, model, optimizer, **options), []
+    for i, batch in enumerate(lab.batches(20)):
+        batch["x"][0] *= float("inf") if i == 15 else 1.0
+        found.append(step(batch))
+    return found
+
+
+ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
+    "byol": (byol, 30),
+    "distilled": (distilled, 30),
+    "of_lists": (of_lists, 30),
+    "of_halves": (of_halves, 30),
+    "outside": (outside, 20),
+    "returned": (returned, 12),
+    "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
+    "dropped_behind": (dropped_behind, 10),
+    "returned_scaled": (returned_scaled, "what it returns is used"),
+}
+"""Loops, with how many calls must be replayed, or with what is said instead."""
+
+
+@pytest.mark.filterwarnings("ignore:capture")
+@pytest.mark.parametrize("name", ROWS)
+def test_a_recipe(name: str, backend: str, device: torch.device) -> None:
+    loop, expected = ROWS[name]
+    lab = twice(loop, backend, device, verify=False)
+    for step in lab.steps:
+        if isinstance(expected, int):
+            assert step.report.replayed >= expected, step.report
+        else:
+            assert any(re.search(expected, said) for said in step.report.fallbacks), step.report
