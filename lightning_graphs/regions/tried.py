@@ -108,7 +108,7 @@ def unless_overflowed(optimizer: Optimizer, step: Callable[..., Any]) -> Callabl
                 raise CaptureError(
                     "A captured step that a gradient scaler may skip must return nothing.",
                     "what it returns is used",
-                    "read what you need of the optimizer's state",
+                    "use no such result, or read what it needs in the state of the optimizer",
                 )
             return None
         finally:
