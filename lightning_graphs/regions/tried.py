@@ -108,7 +108,7 @@ def unless_overflowed(optimizer: Optimizer, step: Callable[..., Any]) -> Callabl
                 raise CaptureError(
                     "A captured step that a gradient scaler may skip must return nothing.",
                     "what it returns is used",
-                    "use no such result, or read what it needs in the state of the optimizer",
+                    "use no such result, or keep what you need of it in the state of the optimizer",
                 )
             return None
         finally:

@@ -329,6 +329,7 @@ def clocks_exchanged(own: UserCode, read: Read) -> AbstractContextManager[None]:
 
 # ------------------ All of it
 
+_CLIPPING = "torch.nn.utils.clip_grad"
 _ROOM_FOR_HOST = 2**20  # bytes for what the host hands to the graph, to begin with
 
 
@@ -465,9 +466,9 @@ class Followed:
             self.caught.append(refusal)
 
     def _could_follow(self, asked: Conversion) -> bool:
-        own = self._client.own
+        own, (name, _) = self._client.own, asked
         is_new = asked not in self._conversions and not self._compiled.runs
-        return is_new and (own.has_module(asked[0]) or own.has_installed(asked[0]))
+        return is_new and (own.has_module(name) or own.has_installed(name) or name == _CLIPPING)
 
     def _refuse_beside_compiled(self) -> None:
         if self.tracer is not None and self._compiled.runs:

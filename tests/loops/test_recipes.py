@@ -125,6 +125,21 @@ def outside(lab: Lab) -> None:
         trained(lab, take)
 
 
+def clipped(lab: Lab) -> Any:
+    """Limits of gradients that are tightened from step to step."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max(0.25, 4 / (1 + i)))
+        nn.utils.clip_grad_value_(model.parameters(), 1 / (1 + i))
+        optimizer.step()
+        return loss.item(), norm.item()
+
+    return trained(lab, take)
+
+
 class Measuring(torch.optim.SGD):
     """Its step returns what it has measured."""
 
@@ -196,6 +211,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "of_lists": (of_lists, 30),
     "of_halves": (of_halves, 30),
     "outside": (outside, 20),
+    "clipped": (clipped, 25),
     "returned": (returned, 12),
     "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
     "dropped_behind": (dropped_behind, 10),

@@ -46,7 +46,7 @@ class Manual(Net):
 
 class Clipping(Manual):
     def between(self, batch_idx: int) -> None:
-        self.clip_gradients(self.optimizers(), 0.05, "norm")
+        self.clip_gradients(self.optimizers(), 0.05 + 1 / (1 + self.global_step), "norm")
         for parameter in self.parameters():
             parameter.grad.mul_(0.5)
 
