@@ -237,5 +237,6 @@ class CaptureFacts:
         self.forks = Forks()  # where steps ask the device which way to go on
         self.has_host_program = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own
+        self.steps_between = False  # optimizers that no graph can step do so between two graphs
         self.is_unseen = True  # captures are hidden from libraries
         self.kept = KeptGradients(held)  # whether user code keeps gradients past their step

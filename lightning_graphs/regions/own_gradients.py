@@ -95,12 +95,14 @@ class OwnGradients:
         return replaced(Parameter, "grad", property(read, write))
 
     def shown(self) -> Shown:
-        """Copy the present gradients to their buffers, for an optimizer step behind the graph."""
+        """Copy the present gradients to their buffers, for an optimizer step that runs eagerly."""
         self._copy()
         self._used += self._new
-        found = [(p, p.grad) for p in self.parameters]
-        self._used_as |= {p: version_of(gradient) for p, gradient in found if gradient is not None}
-        return found
+        return [(p, p.grad) for p in self.parameters]
+
+    def used_behind(self, shown: Shown) -> None:
+        """Refuse to change these from now on, which a step behind the graph is to use."""
+        self._used_as |= {p: version_of(gradient) for p, gradient in shown if gradient is not None}
 
     def keep(self) -> None:
         """Copy new gradients to their buffers; the last part of the captured step.

@@ -319,7 +319,8 @@ class StepPlan(Plan):
     dropped: Sequence[Parameter] = ()  # whose gradients of earlier steps nothing reads any more
     head: Head | None = None  # runs ahead of it: what leaves that is its batch
     forked: Forked | None = None  # what is replayed before it is known to be the step's way
-    behind: Sequence[UpdateBehind] = ()  # optimizer steps that run eagerly, behind it
+    between: Sequence[tuple[CUDAGraph, UpdateBehind]] = ()  # optimizer steps ahead of "forward"
+    behind: Sequence[UpdateBehind] = ()  # all optimizer steps that run eagerly
     # Whether user code keeps gradients that were shown to it
     are_kept: Callable[[], bool] = lambda: False
     call: CallPlan = field(init=False)  # checks a batch against the key, and takes its tensors out
@@ -356,6 +357,9 @@ class StepPlan(Plan):
         if name == "forward":
             yield from self._of_all("before") if self.forked is None else (self.forked.end,)
             yield from self._of_all("noted")
+            for graph, update in self.between:
+                yield graph.launch
+                yield update.step
 
     def _after(self, name: str) -> Iterator[Instruction]:
         if name == "unscale":
@@ -395,7 +399,7 @@ class StepPlan(Plan):
     def captured(self) -> list[CUDAGraph]:
         """All of its graphs."""
         ahead = [] if self.forked is None else self.forked.graphs
-        return [*ahead, *self.graphs.values()]
+        return [*ahead, *(graph for graph, _ in self.between), *self.graphs.values()]
 
     @property
     def conditions(self) -> CaptureKey:
@@ -533,6 +537,7 @@ class Segments:
         self._open = contextlib.ExitStack()
         self.graphs: dict[str, CUDAGraph] = {}
         self.ahead: list[CUDAGraph] = []  # of forks
+        self.between: list[tuple[CUDAGraph, UpdateBehind]] = []  # each ends ahead of a step
         self.stores: dict[str, Stores] = {}
         self._entered = 0, 0
 
@@ -543,19 +548,34 @@ class Segments:
             self._entered = modes_entered()
             yield
 
-    def can_fork(self) -> bool:
+    def fork(self) -> bool:
+        """Begin another graph where code asks which way to go on; False if none can begin there."""
+        if self.between or not self._can_end():
+            return False
+        self.ahead.append(self._end())
+        return True
+
+    def step(self, update: UpdateBehind) -> bool:
+        """Begin another graph where an optimizer steps eagerly; False if none can begin there."""
+        if not self._can_end():
+            return False
+        self.between.append((self._end(), update))
+        update.is_between = True
+        return True
+
+    def _can_end(self) -> bool:
         """Whether all modes of the first graph are entered, and no call or pass is under way."""
         modes = zip(modes_entered(), self._entered, strict=True)
         return all(now >= first for now, first in modes) and not is_in_backward_pass()
 
-    def fork(self) -> None:
-        """Begin another graph where code asks which way to go on."""
+    def _end(self) -> CUDAGraph:
         stores = self._reads.stored()
         with modes_left(self._entered):
             self._open.close()
-            self.ahead.append(self.graphs.pop("forward"))
+            ended = self.graphs.pop("forward")
             self.cut("forward")
         self._early = (*self._early, *stores)
+        return ended
 
     def cut(self, name: str) -> None:
         self._open.close()
@@ -573,7 +593,8 @@ class Segments:
     @property
     def dropout(self) -> CapturedDropout | None:
         """cuDNN's random state, if any of the graphs draws from it."""
-        found = (graph.dropout for graph in (*self.ahead, *self.graphs.values()))
+        between = (graph for graph, _ in self.between)
+        found = (graph.dropout for graph in (*self.ahead, *between, *self.graphs.values()))
         return next(filter(None, found), None)
 
     def mechanism(self) -> Mechanism | None:
@@ -586,9 +607,11 @@ class Segments:
             self._pool.release(self.graphs.popitem()[1])
         while self.ahead:
             self._pool.release(self.ahead.pop())
+        while self.between:
+            self._pool.release(self.between.pop()[0])
 
 
-# ------------------ Optimizer steps behind the graph
+# ------------------ Optimizer steps that no graph can take
 
 Shown = Sequence[tuple[Parameter, Tensor | None]]
 """Parameters and their gradients, as an optimizer step finds them."""
@@ -597,14 +620,17 @@ Shown = Sequence[tuple[Parameter, Tensor | None]]
 class UpdateBehind:
     """An optimizer step that a captured step's own code takes, and that runs eagerly.
 
-    Every replay takes it behind the graph, with the gradients that the code had then.
+    Every replay takes it behind the graph, or between two graphs, with the gradients that the code
+    had then.
     """
+
+    is_between = False
 
     def __init__(self, optimizer: Optimizer, shown: Shown, present: Present) -> None:
         self._optimizer, self._shown, self._present = optimizer, shown, present
 
     def take(self) -> None:
-        """Take the step.
+        """Take the step, behind the graph.
 
         Raises:
             ReplayError: It, or the copy of what the captured step returns, has found no memory.
@@ -615,6 +641,9 @@ class UpdateBehind:
                 f"{type(self._optimizer).__name__} steps again, after memory has run out",
                 "give graphs less memory (max_graphs, memory), or take a smaller batch",
             )
+        self.step()
+
+    def step(self) -> None:
         for parameter, gradient in self._shown:
             parameter.grad = gradient
         self._optimizer.step()
@@ -624,8 +653,12 @@ class UpdateBehind:
     def results(self, *, eager: bool = False) -> list[Result]:
         """List the gradients that it uses, or those of parameters as they are, to compare them."""
         found = [parameter.grad if eager else gradient for parameter, gradient in self._shown]
+        own = [(i, g.detach()) for i, g in enumerate(found) if g is not None]
         return [
-            Result(f"gradient {i} ahead of an optimizer step", gradient.detach(), is_gradient=True)
-            for i, gradient in enumerate(found)
-            if gradient is not None
+            Result(
+                f"gradient {i} ahead of an optimizer step",
+                gradient.clone() if self.is_between else gradient,  # others may follow there
+                is_gradient=True,
+            )
+            for i, gradient in own
         ]

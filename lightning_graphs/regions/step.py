@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import AFTERMATH, DRAWN, are_noted
+from lightning_graphs.device.rules import AFTERMATH, DRAWN, USED_BEHIND, are_noted
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -269,6 +269,9 @@ class Attempts(StepBody):
             number = Constant.plain(error.number)
             if facts.places.learn_named([name for name, v in facts.reads.now() if v == number]):
                 return True
+        if self._behind and error.rule == USED_BEHIND.rule and not facts.steps_between:
+            facts.steps_between = True
+            return True
         if isinstance(error, ArenaFull) or self._learns() or self.client.learns():
             return True
         follows = isinstance(error, UpdateRefused) and error.may_succeed
@@ -427,7 +430,7 @@ class StepCapture(Attempts):
 
     @code_captured("A captured step")
     def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
-        segments = Segments(self.context.pool, self._facts.reads, self.seeing)
+        self._segments = segments = Segments(self.context.pool, self._facts.reads, self.seeing)
         scaling: dict[str, Any] = {}
         recorder = self.client.recorder()
         around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
@@ -443,11 +446,9 @@ class StepCapture(Attempts):
             segments.cut(name)
 
         def fork() -> bool:
-            if not segments.can_fork():
-                return False
-            segments.fork()
-            self._written_ahead = self._state.written()
-            return True
+            if has_forked := segments.fork():
+                self._written_ahead = self._state.written()
+            return has_forked
 
         def begin(given: Given) -> Sequence[Any]:
             """Begin to capture, at the end of the head if there is one."""
@@ -532,6 +533,7 @@ class StepCapture(Attempts):
             present=begun.present,
             head=given.head,
             forked=forked,
+            between=segments.between,
             behind=self._behind,
             surroundings=(environment.held, before, environment.small),
         )
@@ -649,9 +651,11 @@ class StepCapture(Attempts):
         targets = self._begun.targets
         assert isinstance(targets, OwnGradients), "the step's own code takes steps"
         shown = targets.shown()
-        self._behind.append(UpdateBehind(optimizer, shown, self._begun.present))
-        recorder.at_end(self._behind[-1].take)
-        self._inside.enter_context(uses_refused(optimizer, shown))
+        self._behind.append(update := UpdateBehind(optimizer, shown, self._begun.present))
+        if not (self._facts.steps_between and self._segments.step(update)):
+            targets.used_behind(shown)
+            recorder.at_end(update.take)
+            self._inside.enter_context(uses_refused(optimizer, shown))
 
     def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         assert self._in_optimizers is not None, "made ahead of the capture"

@@ -611,15 +611,20 @@ class Verification(StepBody):
             before = mechanism.before if mechanism.repeated is None and not plan.forked else ()
             for instruction in (*before, *mechanism.noted):
                 instruction()
+        shown: list[Result] = []
         for name, graph in plan.graphs.items():
             if name == plan.first_backward and not plan.loads_ahead:
                 for load in plan.loads():
                     load()
+            for ahead, update in plan.between if name == "forward" else ():
+                ahead.replay()  # neither way takes the step itself
+                shown += update.results()
             graph.replay()
         plan.attach()
         stored = plan.effects.results(batch, tensors)
         found = plan.outputs.results(plan.outputs.hand_out()) + stored + _logged(plan.logged())
-        return found + [result for step in plan.behind for result in step.results()]
+        behind = [update for update in plan.behind if not update.is_between]
+        return found + shown + [result for update in behind for result in update.results()]
 
     def check_update(self, replay: Callable[[], None]) -> bool:
         """Verify a captured optimizer step on the present gradients.

@@ -140,6 +140,57 @@ def clipped(lab: Lab) -> Any:
     return trained(lab, take)
 
 
+def decayed(lab: Lab) -> Any:
+    """DINO: the loop moves rates and decays of groups; a teacher follows behind the update."""
+    student, teacher = net_of(lab, 8, 16, 3), net_of(lab, 8, 16, 3)
+    decayed = [p for p in student.parameters() if p.dim() > 1]
+    others = [p for p in student.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others}], fused=True)
+    rates, decays, momenta = cosine(0.01, 0.0), cosine(0.04, 0.4), cosine(0.9, 1.0)
+
+    def train_step(batch: Any, momentum: float) -> float:
+        with torch.no_grad():
+            wanted = teacher(batch["x"]).softmax(-1)
+        loss = update(optimizer, F.cross_entropy(student(batch["x"]), wanted))
+        follow(teacher, student, momentum)
+        return loss.item()
+
+    step, losses = lab.capture(train_step, [student, teacher], optimizer), []
+    for it, batch in enumerate(lab.batches(40)):
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = rates[it]
+            if i == 0:
+                group["weight_decay"] = decays[it]
+        losses.append(step(batch, momenta[it]))
+    return losses
+
+
+def between(lab: Lab) -> Any:
+    """An optimizer that reads on the host steps twice, draws, and follows a fork."""
+    model = lab.net()
+    optimizer = MeasuringOnHost(model.parameters(), lr=0.1)
+
+    def train_step(batch: Any) -> Any:
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model, batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not torch.isfinite(norm):
+            return None
+        optimizer.step()
+        second = loss_of(model, batch)
+        second.backward()
+        optimizer.step()
+        norms = [p.norm() + p.grad.norm() for p in model.parameters()]
+        return loss.detach(), second.item(), torch.stack(norms).sum()
+
+    step, found = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(lab.batches(30)):
+        batch["x"][0] *= float("inf") if i == 20 else 1.0
+        found.append(step(batch))
+    return found
+
+
 class Measuring(torch.optim.SGD):
     """Its step returns what it has measured."""
 
@@ -155,6 +206,9 @@ class Measuring(torch.optim.SGD):
 
 class MeasuringOnHost(Measuring):
     def measured(self, norm: Tensor) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=2**-10)
         return norm.tolist()
 
 
@@ -212,6 +266,8 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "of_halves": (of_halves, 30),
     "outside": (outside, 20),
     "clipped": (clipped, 25),
+    "decayed": (decayed, 30),
+    "between": (between, 15),
     "returned": (returned, 12),
     "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
     "dropped_behind": (dropped_behind, 10),

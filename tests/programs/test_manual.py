@@ -375,12 +375,17 @@ class StepsFirst(Torch):
         return Cautious(self.parameters())
 
 
-class StepsTooEarly(StepsFirst):
-    """Uses what such a step has changed."""
+class StepsEarly(StepsFirst):
+    """Uses what such a step has changed, draws anew, and steps once more."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         super().training_step(batch, batch_idx)
         self.log("size", self.net[0].weight.norm())
+        loss, optimizer = self.loss(batch), self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("norm", self.net[0].weight.grad.norm())
+        optimizer.zero_grad()
 
 
 class Reading(Manual):
@@ -439,6 +444,7 @@ ROWS = (
     | table(
         SignedOnHost,
         StepsFirst,
+        StepsEarly,
         said="the optimizer step runs eagerly: Cautious",
         placed=False,
         graphs=1,
@@ -455,7 +461,6 @@ ROWS = (
         below=None,
         capture={"optimizer_kernel": "own"},
     )
-    | table(row(StepsTooEarly), said="must be the last use of its parameters", found=None)
     | table(row(Plateau), said="stepped with a value")
     | table(row(ScheduledEarly), said="steps after its scheduler", found="rule remedy")
     | table(row(Leaving), said="requires_grad of 2", placed=False, found=None)
