@@ -89,9 +89,9 @@ class ProgressValues:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        # Memory that a graph writes must exist before the capture.
-        self._host = torch.full((_SLOTS,), float("nan"), pin_memory=True)
-        self._values = self._host.numpy()
+        # What a graph writes must exist before the capture; a host half would follow the views.
+        host = torch.full((_SLOTS,), float("nan"), pin_memory=True)
+        self._values, self._places = host.numpy(), host.split(1)
         self._slots: dict[str, int] = {}
         self._results: Any = training_results(trainer)
         self.mirrored: frozenset[str] = (
@@ -109,7 +109,7 @@ class ProgressValues:
         """Copy scalars to the host, also in a capture; return the names that have a slot."""
         placed = list(filter(self._has_place, values))
         for name in placed:
-            place = self._host[self._slots[name] :][:1]
+            place = self._places[self._slots[name]]
             place.copy_(values[name].detach().float().reshape(1), non_blocking=True)
         return frozenset(placed)
 

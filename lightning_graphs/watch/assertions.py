@@ -7,10 +7,10 @@ The error comes late, then: the steps since have been made, and nothing of them 
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import COUNTER, HOST_READ
 from lightning_graphs.errors import GraphError
-from lightning_graphs.private.callsite import CallSite
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
     in_transform,
@@ -29,6 +29,7 @@ from lightning_graphs.private.torch import (
     out_of_sight,
     version_of,
 )
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.branches import (
     LateError,
     NotKept,
@@ -49,7 +50,14 @@ from lightning_graphs.watch.forks import (
 )
 from lightning_graphs.watch.forms import Numbers
 from lightning_graphs.watch.on_device import DeviceNumber
-from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, Tracer, tensors_asked
+from lightning_graphs.watch.tracers import (
+    Asks,
+    Question,
+    ScalarTracer,
+    Tracer,
+    normals_drawn,
+    tensors_asked,
+)
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 
@@ -102,6 +110,13 @@ class _Noted:
     """A counter in a message, of which the host notes the value of each replay."""
 
     place: int
+
+
+class _Negative(LateError):
+    """The error for a negative deviation, in torch's words."""
+
+    def make(self, now: Callable[[Any], Any]) -> BaseException:
+        return RuntimeError("normal expects all elements of std >= 0.0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +179,41 @@ class Assertions:
         self.forks = Forks()
         self.numbers = Numbers(device)  # of the capture
 
-    def watching(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
         """Take over the assertions of the body, captured code."""
-        return tensors_asked(self.answer)
+        with tensors_asked(self.answer), normals_drawn(self.normal):
+            yield
+
+    def normal(
+        self,
+        mean: Any,
+        std: Any = None,
+        *,
+        generator: torch.Generator | None = None,
+        **further: Any,
+    ) -> Tensor | None:
+        """Draw as ``torch.normal`` does, with the same bits; None if it has to do that itself.
+
+        It reads on the host whether a deviation is negative. Here the graph asserts it. Source:
+        ``normal_out_impl`` in ATen's DistributionTemplates.h.
+        """
+        given = leaves_of((mean, std), Tensor)
+        is_other = (
+            further or not isinstance(std, Tensor) or type(mean) not in (*PLAIN_TENSORS, float)
+        )
+        if is_other or self.is_over or in_transform() or any(map(self._is_host, given)):
+            return None
+        grows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+        if grows or any(t.is_complex() or not _is_plain(t, self._device) for t in given):
+            return None
+        with torch.no_grad():
+            if std.numel():
+                self.require(std.min() >= 0, CallSiteFinder().here(), _Negative())
+            if not isinstance(mean, Tensor):
+                mean = std.new_full((), mean)
+            drawn: Tensor = mean.new_empty(torch.broadcast_shapes(mean.shape, std.shape))
+            return drawn.normal_(generator=generator).mul_(std).add_(mean)
 
     def answer(self, asked: Question) -> Any:
         """Answer what code asks of tensors; None if neither the graph nor a fork can tell."""

@@ -67,6 +67,7 @@ from lightning_graphs.watch.tracers import (
     ScalarTracer,
     calls_followed,
     constants_around,
+    normals_drawn,
     tensors_asked,
 )
 from lightning_graphs.watch.user_code import CompiledCode, UserCode
@@ -526,7 +527,8 @@ class Followed:
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
         state = self._state
-        with nullcontext() if state is None else state.watching(), tensors_asked(self._answer):
+        known = nullcontext() if state is None else state.watching()
+        with known, tensors_asked(self._answer), normals_drawn(self._drawn):
             yield
         self._advance = None if state is None else state.instruction()
         if self._assertions is not None:
@@ -540,6 +542,9 @@ class Followed:
 
     def _answer(self, asked: Question) -> Any:
         return self._of_graph().answer(asked)
+
+    def _drawn(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return self._of_graph().normal(*args, **kwargs)
 
     def _require(self, condition: Tensor, site: CallSite, error: LateError) -> None:
         self._of_graph().require(condition, site, error)

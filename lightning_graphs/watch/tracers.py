@@ -657,6 +657,17 @@ def _asking() -> Iterator[Member]:
         yield member(owner, "allclose", _asked_if_close)
 
 
+def normals_drawn(draw: Callable[..., Tensor | None]) -> AbstractContextManager[None]:
+    """Let a function draw in place of ``torch.normal``; where it gives None, torch does."""
+    own = torch.normal
+
+    def instead(_: FrameType, *args: Any, **kwargs: Any) -> Tensor:
+        drawn = draw(*args, **kwargs)
+        return own(*args, **kwargs) if drawn is None else drawn
+
+    return exchanged([(torch, "normal", standing_in(own, instead, is_of_others))])
+
+
 def is_of_others(frame: FrameType) -> bool:
     """Return whether a frame runs code of others than this package."""
     return not frame.f_globals.get("__name__", "").startswith(OURS)

@@ -128,6 +128,17 @@ def of_a_library(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss - Normal(out, variance, validate_args=True).log_prob(out.detach() + 1.0).mean()
 
 
+def draws_with_deviations(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As actors sample: torch looks at deviations on the host."""
+    out = self.net(batch["x"]).float()
+    scale = functional.softplus(out)
+    actions = Normal(out, scale).sample()
+    with torch.no_grad():
+        noise = torch.normal(0.5, scale[:, :1]) + torch.normal(out[:1], scale)
+        noise += torch.normal(scale, 0.25)
+    return ((out - actions) * noise).square().mean()
+
+
 def tells_first(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """As neuralforecast shows where a loss is no number."""
     loss: Tensor = self.loss(batch)
@@ -347,6 +358,7 @@ ROWS = {
         as_plain_truths,
         as_numbers,
         in_a_loop,
+        draws_with_deviations,
         tells_first,
         warns,
         warns_of_an_error,
