@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode
 
 from lightning_graphs import GraphCapture
 from lightning_graphs.policy.options import OPTIONS
-from tests.processes import ROOT
+from tests.processes import ROOT, in_one_chunk
 
 _BACKENDS = ["emulated"]
 if torch.cuda.is_available():
@@ -34,6 +34,13 @@ if torch.cuda.is_available():
 _PROCESS_THREADS = ("TMonitor", "tqdm", "InductorSubproc", "Dummy", "subproc_")
 _READER = "(_read_thread)"  # of the compiler's processes, which has no name of its own on torch 2.8
 _JOIN_SECONDS = 5.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Runs a test as pytest does, without seeking memory for frames meanwhile."""
+    runner = item.config.pluginmanager.get_plugin("runner")
+    return in_one_chunk(runner.pytest_runtest_protocol, item, nextitem)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.processes import forks
+from tests.processes import forks, in_one_chunk
 
 SECONDS = 120
 """How long the ranks of a test may take all in all; one that waits for ever is killed then."""
@@ -104,7 +104,7 @@ def _run(
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     try:
-        result = function(rank, *args)
+        result = in_one_chunk(function, rank, *args)
     except BaseException:
         pipe.send((False, traceback.format_exc()))
     else:
