@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import OLD_GRADIENTS, SCHEDULED, USED_BEHIND
+from lightning_graphs.device.rules import (
+    OLD_GRADIENTS,
+    OPTIMIZER_SET,
+    SCHEDULED,
+    USED_BEHIND,
+)
 from lightning_graphs.device.trace import tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import (
@@ -36,12 +41,13 @@ from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepOutputs
 from lightning_graphs.regions.tried import RETURNING, UNSCALES_ITSELF, MakeNumber, decided_on_device
 from lightning_graphs.values.signature import Signature
-from lightning_graphs.values.snapshot import OptimizerState
+from lightning_graphs.values.snapshot import Change, OptimizerState
 from lightning_graphs.values.tree import leaves_of, parameters_of
 from lightning_graphs.watch.environment import (
     Environment,
     NumberPlaces,
     Schedulers,
+    Settings,
     number_places,
     numbers_exchanged,
     rates_exchanged,
@@ -293,7 +299,8 @@ class OptimizerNumbers:
     """Numbers of optimizers and schedulers while a step is captured.
 
     User code gets tracers for them, steps of optimizers get learning rates on the device. Numbers
-    that a scheduler has moved within the step are late: a replay has them at its end.
+    that a scheduler has moved within the step are late: a replay has them at its end. What the code
+    sets itself ahead of the update, replays set ahead of their graphs.
     """
 
     def __init__(
@@ -302,7 +309,7 @@ class OptimizerNumbers:
         schedulers: Schedulers,
         number: Callable[[str, Callable[[], Any]], Any],  # makes the tracer of a number
     ) -> None:
-        self._schedulers = schedulers
+        self._optimizers, self._schedulers = optimizers, schedulers
         self._rates: dict[Optimizer, NumberPlaces] = {}
         self._traced: dict[Optimizer, NumberPlaces] = {}
         for index, (optimizer, capturable) in enumerate(optimizers.items()):
@@ -313,6 +320,9 @@ class OptimizerNumbers:
             self._traced[optimizer] = number_places(*parts, number, index)
         self._scheduled: set[Optimizer] = set()  # whose scheduler the step has stepped
         self._late = contextlib.ExitStack()
+        self.settings = Settings()
+        self._groups: dict[Optimizer, list[dict[str, Any]]] = {}  # as the step's code steps it
+        self._is_forked = False  # behind such a step: its rates are read ahead of all settings
 
     def rates(self) -> AbstractContextManager[None]:
         """Let all optimizers have their rates on the device while the body runs."""
@@ -322,13 +332,33 @@ class OptimizerNumbers:
         """Let one have them while the body, its step, runs within the step's own code."""
         if optimizer in self._scheduled:
             raise SCHEDULED.refused_here("an optimizer steps after its scheduler")
+        groups = [dict(group) for group in optimizer.param_groups]
+        known = self._groups.setdefault(optimizer, groups)
+        for group, before in zip(groups, known, strict=True):
+            if any(group.get(key) is not before.get(key) for key in {**group, **before}):
+                raise OPTIMIZER_SET.refused_here("the step sets numbers between two updates")
         return numbers_exchanged(optimizer, self._rates[optimizer])
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """Let the body, the step's own code, find tracers."""
-        with _all_exchanged(self._traced), self._late:
+        for places in self._traced.values():
+            self.settings.reads(places)
+        with _all_exchanged(self._traced, self._follows), self._late:
             yield
+
+    def _follows(self, optimizer: Optimizer, change: Change) -> bool:
+        """Whether a number that the step's code has set is set by replays, too."""
+        capturable = self._optimizers[optimizer]
+        groups = zip(optimizer.param_groups, self._groups.get(optimizer, ()), strict=False)
+        stepped = next((known for group, known in groups if group is change.table), None)
+        if stepped is not None and stepped.get(change.key) is not change.now:  # it comes too late
+            return False
+        may = capturable is None or (change.key == "lr" and capturable.has_rates)
+        return may and not self._is_forked and self.settings.follow(change)
+
+    def fork(self) -> None:
+        self._is_forked |= bool(self._groups)
 
     def schedule(self, scheduler: object, args: Any, kwargs: Any) -> None:
         """Let what a scheduler moves be late from now on, or refuse its step."""
@@ -345,10 +375,14 @@ def _of_optimizer(number: MakeNumber, index: int, name: str, *read: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _all_exchanged(places: Mapping[Optimizer, NumberPlaces]) -> Iterator[None]:
+def _all_exchanged(
+    places: Mapping[Optimizer, NumberPlaces],
+    follows: Callable[[Optimizer, Change], bool] = lambda *_: False,
+) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for optimizer, found in places.items():
-            stack.enter_context(numbers_exchanged(optimizer, found))
+            exchanging = numbers_exchanged(optimizer, found, partial(follows, optimizer))
+            stack.enter_context(exchanging)
         yield
 
 

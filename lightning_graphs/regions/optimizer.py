@@ -360,8 +360,8 @@ class CapturableOptimizer:
         self._device = device
         self._fused = not _why_not_fused(optimizer, kernel)
         self._is_tried = _is_tried(optimizer, kernel, device.type)
-        self._has_rates = _has_rates(optimizer, kernel, device.type)
-        self._may_follow = may_follow and not self._has_rates
+        self.has_rates = _has_rates(optimizer, kernel, device.type)
+        self._may_follow = may_follow and not self.has_rates
         follows = _following.get(optimizer, _NONE) if self._may_follow else _NONE
         self.follows: frozenset[str] = follows
         """Names of its numbers on the host that are live in the graph."""
@@ -383,7 +383,7 @@ class CapturableOptimizer:
         # It divides gradients by the loss scale itself, and skips a step whose own overflow
         self.unscales = self._fused or getattr(optimizer, UNSCALES_ITSELF, False)
         vars(optimizer)["step"] = self._stand_in(optimizer.step)
-        self.guard = OptimizerGuard(optimizer, ("lr",) if self._has_rates else self.follows)
+        self.guard = OptimizerGuard(optimizer, ("lr",) if self.has_rates else self.follows)
         self._groups = self.guard.groups
         self._unlike: set[Tensor] = set()  # parameters whose state no fused kernel takes
         # The kernels on the CPU read a double, those on the GPU a float.
@@ -550,14 +550,14 @@ class CapturableOptimizer:
             for group, flags in zip(groups, given, strict=True):
                 group.update(flags)
 
-    def refresh(self) -> None:
-        """Fill the learning rates on the device if they have changed since."""
+    def refresh(self, *, anew: bool = False) -> None:
+        """Fill the learning rates on the device if they have changed since, or anew."""
         moved = []
         for i, group in enumerate(self._groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):  # a scheduler fills it in place
                 self._rates[i].copy_(rate.view(()))
-            elif rate != self._filled[i]:
+            elif anew or rate != self._filled[i]:
                 self._filled[i] = rate
                 moved.append(i)
         if len(moved) == 1:
@@ -570,7 +570,7 @@ class CapturableOptimizer:
     @property
     def refreshing(self) -> Instruction:
         """The instruction that updates the learning rates before a replay."""
-        if not self._has_rates:
+        if not self.has_rates:
             return nothing
         if any(isinstance(group["lr"], Tensor) for group in self._groups):
             return self.refresh
@@ -599,9 +599,9 @@ class CapturableOptimizer:
                 else group.get("lr")
                 for i, group in enumerate(self._groups)
             ]
-        if not self._has_rates:  # there may be none
+        if not self.has_rates:  # there may be none
             return [group.get("lr") for group in self._groups]
-        self.refresh()
+        self.refresh(anew=True)  # a comparison may have put back what was there
         return self._rates
 
     def _taken(self) -> list[bool]:

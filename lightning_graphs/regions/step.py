@@ -118,7 +118,7 @@ class Attempts(StepBody):
         self._unread: UnreadValues | None = None  # the unguarded values of what is captured
         self._inside = contextlib.ExitStack()  # surrounds the step's own code
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
-        self._in_optimizers: OptimizerNumbers | None = None  # of the coming capture
+        self._numbers: OptimizerNumbers  # of the present capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._behind: list[UpdateBehind] = []
         self._state = WatchedState(())  # of the present capture, where it may fork
@@ -448,6 +448,7 @@ class StepCapture(Attempts):
         def fork() -> bool:
             if has_forked := segments.fork():
                 self._written_ahead = self._state.written()
+                self._numbers.fork()
             return has_forked
 
         def begin(given: Given) -> Sequence[Any]:
@@ -584,7 +585,7 @@ class StepCapture(Attempts):
         self._sets = SetData(targets.parameters, self.module, environment.in_attributes)
         known = held_elsewhere(self.module)
         parts = self.optimizers, self.client.schedulers, number
-        self._in_optimizers = rates = OptimizerNumbers(*parts)
+        self._numbers = rates = OptimizerNumbers(*parts)
         old: Callable[[], AbstractContextManager[None]]
         if isinstance(targets, OwnGradients):  # there they are what an eager step has
             old = targets.watched
@@ -636,15 +637,17 @@ class StepCapture(Attempts):
         counters = [one.counters for one in self._captured_optimizers if one.counters is not None]
         after = [one.advance for one in counters if one.advance is not None]
         checks = [check for one in counters for check in one.checks]
-        if not found:
-            return None
-        return Mechanism(checks=checks, before=found, before_update=found, after=after)
+        made = partial(Mechanism, checks=checks, before_update=found, after=after)
+        if settings := self._numbers.settings:  # once all that was there before is read
+            own = (one for one in self._captured_optimizers if one.has_rates)
+            fills = [partial(one.refresh, anew=True) for one in own]
+            return made(noted=[settings.apply, *fills], last=[settings.end])
+        return made(before=found) if found else None
 
     def schedule(
         self, recorder: Recorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
     ) -> None:
-        assert self._in_optimizers is not None, "made ahead of the capture"
-        self._in_optimizers.schedule(scheduler, given, k)
+        self._numbers.schedule(scheduler, given, k)
         recorder.at_end(partial(own, *given, **k))
 
     def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
@@ -658,8 +661,7 @@ class StepCapture(Attempts):
             self._inside.enter_context(uses_refused(optimizer, shown))
 
     def rates_given(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        assert self._in_optimizers is not None, "made ahead of the capture"
-        return self._in_optimizers.rates_of(optimizer)
+        return self._numbers.rates_of(optimizer)
 
     def forward(
         self, arguments: tuple[Any, ...], recorder: Recorder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import signal
 import sys
 import threading
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import (
     CACHED_WEIGHTS,
+    CLOCK,
     DRAWN,
     OLD_GRADIENTS,
     OPTIMIZER_SET,
@@ -51,9 +53,9 @@ from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import caches_weights, subclasses_unasked, version_of
 from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.memory import Given
-from lightning_graphs.values.snapshot import PythonSnapshot
+from lightning_graphs.values.snapshot import Change, PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
-from lightning_graphs.watch.tracers import Nothing, OpaqueTracer
+from lightning_graphs.watch.tracers import Nothing, OpaqueTracer, ScalarTracer, Tracer
 from lightning_graphs.watch.user_code import (
     UnregisteredTensors,
     UserCode,
@@ -423,8 +425,13 @@ def _of_group(name: str, group: int, optimizer: int) -> str:
 
 
 @contextlib.contextmanager
-def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[None]:
-    """While capturing, refuse to set these numbers and entries of parameter groups."""
+def numbers_exchanged(
+    optimizer: Optimizer, places: NumberPlaces, follows: Callable[[Change], bool] = lambda _: False
+) -> Iterator[None]:
+    """While capturing, refuse to set these numbers and entries of parameter groups.
+
+    Those are not refused that replays follow.
+    """
     groups = [("", group) for group in optimizer.param_groups]
     inside = {id(group) for group in optimizer.param_groups}
 
@@ -445,7 +452,8 @@ def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[No
             table[key] = value
         given = held()
         yield
-        moved = {c.name if c.key is Absence.ABSENT else c.key for c in given.changes()}
+        changes = itertools.filterfalse(follows, given.changes())
+        moved = {c.name if c.key is Absence.ABSENT else c.key for c in changes}
         moved |= {key for key, tensor, version in tensors if version_of(tensor) != version}
     finally:
         before.restore()
@@ -455,7 +463,61 @@ def numbers_exchanged(optimizer: Optimizer, places: NumberPlaces) -> Iterator[No
 
 def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
     """Return a reader of a table's entry, or of an item in that."""
-    return lambda: table[key][index[0]] if index else table[key]
+    return (lambda: table[key][index[0]]) if index else Entry(table, key)
+
+
+class Entry:
+    """Reads an entry of a table: as it was ahead of a replay that sets it."""
+
+    def __init__(self, table: dict[str, Any], key: str) -> None:
+        self.table, self.key = table, key
+        self.before: Any = Absence.ABSENT  # within such a replay
+
+    def __call__(self) -> Any:
+        return self.table[self.key] if self.before is Absence.ABSENT else self.before
+
+
+class Settings:
+    """Numbers of parameter groups that captured code sets ahead of the update.
+
+    A replay sets them ahead of its graphs.
+    """
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[int, str], tuple[dict[str, Any], str, Callable[[], Any]]] = {}
+        self._entries: list[Entry] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def reads(self, places: NumberPlaces) -> None:
+        """Let the tracers in these places read what is there ahead of a replay."""
+        reads = (value._read for *_, value in places if isinstance(value, Tracer))
+        self._entries += [read for read in reads if isinstance(read, Entry)]
+
+    def follow(self, change: Change) -> bool:
+        """Let replays set an entry; False if they have no such value."""
+        table, key, value = change.table, change.key, change.now
+        is_number = type(value) is ScalarTracer and value.obstacle is not CLOCK
+        if key not in ("lr", *_HYPER_PARAMETERS) or not (is_number or type(value) in REALS):
+            return False
+        read = value.now if is_number else lambda: value
+        self._all[id(table), key] = table, key, read
+        return True
+
+    def apply(self) -> None:
+        """Set them, ahead of the graphs."""
+        self.end()
+        values = [read() for *_, read in self._all.values()]
+        for entry in self._entries:
+            if (id(entry.table), entry.key) in self._all:
+                entry.before = entry.table[entry.key]
+        for (table, key, _), value in zip(self._all.values(), values, strict=True):
+            table[key] = value
+
+    def end(self) -> None:
+        for entry in self._entries:
+            entry.before = Absence.ABSENT
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import copy
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,86 @@ def decayed(lab: Lab) -> Any:
     return losses
 
 
+def set_inside(lab: Lab) -> Any:
+    """The body of DINO's ``train_one_epoch``, with its schedules."""
+    student, teacher = net_of(lab, 8, 16, 3), net_of(lab, 8, 16, 3)
+    optimizer = torch.optim.AdamW(student.parameters(), fused=True)
+    rates, decays, momenta = cosine(0.01, 0.0), cosine(0.04, 0.4), cosine(0.9, 1.0)
+
+    def train_step(batch: Any, it: int) -> float:
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = rates[it]
+            if i == 0:
+                group["weight_decay"] = decays[it]
+        with torch.no_grad():
+            wanted = teacher(batch["x"]).softmax(-1)
+        loss = update(optimizer, F.cross_entropy(student(batch["x"]), wanted))
+        follow(teacher, student, momenta[it])
+        return loss.item()
+
+    step = lab.capture(train_step, [student, teacher], optimizer)
+    losses = [step(batch, it) for it, batch in enumerate(lab.batches(40))]
+    return losses, [type(group["lr"]) for group in optimizer.param_groups]
+
+
+def adjusted(lab: Lab) -> Any:
+    """MAE: a rate for each layer, by a fraction of the epoch; another optimizer's decays."""
+    model, other = net_of(lab, 8, 16, 3), net_of(lab, 3, 3)
+    groups = [{"params": [p], "scale": 0.65**i} for i, p in enumerate(model.parameters())]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    second = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9, fused=True)
+    used: list[Any] = []
+
+    def adjust(epoch: Any) -> Any:
+        share = epoch / 2 if epoch < 2 else 0.5 * (1 + math.cos(math.pi * (epoch - 2) / 4))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * share * group["scale"]
+        return share
+
+    def train_step(batch: Any, it: int) -> Tensor:
+        used.append((second.param_groups[0]["lr"], optimizer.param_groups[0]["lr"]))
+        second.param_groups[0]["lr"] *= 0.97
+        share = adjust(it / 10)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(other(model(batch["x"])), batch["y"])
+        update(second, loss * (1 + second.param_groups[0]["lr"]))
+        optimizer.step()
+        used.append((second.param_groups[0]["lr"], optimizer.param_groups[0]["lr"], share))
+        return loss.detach()
+
+    step = lab.capture(train_step, [model, other], [optimizer, second])
+    return [step(batch, it) for it, batch in enumerate(lab.batches(60))], used
+
+
+def set_between(lab: Lab) -> Any:
+    """Another rate for the second update of a step, which has one memory for it."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        for rate in (0.01, 0.001):
+            optimizer.param_groups[0]["lr"] = rate
+            loss = update(optimizer, loss_of(model, batch))
+        return loss
+
+    model = net_of(lab, 8, 16, 3)
+    optimizer = adamw(model)
+    step = lab.capture(partial(take, model, optimizer), model, optimizer, on_failure="eager")
+    return [step(batch, i) for i, batch in enumerate(lab.batches(12))]
+
+
+def set_behind(lab: Lab) -> Any:
+    """The rate of the next step, which this step's update must not have."""
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        loss = update(optimizer, loss_of(model, batch))
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + i)
+        return loss
+
+    model = net_of(lab, 8, 16, 3)
+    optimizer = adamw(model)
+    step = lab.capture(partial(take, model, optimizer), model, optimizer, on_failure="eager")
+    return [step(batch, i) for i, batch in enumerate(lab.batches(12))]
+
+
 def between(lab: Lab) -> Any:
     """An optimizer that reads on the host steps twice, draws, and follows a fork."""
     model = lab.net()
@@ -268,6 +349,10 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "clipped": (clipped, 25),
     "decayed": (decayed, 30),
     "between": (between, 15),
+    "set_inside": (set_inside, 30),
+    "adjusted": (adjusted, 50),
+    "set_between": (set_between, "the step sets numbers between two updates"),
+    "set_behind": (set_behind, "the step sets lr in param_groups"),
     "returned": (returned, 12),
     "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
     "dropped_behind": (dropped_behind, 10),

@@ -102,6 +102,42 @@ class SettingBeforeStepping(Setting):
     on_before_optimizer_step = Setting.set_rate
 
 
+class SettingInside(Net):
+    """Sets its rate in the step itself; what was there is logged after that."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (group,) = self.optimizers().param_groups  # type: ignore[union-attr]
+        before = group["lr"]
+        group["lr"] = 2.0**-7 / (1 + self.global_step) + 0.5 * before
+        self.log("before", before)
+        self.log("after", group["lr"])
+        return super().training_step(batch, batch_idx) * (1 + group["lr"])
+
+
+class SettingByHand(SettingInside):
+    """The same with manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.optimizers().zero_grad()
+
+
+class DecayingInside(Net):
+    """Sets rate and decay, which a graph would freeze: the update runs behind it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (group,) = self.optimizers().param_groups  # type: ignore[union-attr]
+        group["lr"] = 2.0**-7 / (1 + self.global_step)
+        group["weight_decay"] = 0.01 * self.global_step
+        return super().training_step(batch, batch_idx)
+
+
 class Decaying(Net):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 2:
@@ -270,6 +306,15 @@ ROWS |= {
         said=None, replayed=1,
     ),
     **table(Decaying, max_epochs=4, graphs=2),
+    **table(
+        SettingInside, max_epochs=3, callbacks=lambda: [LearningRateMonitor("step")],
+        also="gradients; cut; accumulated; by threes; bf16",
+    ),
+    **table(SettingByHand, max_epochs=3),
+    **table(
+        DecayingInside, max_epochs=3, said="moves weight_decay", replayed=15, placed=False,
+        found=None, also="accumulated",
+    ),
     **{
         f"clipping by {algorithm}": row(
             gradient_clip_val=2**-6, gradient_clip_algorithm=algorithm, also=EACH
