@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,11 @@ BLOCKER = """
 import sys
 
 class Blocker:
+    met = set()
+
     def find_spec(self, name, path=None, target=None):
-        if any(name == b or name.startswith(b + ".") for b in BLOCKED):
+        if name.partition(".")[0] in BLOCKED:
+            self.met.add(name.partition(".")[0])
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
         return None
 
@@ -78,17 +82,10 @@ def run_python(code: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    ("module", "blocked"),
-    [
-        ("lightning_graphs", LAZY | LIGHTNING | {"torch"}),
-        ("lightning_graphs.core", LAZY | LIGHTNING),
-        ("lightning_graphs.report", LAZY | LIGHTNING | {"torch"}),
-    ],
-)
-def test_imports_without_its_optional_packages(module: str, blocked: set[str]) -> None:
-    code = f"{BLOCKER}\nimport {module}\nprint({module}.__name__)"
-    assert run_python(code, ",".join(sorted(blocked))) == module
+@pytest.mark.parametrize("module", ["lightning_graphs", "lightning_graphs.report"])
+def test_imports_without_torch(module: str) -> None:
+    code = f"{BLOCKER}\nimport {module}\nprint({module}.__name__, sorted(Blocker.met))"
+    assert run_python(code, ",".join([*LAZY, *LIGHTNING, "torch"])) == f"{module} []"
 
 
 def test_the_blocker_blocks() -> None:
@@ -96,28 +93,12 @@ def test_the_blocker_blocks() -> None:
     assert run_python(code, "rich") == "rich is blocked"
 
 
-def test_importing_core_takes_no_cuda_context_and_leaves_lightning_alone() -> None:
-    code = (
-        "import sys, torch, lightning_graphs.core\n"
-        "print(torch.cuda.is_initialized(), sorted(LIGHTNING & set(sys.modules)))"
-    )
-    assert run_python(f"LIGHTNING = {LIGHTNING!r}\n{code}") == "False []"
-
-
-def test_the_doctor_comes_when_it_is_called() -> None:
-    code = (
-        "import sys, lightning_graphs.lightning.callback\n"
-        "print('lightning_graphs.lightning.doctor' in sys.modules)"
-    )
-    assert run_python(code) == "False"
-
-
-def test_importing_the_package_leaves_torch_alone() -> None:
-    assert run_python("import sys, lightning_graphs\nprint('torch' in sys.modules)") == "False"
-
-
 PLAIN = """
-import sys, torch, lightning_graphs
+import torch, lightning_graphs.core
+print(torch.cuda.is_initialized(), sorted(Blocker.met & OURS))
+sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, Blocker)]
+
+import lightning_graphs
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
 
@@ -133,12 +114,15 @@ step = lightning_graphs.capture(
 )
 for _ in range(8):
     step(torch.ones(2, 4))
-print(step.report.replayed > 2, sorted({*LIGHTNING, "torchmetrics"} & set(sys.modules)))
+print(step.report.replayed > 2, sorted({*OURS, "torchmetrics"} & set(sys.modules)))
 """
 
 
-def test_a_captured_loop_imports_no_lightning() -> None:
-    assert run_python(f"LIGHTNING = {LIGHTNING!r}\n{PLAIN}") == "True []"
+def test_neither_the_core_nor_a_captured_loop_imports_lightning() -> None:
+    """And the import takes no context of CUDA; of the optional packages it needs none."""
+    code = f"OURS = {LIGHTNING!r}\n{BLOCKER}\n{PLAIN}"
+    printed = run_python(code, ",".join([*LAZY, *LIGHTNING]))
+    assert printed.splitlines() == ["False []", "True []"]
 
 
 UNUSUAL = """
@@ -200,16 +184,6 @@ def test_public_names() -> None:
     assert dir(lightning_graphs) == sorted(lightning_graphs.__all__)
 
 
-def test_modules_of_the_core_have_their_dotted_names() -> None:
-    code = (
-        "from lightning_graphs.core.graph import graph\n"
-        "from lightning_graphs.core.inspect import diff, inspect\n"
-        "from lightning_graphs import core\n"
-        "print(core.graph is graph, core.inspect.inspect is inspect)"
-    )
-    assert run_python(code) == "True True"
-
-
 @pytest.mark.parametrize("before", sorted(FORMER))
 def test_names_of_before_lead_to_the_same_objects(before: str) -> None:
     """Entry points of an installed package, saved configurations and pickles hold them."""
@@ -220,23 +194,42 @@ def test_names_of_before_lead_to_the_same_objects(before: str) -> None:
             assert getattr(found, name) is value
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+FIRST = """
+import sys
+from importlib.metadata import EntryPoint
+
+def first(path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_graphs"]:
+        del sys.modules[name]  # found again
+    return EntryPoint("name", path, "group").load()
+
+for path in {paths!r}:
+    assert first(path).__name__ == path.rpartition(":")[2], path
+
+graph = first("lightning_graphs.core.graph:graph")
+from lightning_graphs.core.inspect import diff, inspect
+from lightning_graphs import core
+assert core.graph is graph and core.inspect.inspect is inspect
+
+first("lightning_graphs.lightning.callback:GraphCapture")
+assert "lightning_graphs.lightning.doctor" not in sys.modules, "it comes when it is called"
+"""
+
+
+@in_one_process
+def test_every_path_may_be_the_first_that_is_imported(tmp_path: Path) -> None:
+    """Those that were documented before, too."""
+    paths = [
         "lightning_graphs.training.plugins:callbacks",  # an entry point
         "lightning_graphs.training.callback:GraphCapture",
         "lightning_graphs.training.options:OptionError",
         "lightning_graphs.reporting:Report",
         "lightning_graphs.reporting.diagnosis:Diagnosis",
-    ],
-)
-def test_paths_that_were_documented_before_can_be_loaded(path: str) -> None:
-    member = path.rpartition(":")[2]
-    code = (
-        f"from importlib.metadata import EntryPoint\n"
-        f"print(EntryPoint('name', {path!r}, 'group').load().__name__)"
-    )
-    assert run_python(code) == member
+    ]
+    program = tmp_path / "program.py"
+    program.write_text(FIRST.format(paths=paths), encoding="utf-8")
+    done = run_script(program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_pickle_of_before_is_read() -> None:
@@ -321,18 +314,24 @@ def module_and_package(path: Path) -> tuple[str, str]:
     return ".".join(parts), ".".join(parts[:-1])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_downward(path: Path) -> None:
-    module, package = module_and_package(path)
-    own = layer_of(module)
-    assert own is not None
-    names = imported_names(ast.parse(path.read_text(encoding="utf-8")), package)
+@cache
+def text_and_tree(path: Path) -> tuple[str, ast.Module]:
+    text = path.read_text(encoding="utf-8")
+    return text, ast.parse(text)
 
-    above = [name for name in names if (layer := layer_of(name)) is not None and layer > own]
-    assert above == [], f"{module} imports from a layer above its own"
-    if own <= LAYERS.index("core"):
-        tops = {name.partition(".")[0] for name in names}
-        assert not tops & LIGHTNING, f"{module} must work without Lightning"
+
+def test_imports_go_downward() -> None:
+    for path in FILES:
+        module, package = module_and_package(path)
+        own = layer_of(module)
+        assert own is not None, module
+        names = imported_names(text_and_tree(path)[1], package)
+
+        above = [name for name in names if (layer := layer_of(name)) is not None and layer > own]
+        assert above == [], f"{module} imports from a layer above its own"
+        if own <= LAYERS.index("core"):
+            tops = {name.partition(".")[0] for name in names}
+            assert not tops & LIGHTNING, f"{module} must work without Lightning"
 
 
 ENGINE = {
@@ -342,15 +341,15 @@ ENGINE = {
 WORDS = re.compile(r"self\.log\b|training_step|Trainer\(")
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_the_engine_knows_nothing_of_lightning(path: Path) -> None:
+def test_the_engine_knows_nothing_of_lightning() -> None:
     """Neither its modules, nor the words of a remedy, which come from the client."""
-    module, package = module_and_package(path)
-    if {*module.split(".")[1:2]} & (ENGINE | {"loops"}):
-        text = path.read_text(encoding="utf-8")
-        tops = {n.partition(".")[0] for n in imported_names(ast.parse(text), package)}
-        assert not tops & (LIGHTNING | {"torchmetrics"})
-        assert WORDS.findall(text) == []
+    for path in FILES:
+        module, package = module_and_package(path)
+        if {*module.split(".")[1:2]} & (ENGINE | {"loops"}):
+            text, tree = text_and_tree(path)
+            tops = {name.partition(".")[0] for name in imported_names(tree, package)}
+            assert not tops & (LIGHTNING | {"torchmetrics"}), module
+            assert WORDS.findall(text) == [], module
 
 
 def test_no_circle_of_imports() -> None:
@@ -358,8 +357,8 @@ def test_no_circle_of_imports() -> None:
     files = dict(sorted((module_and_package(path)[0], path) for path in FILES))
     left: dict[str, set[str]] = {}
     for module, path in files.items():
-        tree, (_, package) = ast.parse(path.read_text(encoding="utf-8")), module_and_package(path)
-        left[module] = imported_names(tree, package, members=True) & files.keys() - {module}
+        names = imported_names(text_and_tree(path)[1], module_and_package(path)[1], members=True)
+        left[module] = names & files.keys() - {module}
     while free := {module for module, names in left.items() if not names & left.keys()}:
         left = {module: names for module, names in left.items() if module not in free}
     assert left == {}
@@ -378,25 +377,25 @@ def test_the_page_about_the_design_is_that_of_this_tree() -> None:
         assert f"| `{folder.parent.name}/` |" in page
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_heavy_packages_are_imported_where_they_are_used(path: Path) -> None:
-    module, package = module_and_package(path)
-    tree = at_import_time(ast.parse(path.read_text(encoding="utf-8")))
-    tops = {name.partition(".")[0] for name in imported_names(tree, package)}
-    assert not tops & LAZY, f"{module} imports them while it is itself being imported"
+def test_heavy_packages_are_imported_where_they_are_used() -> None:
+    for path in FILES:
+        module, package = module_and_package(path)
+        tree = at_import_time(ast.parse(path.read_text(encoding="utf-8")))  # it changes the tree
+        tops = {name.partition(".")[0] for name in imported_names(tree, package)}
+        assert not tops & LAZY, f"{module} imports them while it is itself being imported"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_outgrows_a_reader(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= FILE_LINES, "split the concept, not the text"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            most = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
-            assert (node.end_lineno or 0) - node.lineno < most, node.name
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and path != OPTIONS:
-            given = node.args
-            assert len([*given.args[1:], *given.kwonlyargs]) <= ARGUMENTS, f"line {node.lineno}"
+def test_nothing_outgrows_a_reader() -> None:
+    for path in FILES:
+        text, tree = text_and_tree(path)
+        assert len(text.splitlines()) <= FILE_LINES, f"{path}: split the concept, not the text"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                most = CLASS_LINES if isinstance(node, ast.ClassDef) else FUNCTION_LINES
+                assert (node.end_lineno or 0) - node.lineno < most, f"{path}: {node.name}"
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__" and path != OPTIONS:
+                count = len([*node.args.args[1:], *node.args.kwonlyargs])
+                assert count <= ARGUMENTS, f"{path}:{node.lineno}"
 
 
 # ---------------------------------------------------------------------- what targets install
