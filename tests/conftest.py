@@ -87,7 +87,12 @@ def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]
 
 
 def _kind(item: pytest.Item) -> str:
-    """Of each table of programs one that is refused is run, and one that is not."""
+    """Of each table of programs one that is refused is run, and one that is not.
+
+    By submodules, which are captured one by one either way, the first one is.
+    """
+    if item.name.startswith("test_submodules_agree["):
+        return ""
     callspec = getattr(item, "callspec", None)
     program = callspec.params.get("program") if callspec else None
     return str(bool(getattr(program, "said", None)))
