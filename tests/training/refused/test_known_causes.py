@@ -85,9 +85,9 @@ class Factored(Correlated):
 # A whole step waits for what torch reads from a mask; a submodule alone does not.
 BY_MODULE = {"scope": "modules", "modules": ["encoder"]}
 CASES: list[tuple[type[Net], str, type[Net], dict[str, Any]]] = [
-    (Correlated, "give MultivariateNormal a scale_tril", Factored, {}),
-    (Masked, "is_causal=True or False", Told, BY_MODULE),
     (Averaged, "give the BatchNorm a momentum", Moving, {}),
+    (Masked, "is_causal=True or False", Told, BY_MODULE),
+    (Correlated, "give MultivariateNormal a scale_tril", Factored, {}),
 ]
 
 
