@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 FIX = "\n  Fix: "  # begins the second line of a message
 OF_PACKAGE = "of the installed package"  # precedes a package's name behind a line of its code
@@ -79,6 +80,23 @@ class CaptureError(GraphError):
 
 REFUSED: list[list[CaptureError]] = []
 """Lists to which refusals are added as they are made: one of each capture that runs."""
+
+
+class CaptureStopped(BaseException):
+    """Ends code that a capture runs; no handler for errors in that code catches it.
+
+    A handler would act on an error that an eager step does not raise: log it, clear callbacks, or
+    go on without it.
+    """
+
+    def __init__(self, error: CaptureError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def stop(error: CaptureError) -> NoReturn:
+    """End the code that a capture runs with a refusal."""
+    raise CaptureStopped(error) if REFUSED else error
 
 
 class NoRoomError(CaptureError):

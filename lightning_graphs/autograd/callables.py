@@ -38,7 +38,7 @@ from lightning_graphs.autograd.graphed import (
 )
 from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
 from lightning_graphs.device.rules import REBOUND, SET_GENERATOR
-from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.errors import CaptureError, CaptureStopped, ReplayError
 from lightning_graphs.private.callsite import codes_in, named_at
 from lightning_graphs.private.engine import (
     ahead_of_casts,
@@ -306,7 +306,7 @@ class CallableCapture:
                 self.outputs = self._call_leaving_arguments(before, static=static)
                 self._registers_hooks = hooks_registered() != hooks
             self._look_behind(self.outputs, start)
-        except CaptureError:
+        except (CaptureError, CaptureStopped):
             self._given.restore()  # what the warm-up has left
             raise
         for name in before.rebound():

@@ -9,13 +9,13 @@ import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack, walk_tb
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from lightning_graphs.errors import CODE, REFUSED, CaptureError
+from lightning_graphs.errors import CODE, REFUSED, CaptureError, CaptureStopped, stop
 from lightning_graphs.private.callsite import CallSiteFinder, frames_of_region
 from lightning_graphs.private.generators import generator_identity
 from lightning_graphs.private.torch import in_forward_mode
@@ -53,6 +53,10 @@ class Obstacle:
         """Refuse a use by the user's current line; see :func:`refuse`."""
         refuse(self.refused_here(what))
 
+    def stop_here(self, what: str) -> NoReturn:
+        """Refuse a use by the user's current line, which cannot go on; see :func:`stop`."""
+        stop(self.refused_here(what))
+
 
 OBSTACLES: dict[str, Obstacle] = {}
 """Rule -> its obstacle."""
@@ -75,21 +79,31 @@ def are_noted() -> bool:
 
 
 @contextlib.contextmanager
+def stopped() -> Iterator[None]:
+    """Raise the refusal that has stopped the code of the body."""
+    try:
+        yield
+    except CaptureStopped as stop:
+        raise stop.error.with_traceback(stop.__traceback__) from stop.__cause__
+
+
+@contextlib.contextmanager
 def refusals() -> Iterator[list[CaptureError]]:
     """Collect the refusals that the body makes, also those that captured code catches."""
     refused: list[CaptureError] = []
     REFUSED.append(refused)
     try:
-        yield refused
+        with stopped():
+            yield refused
     finally:
         REFUSED.pop()
         refused.clear()  # their tracebacks hold frames, and what the captured code holds
 
 
 def refuse(error: CaptureError) -> None:
-    """Refuse what captured code does: raise, or return if that is noted and the code can go on."""
+    """Refuse what captured code does: end it, or return if that is noted and the code can go on."""
     if not _noting:
-        raise error
+        stop(error)
     error.is_noted = True
     traceback: types.TracebackType | None = None
     for frame in frames_of_region(sys._getframe(1)):

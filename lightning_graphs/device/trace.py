@@ -43,7 +43,7 @@ from lightning_graphs.device.rules import (
     refuse,
     with_known_remedy,
 )
-from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.errors import CaptureError, ReplayError, stop
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.private.engine import (
     current_autograd_node,
@@ -473,7 +473,7 @@ class OperatorMode(TorchDispatchMode):
 
     def takes_other_formula(self, node: Node) -> None:
         """React to a backward pass that takes another formula because this mode is on."""
-        raise READ_IN_BACKWARD.refused_here(f"the backward pass of {name_of_node(node)}")
+        READ_IN_BACKWARD.stop_here(f"the backward pass of {name_of_node(node)}")
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a higher-order operator; attention consists of others, which are recorded."""
@@ -583,7 +583,7 @@ class Recorder(OperatorMode):
         observed = f"{in_words(operator)} at {(site or self._sites.of_refusal()).describe()}"
         self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
         if obstacle is MOVED_STORAGE:  # which no capture could undo
-            raise self._refused()
+            stop(self._refused())
         refuse(self._refused())
         self._refused = None  # it is noted
 

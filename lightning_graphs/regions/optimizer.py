@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
-from lightning_graphs.device.rules import AFTERMATH, are_noted
-from lightning_graphs.errors import CaptureError, GraphError, VerificationError, is_out_of_memory
+from lightning_graphs.device.rules import AFTERMATH, are_noted, stopped
+from lightning_graphs.errors import CaptureError, GraphError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
@@ -323,7 +323,7 @@ def follow_moving(capturables: Iterable[CapturableOptimizer], churn: HyperParame
         churn.obstacle = ""
 
 
-def rounded_otherwise(error: VerificationError) -> UpdateRefused:
+def rounded_otherwise(error: GraphError) -> UpdateRefused:
     """Return why an optimizer whose numbers were followed steps eagerly after all."""
     return UpdateRefused(
         "A number that changes in every step must give the same bits on the device.",
@@ -405,6 +405,7 @@ class CapturableOptimizer:
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
 
+        @stopped()
         def called(closure: Callable[[], Any] | None = None) -> Any:
             return step() if closure is None else step(closure)  # an author's may take none
 
@@ -421,10 +422,7 @@ class CapturableOptimizer:
             self.calls += 1
             if self._is_tried:
                 return self._step_as_it_is(taken, closure)
-            returned = None
-            if closure is not None:
-                with torch.enable_grad():
-                    returned = closure()
+            returned = None if closure is None else torch.enable_grad()(closure)()
             with self._flags_exchanged() as is_as_captured:
                 try:
                     taken()

@@ -105,7 +105,7 @@ class BothWays:
         found: list[_Way] = []
         while pending:
             if len(found) == _MOST:
-                raise HOST_READ.refused_here(f"more than {_MOST} ways lead through a function")
+                HOST_READ.stop_here(f"more than {_MOST} ways lead through a function")
             self._way = way = _Way(self._numbers.device, pending.pop())
             try:
                 with way:
@@ -117,7 +117,7 @@ class BothWays:
                 return way.returned
             if contents.changed():
                 contents.restore()
-                raise HOST_READ.refused_here("a function changes its arguments, and asks")
+                HOST_READ.stop_here("a function changes its arguments, and asks")
             way.undo()
             found.append(way)
         return self._chosen(found)
@@ -129,9 +129,7 @@ class BothWays:
         conditions = [way.condition() for way in others]
         written = {address: whole for way in ways for address, (whole, *_) in way.written.items()}
         if any(w[0].dtype != written[a].dtype for way in ways for a, w in way.written.items()):
-            raise HOST_READ.refused_here(
-                "a function writes memory as of other types on another way"
-            )
+            HOST_READ.stop_here("a function writes memory as of other types on another way")
         for address, whole in written.items():
             values = [way.written[address][2] if address in way.written else whole for way in ways]
             pairs = zip(conditions, values[1:], strict=True)
@@ -171,7 +169,7 @@ class BothWays:
             if is_scalar(tensor, self._numbers.device) and is_number:
                 is_tensor = condition if is_one else condition.logical_not()
                 return Either(self._numbers, is_tensor, tensor, number)
-        raise HOST_READ.refused_here("a function returns values of other kinds on another way")
+        return HOST_READ.stop_here("a function returns values of other kinds on another way")
 
     def _tensor(self, number: Any, dtype: torch.dtype) -> Tensor:
         if isinstance(number, ScalarTracer):
@@ -239,7 +237,7 @@ class _Way(Recorder):
 
     def _run(self, call: OperatorCall) -> Any:
         if torch.Tag.nondeterministic_seeded in call.func.tags:
-            raise HOST_READ.refused_here("a function draws on one of its ways")
+            HOST_READ.stop_here("a function draws on one of its ways")
         return call.run()
 
     @torch.no_grad()

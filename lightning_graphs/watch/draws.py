@@ -171,7 +171,7 @@ def _refuse_on_host(call: OperatorCall, result: Any) -> None:
 
 
 def _refuse_draw(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise DRAWN.refused_here(f"{name} draws on the host, next to compiled code,")
+    DRAWN.stop_here(f"{name} draws on the host, next to compiled code,")
 
 
 def _own(arguments: Any) -> Any:

@@ -31,6 +31,7 @@ from lightning_graphs.device.rules import (
     STORED_OUTSIDE,
     are_noted,
     refusals,
+    stopped,
 )
 from lightning_graphs.errors import (
     CaptureError,
@@ -325,7 +326,8 @@ def code_captured(what: str) -> Iterator[None]:
         raise CACHED_WEIGHTS.refused("the cache is on")
     with refusals() as refused:
         try:
-            yield
+            with stopped():
+                yield
             if refused:
                 refused[0].others = [*refused]
                 raise refused[0]

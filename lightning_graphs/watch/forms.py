@@ -40,7 +40,7 @@ class Numbers(NumberUses):
         """Return a number in a tensor, which replays have written where the graph reads it."""
         if (own := number.in_graph(dtype)) is None:
             number.refuse()
-            raise HOST_READ.refused_here("a number of the host meets one of the device")
+            HOST_READ.stop_here("a number of the host meets one of the device")
         return own
 
     def read_only(self, name: str, *tensors: Tensor) -> None:

@@ -388,7 +388,7 @@ class HostTracer(OperatorMode):
         reads = shadow is not None and (moves or name == "tolist") and self.tape.changes(shadow)
         # A call behind the graph can make it
         if reads and self.declines(outside_of(sys._getframe(1), OURS)):
-            raise HOST_READ.refused_here(f"{name} is called")
+            HOST_READ.stop_here(f"{name} is called")
         if name in _TO_PYTHON and (value := self._to_python(name, args[0])) is not None:
             with out_of_sight():
                 return func(value, *args[1:], **kwargs)

@@ -28,7 +28,7 @@ from lightning_graphs.device.rules import (
     STORED,
 )
 from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.errors import CaptureError, causes_of
+from lightning_graphs.errors import CaptureError, causes_of, stop
 from lightning_graphs.private.callsite import OURS, SUSPENDED, outside_of, position_of, positions_of
 from lightning_graphs.private.exchange import (
     Member,
@@ -467,7 +467,7 @@ def _among_late(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _refuse(kept: _Kept, _: str) -> NoReturn:
     kept.is_used = True
-    raise CaptureError(*kept.error)
+    stop(CaptureError(*kept.error))
 
 
 def _entries(error: BaseException) -> Iterator[Entry]:

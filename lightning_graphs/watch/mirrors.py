@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.errors import GraphError, ReplayError
+from lightning_graphs.errors import CaptureStopped, GraphError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.torch import base_of, version_of
@@ -181,7 +181,7 @@ class FollowedState:
             return None
         if id(mirror.tensor) not in self._mirrors.known:
             self._mirrors.asked[id(mirror.tensor)] = mirror
-            raise HOST_READ.refused_here(f"{mirror.name} is read")
+            HOST_READ.stop_here(f"{mirror.name} is read")
         version = version_of(mirror.tensor)
         if version != self._versions[mirror]:
             if self._is_synced and mirror not in self._found:
@@ -248,7 +248,7 @@ class FollowedState:
             if not isinstance(given, (int, ScalarTracer)):
                 return _UNKNOWN
             return compute(self._number(tensor) if compute is not _last else None, given)
-        except GraphError:
+        except (GraphError, CaptureStopped):
             return _UNKNOWN
 
     def instruction(self) -> Callable[[], None] | None:

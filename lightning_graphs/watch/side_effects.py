@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import BATCH_CHANGED, STORED
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, stop
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
@@ -96,7 +96,7 @@ class CopiedOut:
             elif isinstance(leaf, Tensor):
                 known[id(leaf)] = self._met(leaf)
             elif not is_constant(leaf):
-                raise refused(leaf)
+                stop(refused(leaf))
         return copy.deepcopy(value, known)
 
     def _met(self, tensor: Tensor) -> Tensor:
@@ -589,7 +589,7 @@ class SetData:
 
     def _see(self, call: OperatorCall, _: Any) -> None:
         if any(map(self._is_given, call.inputs)):
-            raise STORED.refused_here("what `.data` of a parameter was set to is used")
+            STORED.stop_here("what `.data` of a parameter was set to is used")
 
     def _is_given(self, tensor: Tensor) -> bool:
         alive = self._given.get(memory_of(tensor)) if has_memory(tensor) else None
