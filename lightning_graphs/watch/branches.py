@@ -131,6 +131,19 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
         frame: The code.
         called: As in :func:`branch_at`.
     """
+    if (way := way_without_error(frame, called=called)) is None:
+        return None
+    catching = list(filter(_may_catch, _passed(way.frame)))
+    return way if not catching else _way_of_handler(way, catching[0])
+
+
+def way_without_error(frame: FrameType, *, called: bool = False) -> Way | None:
+    """Return how code goes on whose other way raises an error, caught or not; None if it does not.
+
+    Args:
+        frame: The code.
+        called: As in :func:`branch_at`.
+    """
     if (branch := branch_at(frame, called=called)) is None:
         return None
     ends = {outcome: _raises(branch.listing, there) for outcome, there in branch.lands.items()}
@@ -138,9 +151,7 @@ def way_on(frame: FrameType, *, called: bool = False) -> Way | None:
     if len(raising) != 1:
         return None
     (outcome,) = raising
-    way = Way(not outcome, branch.frame, min(ends[outcome]))
-    catching = list(filter(_may_catch, _passed(branch.frame)))
-    return way if not catching else _way_of_handler(way, catching[0])
+    return Way(not outcome, branch.frame, min(ends[outcome]))
 
 
 def _way_of_handler(way: Way, catching: FrameType) -> Way | None:

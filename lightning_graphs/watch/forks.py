@@ -25,7 +25,14 @@ from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, tree_of
 from lightning_graphs.private.engine import leaf_of
-from lightning_graphs.watch.branches import LateError, LateWarning, Way, branch_at, is_warning
+from lightning_graphs.watch.branches import (
+    LateError,
+    LateWarning,
+    Way,
+    branch_at,
+    is_warning,
+    way_without_error,
+)
 from lightning_graphs.watch.host import HostReads
 
 _MOST = 256
@@ -48,7 +55,8 @@ class Fork(NamedTuple):
     goes: bool  # by which the code went on
     site: CallSite
     asker: tuple[CodeType, int]  # code and instruction that have asked
-    is_guessed: bool  # and another turn of a loop may follow from it
+    is_guessed: bool = False  # and another turn of a loop may follow from it
+    is_sure: bool = False  # the other way raises an error, which a capture would do in vain
 
 
 @dataclass(eq=False)
@@ -95,8 +103,11 @@ class Forks:
         """
         place, code = len(self.taken), frame.f_code
         asker, is_guessed = (code, frame.f_lasti), False
+        way = way_without_error(frame, called=called)
         if place < len(self._way):
             goes = self._way[place]
+        elif way is not None:
+            goes = self._usual.get(asker, way.outcome)
         else:
             goes, goes_on = _likely(frame, called=called)
             goes, is_guessed = self._usual.get(asker, goes) if goes_on else goes, not goes_on
@@ -105,7 +116,7 @@ class Forks:
             return None
         here = CallSiteFinder().here()  # in code of a package it is the line that calls that
         site = here if here.line else CallSite(code.co_filename, frame.f_lineno, code.co_name)
-        self.taken.append(Fork(truth, goes, site, asker, is_guessed))
+        self.taken.append(Fork(truth, goes, site, asker, is_guessed, way is not None))
         return goes
 
     def turn(self, error: CaptureError) -> bool:
@@ -117,7 +128,7 @@ class Forks:
         while len(answers) > len(self._known) and self._turns <= _TURNS:
             last = answers.pop()
             other = [*answers, not last]
-            if tuple(other) not in self._dead:
+            if not self.taken[len(answers)].is_sure and tuple(other) not in self._dead:
                 self._way = other
                 return True
             self._dead.add(tuple(answers))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.programs.table import Promises, stepping
+from tests.programs.table import Promises, stepping, table
 from tests.training.fits import Fit, Net, batches
 
 
@@ -192,6 +192,37 @@ ROWS |= stepping(
     ByHand, steps_if_finite, ends_its_epochs, plays, looks_at_each, steps_if_small,
     also="verified; unverified", said=None, found=None, max_epochs=3, data=lambda: batches(8),
     replayed=4, check=tells_its_waits,
+)  # fmt: skip
+
+
+class Guarded(Net):
+    """Checks all that it makes, and a handler acts on whatever fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        try:
+            loss = self.loss(batch)
+            for part in [loss, *self.net(batch["x"])[:, :2].reshape(-1)]:
+                if not torch.isfinite(part):
+                    raise ValueError(f"{part} is not finite")
+            assert loss < 1e9
+            self.log("loss", float(loss.detach()))
+            return loss
+        except Exception as error:
+            self.failed.append(str(error))
+            self.trainer.callbacks.clear()
+            raise
+
+
+def runs_no_handler(fit: Fit) -> bool:
+    return not fit.module.failed and fit.capture in fit.trainer.callbacks
+
+
+ROWS |= table(
+    Guarded, also="unverified; verified", found=None, graphs=1, check=runs_no_handler
 )  # fmt: skip
 
 
