@@ -67,7 +67,8 @@ from lightning_graphs.watch.user_code import (
 _CALLS = (
     *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),
     *("logging.Logger.handle", "rich.console.Console.print", "rich.console.Console.log"),
-    *("torch.save", "wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
+    *("torch.save", "torch.profiler.profile.step"),
+    *("wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
 )
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"

@@ -306,6 +306,24 @@ def texts(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+class Profiled(Net):
+    """Each step is one of a profiler, whose schedule counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        idle = torch.profiler.ProfilerAction.NONE
+        self.profiler = torch.profiler.profile(schedule=lambda step: idle)
+
+    @property
+    def seen(self) -> int:
+        return self.profiler.step_num
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.profiler.step()
+        return loss
+
+
 class Barred(Net):
     """Shows its loss on a bar of its own."""
 
@@ -443,7 +461,7 @@ ROWS = (
     | stepping(Net, each=REFUSED_STEPS, **NOTED)
     | table(*TOLD, max_epochs=3, replayed=15, also="verified; accumulated", **NOTED)
     | stepping(Net, texts, max_epochs=3, replayed=9, also="verified; accumulated", **NOTED)
-    | table(Barred, max_epochs=3, replayed=15, also="verified", **NOTED)
+    | table(Barred, Profiled, max_epochs=3, replayed=15, also="verified", **NOTED)
     | table(each={InASubmodule: "training_step changes STEPS, named at "}, **NOTED)
     | table(Quiet, logger=False, **NOTED)
     # A cache holds no memory of a capture.
