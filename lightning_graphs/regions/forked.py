@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.private.generators import RandomState
-from lightning_graphs.private.torch import is_strided, plain, version_of
+from lightning_graphs.private.torch import is_strided, out_of_sight, plain, version_of
 from lightning_graphs.values.memory import addresses_of, bytes_of, copy_all
 from lightning_graphs.values.snapshot import Snapshot
 from lightning_graphs.watch.forks import Fork
@@ -37,11 +37,13 @@ class WatchedState:
 
     def written(self) -> list[Tensor]:
         """List those that were written so far."""
-        return [
-            tensor
-            for tensor, before in self._versions
-            if version_of(tensor) != before or not self._memory.isdisjoint(addresses_of([tensor]))
-        ]
+        with out_of_sight():  # each fork asks, while modes of the capture see functions of torch
+            return [
+                tensor
+                for tensor, before in self._versions
+                if version_of(tensor) != before
+                or not self._memory.isdisjoint(addresses_of([tensor]))
+            ]
 
 
 class Forked:

@@ -12,6 +12,7 @@ import ast
 import builtins
 import contextlib
 import dis
+import functools
 import inspect
 import os
 import sys
@@ -368,13 +369,11 @@ def _around(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _may_catch(frame: FrameType) -> bool:
     """Return whether an error that is raised or passes here may be caught here."""
-    tree = tree_of(frame.f_code)
-    if tree is None:
+    surrounding = _surrounding(frame.f_code)
+    if surrounding is None:
         opcodes = {instruction.opname for instruction in listing_of(frame.f_code).instructions}
         return bool(opcodes & {"SETUP_FINALLY", "PUSH_EXC_INFO"})
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Try, ast.With)):
-            continue
+    for node in surrounding:
         last = node.body[-1].end_lineno or 0
         if not node.body[0].lineno <= frame.f_lineno <= last:
             continue
@@ -383,6 +382,15 @@ def _may_catch(frame: FrameType) -> bool:
         if _takes_away(node) or any(map(_catches, made)):
             return True
     return False
+
+
+@functools.lru_cache(maxsize=256)  # each check of a distribution asks for all of its callers
+def _surrounding(code: CodeType) -> list[ast.Try | ast.With] | None:
+    """List statements of a function that may catch errors of their bodies; None without source."""
+    tree = tree_of(code)
+    if tree is None:
+        return None
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Try, ast.With))]
 
 
 def _takes_away(node: ast.AST) -> bool:
