@@ -175,7 +175,7 @@ class Attempts(StepBody):
                 error = forks.first_refusal or error  # those of other ways say nothing of this one
                 refused = error.others or (error,)
             try:
-                learned = self._learns_of(error, compiled=compiled)
+                learned = self._learns_of(error, compiled=compiled) or self._followed.reads_bare()
                 if learned:
                     forks.learned()
                 elif are_noted() or not self.gives_way(error):

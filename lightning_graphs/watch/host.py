@@ -130,6 +130,16 @@ class Draw:
         self.value = self._call()
 
 
+class Reading:
+    """Operation: reads the number in a tensor of the host."""
+
+    def __init__(self) -> None:
+        self.value: Any = None  # what it has read last
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.value = tensor.item()
+
+
 @dataclass(eq=False)
 class HostProgram:
     """The program that the host runs ahead of a graph's replay."""
@@ -323,6 +333,14 @@ class HostTape:
             made = HostOperation(func, [register], {}, [], read=func(tensor), site=site)
             self.operations.append(made)
 
+    def reading(self, tensor: Tensor) -> Reading:
+        """Let replays read the number in a tensor of the host."""
+        reading = Reading()
+        with out_of_sight():
+            reading(tensor)
+        self.operations.append(HostOperation(reading, [self._registers[tensor]], {}, []))
+        return reading
+
     def frozen(self, tensor: Tensor) -> Tensor:
         """Return a constant copy of a tensor of the host; replays compare its values."""
         self.know(aten.clone.default, tensor)
@@ -341,9 +359,14 @@ class HostTape:
         self._draws.append((generator, draw))
         return draw
 
+    def guard(self, read: Callable[[], Any]) -> None:
+        """Let replays compare what Python reads of numbers that they compute."""
+        site = self._sites.here()
+        self.operations.append(HostOperation(read, [], {}, [], read=read(), site=site))
+
     def count_ways(self, read: Callable[[], Any]) -> float:
         """Guard what Python reads of draws; return how many outcomes that may have."""
-        self.operations.append(HostOperation(read, [], {}, [], read=read()))
+        self.guard(read)
         values = [draw.value for _, draw in self._draws]
         found: Counter[Any] = Counter()
         with contextlib.ExitStack() as stack:

@@ -57,6 +57,7 @@ from lightning_graphs.watch.tracers import ScalarTracer
 
 aten = torch.ops.aten
 
+_COUNTS = (torch.int64, torch.int32)  # dtypes of whole numbers that code counts with
 _ALIGNMENT = 256  # bytes, as the allocator has it
 _COPYING = frozenset(
     {aten._to_copy.default, aten.copy_.default}
@@ -557,6 +558,14 @@ class HostTracer(OperatorMode):
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
         result = value if on_host else self._copied(value, {})
         return result.requires_grad_() if grad else result
+
+
+def counted(tracer: HostTracer, tensor: Tensor) -> Tensor | None:
+    """Return the host copy of a whole number that replays compute again; None of others."""
+    shadow = tracer._shadow(tensor)
+    if shadow is None or shadow.numel() != 1 or shadow.dtype not in _COUNTS:
+        return None
+    return shadow if tracer.tape.changes(shadow) else None
 
 
 def _reads_real(func: OpOverload, given: Sequence[Tensor]) -> bool:

@@ -201,23 +201,7 @@ class FollowedState:
         return self._found[mirror]
 
     def _answer(self, asked: Question) -> Any:
-        """Return the number that code asks of a tensor, or its truth."""
-        (tensor, *_), asks = asked.tensors, asked.asks
-        if asks is Asks.EQUALITY:
-            return None
-        if asks in (Asks.ITEM, Asks.NUMBER):
-            return self._number(tensor)
-        if asks is Asks.TRUTH:
-            found = self._number(tensor)
-            return None if found is None else bool(found)
-        kind: type = int if asks is Asks.INT else float
-        module = asked.frame.f_globals.get("__name__", "")
-        if self._mirror(tensor) is not None:
-            self._numbers.asked.add((module, kind))  # the next capture follows that, too
-        found = self._number(tensor)
-        if isinstance(found, ScalarTracer):
-            return found.converted(kind, module)
-        return None if found is None else kind(found)
+        return answered(asked, self._number, self._mirror, self._numbers)
 
     # ------------------------------------------------------------------ writes
 
@@ -277,6 +261,35 @@ class FollowedState:
         if mirror is not None and value and id(mirror.tensor) in self._mirrors.known:
             return self._write(_last, own, tensor, index, *value)
         return part_of(self._numbers, own, tensor, index, *value)
+
+
+def answered(
+    asked: Question, number: Callable[[Tensor], Any], knows: Callable[[Tensor], Any], uses: Numbers
+) -> Any:
+    """Return the number that code asks of a tensor, or its truth; None if the host knows neither.
+
+    Args:
+        asked: What it asks.
+        number: Gives the number of a tensor, or None.
+        knows: Whether there is one.
+        uses: Notes where the next capture has to follow conversions.
+    """
+    (tensor, *_), asks = asked.tensors, asked.asks
+    if asks is Asks.EQUALITY:
+        return None
+    if asks in (Asks.ITEM, Asks.NUMBER):
+        return number(tensor)
+    if asks is Asks.TRUTH:
+        found = number(tensor)
+        return None if found is None else bool(found)
+    kind: type = int if asks is Asks.INT else float
+    module = asked.frame.f_globals.get("__name__", "")
+    if knows(tensor) is not None:
+        uses.asked.add((module, kind))
+    found = number(tensor)
+    if isinstance(found, ScalarTracer):
+        return found.converted(kind, module)
+    return None if found is None else kind(found)
 
 
 def _last(_: Any, given: Any) -> Any:

@@ -28,6 +28,7 @@ from lightning_graphs.device.rules import (
     CLOCK,
     COUNTER,
     DRAWN,
+    HOST_READ,
     NOT_RECORDED,
     Obstacle,
     with_known_remedy,
@@ -52,10 +53,10 @@ from lightning_graphs.watch.environment import Client, Environment
 from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
-from lightning_graphs.watch.host_trace import HostTracer
+from lightning_graphs.watch.host_trace import HostTracer, counted
 from lightning_graphs.watch.kept import CallAt
 from lightning_graphs.watch.mechanism import Instruction, Mechanism, Watcher
-from lightning_graphs.watch.mirrors import FollowedState, Mirrors, held_numbers
+from lightning_graphs.watch.mirrors import FollowedState, Mirrors, answered, held_numbers
 from lightning_graphs.watch.reads import NUMBERS, AttributeGuards
 from lightning_graphs.watch.tables import Tables
 from lightning_graphs.watch.tracers import (
@@ -141,8 +142,9 @@ class StepNumbers(Numbers):
         Args:
             name: What messages call it.
             read: Gives the present value.
-            obstacle: ``COUNTER`` of what the trainer changes, ``DRAWN`` of what is drawn on the
-                host, which replays have ahead of their graph, ``CLOCK`` of what they have after it.
+            obstacle: ``COUNTER`` of what the trainer changes; ``DRAWN`` of what is drawn on the
+                host, and ``HOST_READ`` of what it computes of the batch, which replays have ahead
+                of their graph; ``CLOCK`` of what they have after it.
         """
         value, drawn = read(), obstacle is DRAWN
         if drawn and type(value) in (list, tuple):
@@ -183,6 +185,10 @@ class StepNumbers(Numbers):
     def guarded(self, name: str, read: Callable[[], Any], value: Any, obstacle: Obstacle) -> Any:
         """Return a value that user code sees; the graph is for steps that would see it, too."""
         self.has_guards = True
+        if obstacle is HOST_READ:
+            assert self.tape is not None
+            self.tape.guard(partial(_present, read, None))
+            return value
         if obstacle is not DRAWN:
             self._guards.append((name, partial(_present, read)))
             return value
@@ -375,6 +381,8 @@ class Followed:
         self._finds_places = False
         self._leaves_reals = True  # on the device, which the host could compute
         self._has_left_reals = False
+        self._follows_counts = True  # whole numbers that the host computes and code reads
+        self._has_counted = False
         self._has_branched = False
         # Of the coming or the last capture
         self.numbers = StepNumbers(facts.reads, self._device)
@@ -395,7 +403,7 @@ class Followed:
         """Prepare to follow what the coming capture computes on the host."""
         client, facts, tape = self._client, self._facts, None
         self.tracer, self._program, self._state, self._advance = None, None, None, None
-        self._assertions = None
+        self._assertions, self._has_counted = None, False
         self._make_room()
         self.reads.clear()
         if facts.has_host_program and not self._compiled.runs:
@@ -446,6 +454,12 @@ class Followed:
         self._functions |= self.numbers.refused
         self._finds_places |= self.numbers.are_places and not self._compiled.runs
         return learned or known != (self._conversions, self._functions, self._finds_places)
+
+    def reads_bare(self) -> bool:
+        """Let the next capture have bare numbers of the host, if the refused one had tracers."""
+        had, self._has_counted = self._has_counted, False
+        self._follows_counts &= not had
+        return had
 
     def was_in_a_branch(self) -> bool:
         """Whether the first refusal may hold only for the present numbers of the trainer."""
@@ -541,7 +555,19 @@ class Followed:
         return self._assertions
 
     def _answer(self, asked: Question) -> Any:
-        return self._of_graph().answer(asked)
+        found = None
+        if self.tracer is not None and self._follows_counts and asked.is_called:
+            found = answered(asked, self._count, partial(counted, self.tracer), self.numbers)
+        return self._of_graph().answer(asked) if found is None else found
+
+    def _count(self, tensor: Tensor) -> Any:
+        """Return the tracer for a whole number that replays compute ahead of their graph."""
+        assert self.tracer is not None
+        if (held := counted(self.tracer, tensor)) is None:
+            return None
+        self._has_counted, reading = True, self.tracer.tape.reading(held)
+        read = partial(getattr, reading, "value")
+        return self.numbers.number(self.numbers.unique("a number of the batch"), read, HOST_READ)
 
     def _drawn(self, *args: Any, **kwargs: Any) -> Tensor | None:
         return self._of_graph().normal(*args, **kwargs)

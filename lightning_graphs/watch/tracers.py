@@ -496,9 +496,10 @@ def _numbers_among(operands: Sequence[Any]) -> list[ScalarTracer]:
 
 
 def _obstacle_of(numbers: Sequence[ScalarTracer]) -> Obstacle:
-    """Return the obstacle of an expression; a clock wins, since it is read last."""
+    """Return the obstacle of an expression: a clock's is read last, counters are read first."""
     found = [number.obstacle for number in numbers]
-    return next((obstacle for obstacle in (CLOCK, DRAWN) if obstacle in found), found[0])
+    others = [obstacle for obstacle in found if obstacle is not COUNTER]
+    return next((o for o in (CLOCK, DRAWN) if o in others), (others or found)[0])
 
 
 def _operand(value: Any) -> str:

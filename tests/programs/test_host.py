@@ -409,6 +409,31 @@ class AFullRow(Plain):
         return torch.full((8,), x.mean().item()).to(x.device)
 
 
+class Positives(Plain):
+    """Counts of its batch, of which hardly two are alike: it divides by each, and adds them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        count = int((batch["x"] > 0).sum())
+        if count == 0:
+            return None
+        self.seen += count
+        self.log("seen", float(self.seen))
+        return self.loss(batch) * 8.0 / count
+
+
+class PositivesOfRows(Plain):
+    """A count, next to a length that is needed bare."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = 6 + batch["y"].max().item()
+        count = (batch["x"] > 0).sum().item()
+        return self.loss({key: value[:rows] for key, value in batch.items()}) / max(count, 1)
+
+
 class RelativeLengths(Plain):
     """Real numbers of the batch that become whole ones, of which there are few."""
 
@@ -452,6 +477,8 @@ ROWS = (
     | table(ReturnedAndRead, said=".", placed=False, found=None, **TWELVE)
     | table(TheFirst, graphs=range(1, 3), **TWELVE)
     | table(TheLargest, Means, MeansOnTheHost, AFullRow, found=None, **TWELVE)
+    | table(Positives, graphs=1, also="verified", **TWELVE)
+    | table(PositivesOfRows, said=None, graphs=range(11), **TWELVE)
     | table(RelativeLengths, graphs=range(1, 4), **TWELVE)
     | table(ReadOfAParameter, ReadOfWhatWasWritten, **TWELVE)  # the host waits for the answer
     # In a rehearsal its tensor is one of the device.
