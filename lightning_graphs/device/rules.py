@@ -84,7 +84,8 @@ def stopped() -> Iterator[None]:
     try:
         yield
     except CaptureStopped as stop:
-        raise stop.error.with_traceback(stop.__traceback__) from stop.__cause__
+        error = stop.error.with_traceback(stop.__traceback__)
+        raise error from stop.__cause__
 
 
 @contextlib.contextmanager
