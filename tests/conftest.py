@@ -12,10 +12,11 @@ import pytest
 _ROWS = 1
 """How many rows of a table of fits run on a CPU by default: five minutes on two cores."""
 _OF_BENCHMARKS = {
-    "test_an_architecture": 5,
-    "test_a_program": 8,
-    "test_a_row_trains_as_eager_training_does": 3,
-    "test_a_published_loop": 3,
+    "test_an_architecture": 3,
+    "test_a_program": 4,
+    "test_a_row_trains_as_eager_training_does": 2,
+    "test_a_published_loop": 2,
+    "test_an_image_classifier_learns_digits": 1,
 }
 """How many rows of further tables run by default; all of them on a GPU."""
 
