@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from lightning.pytorch.loops.fit_loop import _FitLoop
 
 from lightning_graphs import cli, errors
 from lightning_graphs.lightning.plugins import capture_of
@@ -36,6 +37,9 @@ BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILIN
 
 # What runs here is what users run, with whatever their libraries advise them.
 as_a_user = pytest.mark.filterwarnings("ignore")
+
+# The pages are built once, and the package is read once.
+pytestmark = pytest.mark.xdist_group("docs")
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
@@ -267,6 +271,8 @@ def _run(words: list[str], context: pytest.MonkeyPatch) -> None:
         assert cli.main(arguments) == 0, words
     elif program == "python":
         context.setattr(sys, "argv", arguments)
+        epochs = property(lambda _: 1, lambda *_: None)  # one shows that a fit runs
+        context.setattr(_FitLoop, "max_epochs", epochs, raising=False)
         context.syspath_prepend(str(Path(arguments[0]).parent))
         with contextlib.ExitStack() as stack:
             if any(word.endswith(("help", "print_config")) or ".help=" in word for word in words):
