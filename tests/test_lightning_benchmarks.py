@@ -269,8 +269,11 @@ class TestLibraries:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_optimizers_are_measured(script: Any, lab: Any, tmp_path: Path) -> None:
+def test_optimizers_are_measured(
+    script: Any, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     optimizers = script("optimizers")
+    monkeypatch.setattr(optimizers, "STEPS", 10)
     found = [optimizers.measure(name, lab) for name in ("SGD", "LBFGS")]
     assert [row["update"] for row in found] == ["in the graph", "eager"]
     assert [(row["differs"], row["repeatable"]) for row in found] == [("", True)] * 2

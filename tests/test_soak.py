@@ -37,16 +37,16 @@ def test_memory_is_bounded_and_a_killed_fit_goes_on(
     monkeypatch.setattr(soak.subprocess, "run", run)
     monkeypatch.chdir(tmp_path)
     written = tmp_path / "soak.json"
-    short = ["--replays", "100", "--moves", "12", "--kills", "1", "--json", str(written)]
+    short = ["--replays", "60", "--moves", "6", "--kills", "1", "--json", str(written)]
     assert soak.main(short) == 0
     found = json.loads(written.read_text())
     assert str(torch.__version__) in found["environment"]
     rows = {row["name"]: row for row in found["rows"]}
     assert {row["verdict"] for row in rows.values()} == {"PASS"}
-    assert rows["100 replays, Python's memory grew by"]["detail"].startswith("100 replays, 1 cap")
+    assert rows["60 replays, Python's memory grew by"]["detail"].startswith("60 replays, 1 cap")
     for scope in ("step", "modules"):
-        changes = rows[f"12 recaptures, scope={scope!r}, resident memory grew by"]
-        assert ", 12 captures" in changes["detail"]
+        changes = rows[f"6 recaptures, scope={scope!r}, resident memory grew by"]
+        assert ", 6 captures" in changes["detail"]
     assert rows["1 kills: losses unlike those of an uninterrupted fit"]["figure"] == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["soak.json"]
 
