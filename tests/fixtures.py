@@ -59,6 +59,16 @@ def _packages_are_searched_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _absent_devices_get_no_seed() -> Iterator[None]:
+    """For each of them torch keeps the stack of every call that seeds, until it is initialized."""
+    with pytest.MonkeyPatch.context() as patched:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            if not device.is_available():
+                patched.setattr(device, "manual_seed_all", lambda _: None)
+        yield
+
+
 @pytest.fixture(params=_BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of the backend under test: ``emulated``, and ``cuda`` where torch sees a GPU."""
