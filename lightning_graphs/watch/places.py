@@ -110,7 +110,8 @@ class Entry(Place):
         ):
             return None
         count = len(other.keys)
-        return self.keys[count:] if self.keys[:count] == other.keys else None
+        starts = len(self.keys) >= count and all(map(_is_same_key, self.keys, other.keys))
+        return self.keys[count:] if starts else None
 
     @property
     def where(self) -> tuple[int, Any]:
@@ -120,6 +121,12 @@ class Entry(Place):
     def is_filled(self) -> bool:
         """Return whether it holds a list, deque or set that steps fill and do not compute with."""
         return not self.is_used and type(self.now()) in _FILLED
+
+
+def _is_same_key(key: Any, other: Any) -> bool:
+    """Return whether this is one key; tensors as keys are told apart by identity."""
+    are_tensors = isinstance(key, Tensor) or isinstance(other, Tensor)
+    return key is other or (not are_tensors and key == other)
 
 
 class Number(Entry):

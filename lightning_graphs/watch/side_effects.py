@@ -506,8 +506,9 @@ def _rank(effect: _Effect) -> int:
     place = effect.place
     if isinstance(place, Order):
         return sys.maxsize
-    keys = list(place.holder) if isinstance(place, Entry) and isinstance(place.holder, dict) else []
-    return keys.index(place.keys[-1]) if isinstance(place, Entry) and place.keys[-1] in keys else 0
+    if not (isinstance(place, Entry) and isinstance(place.holder, dict)):
+        return 0
+    return {key: i for i, key in enumerate(place.holder)}.get(place.keys[-1], 0)
 
 
 def _results(place: Place, value: Any) -> list[Result]:

@@ -272,6 +272,25 @@ def between(lab: Lab) -> Any:
     return found
 
 
+def keyed(lab: Lab) -> Any:
+    """Statistics in dicts whose keys are parameters, of one shape and of others."""
+    norms: dict[Any, Any] = {}
+    means: dict[Any, Any] = {}
+    counts: dict[Any, Any] = {}
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        loss = update(optimizer, loss_of(model, batch))
+        for p in model.parameters():
+            norms[p] = p.grad.norm()
+            means[p] = 0.9 * means.get(p, 0.0) + 0.1 * p.grad
+            counts.setdefault(p, {"count": 0})["count"] += 1
+        return loss
+
+    model = net_of(lab, 8, 16, 16, 3)
+    found = trained(lab, take, 20, model=model)
+    return found, [*norms.values()], [*means.values()], [*counts.values()]
+
+
 class Measuring(torch.optim.SGD):
     """Its step returns what it has measured."""
 
@@ -353,6 +372,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "adjusted": (adjusted, 50),
     "set_between": (set_between, "the step sets numbers between two updates"),
     "set_behind": (set_behind, "the step sets lr in param_groups"),
+    "keyed": (keyed, 12),
     "returned": (returned, 12),
     "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
     "dropped_behind": (dropped_behind, 10),
