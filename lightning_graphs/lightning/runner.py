@@ -45,6 +45,7 @@ from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
 from lightning_graphs.regions.update import CapturedUpdate
 from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
 from lightning_graphs.report.messages import Statistics
+from lightning_graphs.values.tree import stepping
 from lightning_graphs.watch.reads import GlobalReads
 
 _WRAPPED = (
@@ -84,7 +85,8 @@ class StepRunner(StepRegion):
 
     def _present(self) -> list[Optimizer]:
         """List the optimizers that steps call: all of them if these optimize manually."""
-        return self._trainer.optimizers[: None if self._by_hand else 1]
+        found = self._trainer.optimizers
+        return [*map(stepping, found)] if self._by_hand else found[:1]
 
     def _client_guards(self) -> ClientGuards:
         trainer, is_present, ddp = self._trainer, self._are_present, self._ranks.ddp

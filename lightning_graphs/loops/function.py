@@ -50,6 +50,7 @@ from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report import Report, summary_line
 from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
+from lightning_graphs.values.tree import stepping
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import obstacle_in
 
@@ -323,7 +324,7 @@ class Calls:
         statistics: Statistics,
     ) -> None:
         models, optimizers = given
-        stepped = [] if optimizers is None else [*optimizers.values()]
+        stepped = [*dict.fromkeys(map(stepping, (optimizers or {}).values()))]
         self._open = contextlib.ExitStack()
         self._options, self._statistics = options, statistics
         self.program = Program(function, models, stepped)

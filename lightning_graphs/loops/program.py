@@ -48,7 +48,7 @@ from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, Recorder
 from lightning_graphs.values.guards import REALS, is_object
-from lightning_graphs.values.tree import item_label, leaves_of
+from lightning_graphs.values.tree import item_label, leaves_of, stepping
 from lightning_graphs.watch.environment import AsRead, Effect, Environment, effects_watched
 from lightning_graphs.watch.kept import CallAt, KeptCalls
 from lightning_graphs.watch.late import LateCalls
@@ -327,7 +327,7 @@ class ProgramWatch(Client):
             torch.clear_autocast_cache()
 
     def _refuse_others(self, thread: int, optimizer: Optimizer, *_: Any) -> None:
-        is_known = any(optimizer is known for known in self.optimizers)
+        is_known = any(stepping(optimizer) is known for known in self.optimizers)
         if not is_known and threading.get_ident() == thread:
             raise OPTIMIZER_NOT_GIVEN.refused_here(f"a step of {type(optimizer).__name__} is taken")
 

@@ -582,10 +582,10 @@ class StepCapture(Attempts):
         number, listed = self._followed.numbers.number, environment.outside.listed
         surrounding = self._facts.places, environment.held, environment.generators, listed
         unused = UnusedTensors(environment.held, environment.outside.words)
-        self._sets = SetData(targets.parameters, self.module, environment.in_attributes)
+        loose = environment.in_attributes
+        self._sets = SetData(targets.parameters, self.module, loose, effects.inputs)
         known = held_elsewhere(self.module)
-        parts = self.optimizers, self.client.schedulers, number
-        self._numbers = rates = OptimizerNumbers(*parts)
+        self._numbers = rates = OptimizerNumbers(self.optimizers, self.client.schedulers, number)
         old: Callable[[], AbstractContextManager[None]]
         if isinstance(targets, OwnGradients):  # there they are what an eager step has
             old = targets.watched

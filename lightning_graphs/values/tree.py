@@ -32,6 +32,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.values.guards import (
@@ -311,6 +312,14 @@ _OPENED = (list, tuple, dict, deque)
 def held_in_containers(values: Iterable[Any]) -> Iterator[Any]:
     """Yield those values that are containers, in which tensors may be."""
     return (value for value in values if isinstance(value, _OPENED))
+
+
+def stepping(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that steps for one that is around it, and shares its groups (SAM)."""
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer) and value.param_groups is optimizer.param_groups:
+            return stepping(value)
+    return optimizer
 
 
 def parameters_of(*optimizers: Any) -> list[Any]:

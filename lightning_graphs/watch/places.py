@@ -508,14 +508,14 @@ class StepState:
             changed = _places_of((outside, contents), trained)
             pairs = [(n, p) for n, p in changed if (p.name if p else n) not in self._places]
             found: list[Place | None] = [place for _, place in pairs]
-            found += [None if id(place.tensor) in trained else place for place, _ in moved]
+            found += [place for place, _ in moved if id(place.tensor) not in trained]
             further = [*self._names_in(outside)]  # which the code has not been given by this one
             found += further
             if changed:
                 contents.restore()
                 outside.restore()
             self.found = [p for p in found if p is not None] if None not in found else []
-        if found:
+        if found or moved:
             names = [name for name, _ in pairs] + [place.name for place, _ in moved]
             names = sorted(names + [place.name for place in further])
             observed = f"{LIBRARIES.step} changes {listed(names)}"

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -352,6 +353,11 @@ class SideEffects:
                 self._written.append((leaf.detach(), position))
 
     @property
+    def inputs(self) -> list[tuple[Tensor, Tensor]]:
+        """Pair the tensors in places with those that captured code finds there."""
+        return [*zip(self._raw, self.own, strict=True)]
+
+    @property
     def is_needed(self) -> bool:
         """Return whether a replay has side effects on places or on its batch."""
         return bool(self._contained or self._types or self._effects)
@@ -522,19 +528,31 @@ class SetData:
     """Sets ``parameter.data`` in place where captured code sets it, for what optimizers step.
 
     Graphs need the memory of these where it is, so values are copied there. That is the same as
-    long as nothing else refers to the memory that would have been left, or uses the other.
+    long as nothing else refers to the memory that would have been left, or uses the other. A value
+    that is kept gets the memory of the parameter, as an eager step would leave them (SAM).
 
     Args:
         parameters: Those that optimizers step.
         module: Its other parameters, and buffers, may share memory with them.
         loose: So may tensors that it holds in attributes.
+        copies: Tensors in places, with what the code finds there; it may not use those of a
+            parameter's memory.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], module: nn.Module, loose: Iterable[Tensor]
+        self,
+        parameters: Iterable[Tensor],
+        module: nn.Module,
+        loose: Iterable[Tensor],
+        copies: Iterable[tuple[Tensor, Tensor]] = (),
     ) -> None:
         own = {p for p in parameters if isinstance(p, Parameter) and p.requires_grad}
         tensors = {*own, *module.parameters(), *module.buffers(), *loose}
+        trained = {memory_of(p) for p in own if has_memory(p)}
+        found = [(t, copy) for t, copy in copies if has_memory(t) and has_memory(copy)]
+        self._copies = {memory_of(copy) for t, copy in found if memory_of(t) in trained}
+        self._known = {memory_of(t) for t in (*tensors, *chain(*found)) if has_memory(t)}
+        tensors -= {t for t, _ in found} - own
         sharing = Counter(memory_of(t) for t in tensors if has_memory(t))
         self._own = [
             p for p in own if is_strided(p) and sharing[memory_of(p)] == 1 and _is_whole(p)
@@ -543,6 +561,7 @@ class SetData:
         # What parameters were set to: whether it is alive, by the identity of its memory
         self._given: dict[int, Callable[[], UntypedStorage | None]] = {}
         self._watch = contextlib.ExitStack()
+        self._is_used = False
 
     @contextlib.contextmanager
     def setting(self) -> Iterator[None]:
@@ -555,12 +574,13 @@ class SetData:
             if not self._take(parameter, data.__get__(parameter), value):
                 data.__set__(parameter, value)
 
-        with replaced(Parameter, "data", property(data.__get__, write)), self._watch:
+        copies = OperatorsSeen(self._see_copies) if self._copies else contextlib.nullcontext()
+        with replaced(Parameter, "data", property(data.__get__, write)), copies, self._watch:
             yield
 
     def mechanism(self) -> Mechanism | None:
         """Let a verification's eager step set them in place, too, if the step does so."""
-        return Mechanism(repeated=self.setting) if self._given else None
+        return Mechanism(repeated=self.setting) if self._is_used else None
 
     def refuse_kept(self, kept: Iterable[Tensor]) -> None:
         """Refuse a step that leaves, or returns, what it has set parameters to."""
@@ -581,16 +601,23 @@ class SetData:
             return bool(value.data_ptr() == now.data_ptr())
         if storage_uses(now.untyped_storage()) > uses + 1:  # by the name here
             return False
-        if not self._given:
+        if not self._is_used:
             self._watch.enter_context(OperatorsSeen(self._see))
+        self._is_used = True
         with torch.no_grad():
             now.copy_(value)
         self._given[memory_of(value)] = storage_reference(value.untyped_storage())
+        if type(value) is Tensor and memory_of(value) not in self._known:
+            value.data = now
         return True
 
     def _see(self, call: OperatorCall, _: Any) -> None:
         if any(map(self._is_given, call.inputs)):
             STORED.stop_here("what `.data` of a parameter was set to is used")
+
+    def _see_copies(self, call: OperatorCall, _: Any) -> None:
+        if any(memory_of(t) in self._copies for t in call.inputs if has_memory(t)):
+            raise STORED.refused_here("what has the memory of a parameter is used")
 
     def _is_given(self, tensor: Tensor) -> bool:
         alive = self._given.get(memory_of(tensor)) if has_memory(tensor) else None

@@ -291,6 +291,114 @@ def keyed(lab: Lab) -> Any:
     return found, [*norms.values()], [*means.values()], [*counts.values()]
 
 
+class SAM(torch.optim.Optimizer):
+    """As in github.com/davda54/sam: groups are shared with the optimizer that takes the steps."""
+
+    def __init__(self, params: Any, base_optimizer: Any, rho: float = 0.05, **given: Any) -> None:
+        super().__init__(params, {"rho": rho, **given})
+        self.base_optimizer = base_optimizer(self.param_groups, **given)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        grad_norm = self._grad_norm()
+        for group in self.param_groups:
+            scale = group["rho"] / (grad_norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * scale.to(p))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+    def _grad_norm(self) -> Tensor:
+        held = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        return torch.norm(torch.stack([gradient.norm(p=2) for gradient in held]), p=2)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
+def sharpened_twice(lab: Lab) -> Any:
+    """In two steps; in between comes a batch of another size, and the rate moves."""
+    model = lab.net()
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.base_optimizer, 10, 0.5)
+
+    def train_step(batch: Any) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.first_step(zero_grad=True)
+        loss_of(model, batch).backward()
+        optimizer.second_step(zero_grad=True)
+        return loss.detach()
+
+    step, losses = lab.capture(train_step, model, optimizer), []
+    for i, batch in enumerate(lab.batches(50)):
+        losses.append(step({k: v[:12] if i == 25 else v for k, v in batch.items()}))
+        scheduler.step()
+    return losses, optimizer.base_optimizer.state_dict()
+
+
+def sharpened_by_closure(lab: Lab) -> Any:
+    model = lab.net()
+    optimizer = SAM(model.parameters(), torch.optim.AdamW, lr=0.01, fused=True)
+
+    def train_step(batch: Any) -> Tensor:
+        def closure() -> Tensor:
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        loss = closure()
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch) for batch in lab.batches(30)], optimizer.base_optimizer.state_dict()
+
+
+def aliased(lab: Lab) -> Any:
+    """What a parameter was set to is its memory: code that keeps it sees its updates."""
+    kept: dict[Any, Tensor] = {}
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Any:
+        old = [kept[p].sum() for p in model.parameters()] if kept else []
+        for p in model.parameters():
+            kept[p] = p.data * 1.01
+            p.data = kept[p]
+        loss = update(optimizer, loss_of(model, batch))
+        return loss, old, [kept[p].sum() for p in model.parameters()]
+
+    model = net_of(lab, 8, 16, 3)
+    optimizer = adamw(model)
+    step = lab.capture(
+        lambda batch: take(model, optimizer, batch, 0), model, optimizer, on_failure="eager"
+    )
+    return [step(batch) for batch in lab.batches(20)], [*kept.values()]
+
+
 class Measuring(torch.optim.SGD):
     """Its step returns what it has measured."""
 
@@ -373,6 +481,9 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "set_between": (set_between, "the step sets numbers between two updates"),
     "set_behind": (set_behind, "the step sets lr in param_groups"),
     "keyed": (keyed, 12),
+    "sharpened_twice": (sharpened_twice, 30),
+    "sharpened_by_closure": (sharpened_by_closure, 20),
+    "aliased": (aliased, "what has the memory of a parameter is used"),
     "returned": (returned, 12),
     "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
     "dropped_behind": (dropped_behind, 10),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.loops.test_public import Sharpened
+from tests.loops.test_recipes import SAM
 from tests.programs.table import Promises, row, table
 from tests.training.fits import GradientTrace, Net, batches
 from tests.training.modules.test_manual import (
@@ -368,6 +369,26 @@ class SharpenedOnHost(Sharpened):
             super().step(closure)
 
 
+class SharpenedTwice(Manual):
+    """SAM, whose groups are those of another optimizer that it has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.first_step(zero_grad=True)
+        self.manual_backward(self.loss(batch))
+        optimizer.second_step(zero_grad=True)
+        self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+
+
+class SharpenedByClosure(SharpenedTwice):
+    training_step = WithAClosure.training_step
+
+
 class StepsFirst(Torch):
     """Drops gradients behind a step that no graph can take."""
 
@@ -452,6 +473,7 @@ ROWS = (
         found=None,
         data=lambda: batches(12),
     )
+    | table(SharpenedTwice, SharpenedByClosure, data=lambda: batches(12), below=None)
     | table(WithAClosure, graphs=1, capture={"optimizer_kernel": "own"}, data=lambda: batches(12))
     | table(
         WithAClosureOnHost,
