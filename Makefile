@@ -25,10 +25,10 @@ demo: export OMP_WAIT_POLICY := passive
 demo: $(call PART,demo)
 	$(PY) examples/finetune_classifier.py
 
-# Side by side where pytest-xdist is there; what forks runs in one process with its like.
+# Side by side where pytest-xdist is there; the tests of a file run in one process.
 # ROWS=--every-row runs the long tables of fits as a whole.
 # Bytecode is kept: else every process of the tests compiles the package, and some all tests.
-XDIST := import importlib.util as u; print('-n auto --dist loadgroup' * bool(u.find_spec('xdist')))
+XDIST := import importlib.util as u; print('-n auto --dist loadfile' * bool(u.find_spec('xdist')))
 test: export OMP_NUM_THREADS := 1
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)

@@ -6,6 +6,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,14 @@ _OF_BENCHMARKS = {
 }
 """How many rows of further tables run by default; all of them on a GPU."""
 
+_FORKING = (
+    "tests/test_configuration.py",
+    "tests/test_examples.py",
+    "tests/test_package.py",
+    "tests/test_soak.py",
+    "tests/training/ranks/",
+)
+
 collect_ignore: list[str] = []
 
 
@@ -33,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Brings in the fixtures, but not where pytest-xdist hands out tests: they take seconds."""
-    config.addinivalue_line("markers", "xdist_group(name): runs in one process with its like")
     if config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput"):
         return
     gc.disable()  # until all is imported: it takes a fifth of that time, and finds nothing
@@ -48,6 +56,21 @@ def pytest_configure(config: pytest.Config) -> None:
         two = "gpu/test_ddp.py", "gpu/test_fsdp.py", "gpu/test_other_devices.py"
         collect_ignore.extend(two)
     config.option.every_row |= torch.cuda.is_available()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hands out the tests of a file together, which share fits, and those that fork.
+
+    Where these run is the server of the forks: another one would import it all again.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "forks" if nodeid.startswith(_FORKING) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_report_header() -> str:

@@ -12,16 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
-
 _T = TypeVar("_T")
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 300
 """How long a script may take."""
-
-in_one_process = pytest.mark.xdist_group("forks")
-"""Tests that fork run where the server of the forks is: another one would import it all again."""
 
 # What the server has imported; the last of them is what the tests of several ranks import.
 _IMPORTED = [

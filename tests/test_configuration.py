@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_graphs import GraphCapture
-from tests.processes import in_one_process, run_script
+from tests.processes import run_script
 from tests.training.fits import Net, batches, compare, loader_of, prepare
 
 pytest.importorskip("jsonargparse")
@@ -124,7 +124,6 @@ def test_a_callback_appended_on_the_command_line(cli: Run, backend: str) -> None
     ]
 
 
-@in_one_process
 def test_the_short_name_works_where_the_class_was_imported(tmp_path: Path) -> None:
     # In a process of its own, which holds no other class of that name.
     program = tmp_path / "train.py"

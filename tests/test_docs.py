@@ -38,9 +38,6 @@ BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILIN
 # What runs here is what users run, with whatever their libraries advise them.
 as_a_user = pytest.mark.filterwarnings("ignore")
 
-# The pages are built once, and the package is read once.
-pytestmark = pytest.mark.xdist_group("docs")
-
 
 def blocks(page: Path, *languages: str) -> list[tuple[str, str]]:
     """Title and text of the blocks in these languages; what a block says ``before`` is left out."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import ROOT, in_one_process, run_script
+from tests.processes import ROOT, run_script
 
 for library in ("jsonargparse", "peft", "sklearn", "tokenizers", "transformers"):
     pytest.importorskip(library)
@@ -105,7 +105,6 @@ def test_a_captured_fit_learns_what_the_eager_one_learns(
     assert done.replayed >= 16
 
 
-@in_one_process
 def test_the_classifier_reports_a_rehearsal_on_real_code() -> None:
     arguments = ("--backend", "emulated", "--max-steps", "8", "--batch-size", "8")
     done = run_example("finetune_classifier.py", *arguments)
@@ -118,14 +117,12 @@ def test_the_classifier_reports_a_rehearsal_on_real_code() -> None:
     assert "it/s" not in done.stdout + done.stderr  # a bar that would look slower
 
 
-@in_one_process
 def test_the_captured_step_equals_the_eager_one() -> None:
     done = run_example("capture_training_step.py", "--steps", "8", "--backend", "emulated")
     assert done.returncode == 0, done.stderr
     assert "8 of 8 losses equal" in done.stdout
 
 
-@in_one_process
 def test_the_minimal_example_needs_nothing_else() -> None:
     text = (EXAMPLES / "minimal.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 40

@@ -17,7 +17,7 @@ import pytest
 import lightning_graphs
 from lightning_graphs import FORMER, errors
 from lightning_graphs.report import GraphRecord
-from tests.processes import in_one_process, run_script
+from tests.processes import run_script
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -153,7 +153,6 @@ assert weights[0] == weights[1] == weights[2]
 """
 
 
-@in_one_process
 def test_a_package_that_is_found_through_an_unusual_path(backend: str, tmp_path: Path) -> None:
     """Its own code is then no user's."""
     program = tmp_path / "program.py"
@@ -216,7 +215,6 @@ assert "lightning_graphs.lightning.doctor" not in sys.modules, "it comes when it
 """
 
 
-@in_one_process
 def test_every_path_may_be_the_first_that_is_imported(tmp_path: Path) -> None:
     """Those that were documented before, too."""
     paths = [

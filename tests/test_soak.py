@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import in_one_process, run_script
+from tests.processes import run_script
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def soak(script: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return script("soak")
 
 
-@in_one_process
 @pytest.mark.filterwarnings("ignore")
 def test_memory_is_bounded_and_a_killed_fit_goes_on(
     soak: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -21,11 +21,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("program", rows.values(), ids=rows.keys())
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Runs the tests of a file in one process: they share fits."""
-    item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test without rows is absent rather than skipped."""
     items[:] = [item for item in items if not _is_empty(item)]

@@ -19,7 +19,6 @@ from lightning_graphs.lightning.ranks import why_not_captured
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.regions import verify
-from tests.processes import in_one_process
 from tests.ranks import in_folder, run_on_ranks
 from tests.training.ddp_fits import (
     CASES,
@@ -32,8 +31,6 @@ from tests.training.ddp_fits import (
     trained_twice,
 )
 from tests.training.fits import prepare
-
-pytestmark = in_one_process
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import in_one_process
 from tests.training.fsdp_fits import (
     CASES,
     EAGER,
@@ -14,8 +13,6 @@ from tests.training.fsdp_fits import (
     require_equal_checkpoints,
     require_equal_fits,
 )
-
-pytestmark = in_one_process
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.loops.ranks import CASES, require_decisions, require_equal
-from tests.processes import in_one_process
-
-pytestmark = in_one_process
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 
-from tests.processes import in_one_process
 from tests.ranks import RankError, in_folder, run_on_ranks
 from tests.training.ddp_fits import DDP
 from tests.training.fits import prepare
@@ -22,8 +21,6 @@ from tests.training.rank_differences import (
     require_together,
     stopped,
 )
-
-pytestmark = in_one_process
 
 
 @pytest.mark.parametrize("kind", KINDS)

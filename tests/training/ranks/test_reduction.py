@@ -11,10 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.regions.reduction import BucketReduction, reduction_of
-from tests.processes import in_one_process
 from tests.ranks import run_on_ranks
-
-pytestmark = in_one_process
 
 STEPS, BATCH = 4, 6
 

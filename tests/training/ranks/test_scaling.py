@@ -17,10 +17,10 @@ import torch
 
 from lightning_graphs.regions import peers as connections
 from lightning_graphs.regions.peers import Peers
-from tests.processes import forks, in_one_process
+from tests.processes import forks
 from tests.ranks import RankError, run_on_ranks
 
-pytestmark = [in_one_process, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
