@@ -47,7 +47,9 @@ from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
 from lightning_graphs.watch.assertions import Assertions, OpenAssertions
 from lightning_graphs.watch.environment import Environment, code_captured
 from lightning_graphs.watch.mechanism import Check
+from lightning_graphs.watch.numbers import functions_asked
 from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.tracers import tensors_asked
 from lightning_graphs.watch.user_code import iter_objects
 
 # ------------------ Graphed calls
@@ -520,7 +522,8 @@ class _Capture(CallableCapture):
     def _call(self) -> Any:
         if not self._is_capturing:
             return super()._call()
-        with self._assertions.watching():
+        asked = tensors_asked(self._assertions.answer)
+        with asked, functions_asked(lambda: self._assertions):
             returned = super()._call()
         self._assertions.finish()
         return returned

@@ -7,10 +7,9 @@ The error comes late, then: the steps since have been made, and nothing of them 
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
@@ -36,6 +35,7 @@ from lightning_graphs.watch.branches import (
     Way,
     can_be_raised_late,
     compares_to_raise,
+    is_caught,
     late_of,
     way_on,
 )
@@ -55,8 +55,6 @@ from lightning_graphs.watch.tracers import (
     Question,
     ScalarTracer,
     Tracer,
-    normals_drawn,
-    tensors_asked,
 )
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
@@ -110,6 +108,49 @@ class _Noted:
     """A counter in a message, of which the host notes the value of each replay."""
 
     place: int
+
+
+class Checked(NamedTuple):
+    """A function that reads on the host whether there is a result."""
+
+    owner: Any
+    called: str
+    computed: Callable[..., Any]  # returns that, next to the result
+    name: str  # in torch's error
+
+
+_INVERTED = torch.linalg.inv_ex, "linalg.inv"
+CHECKED = (
+    Checked(torch.linalg, "cholesky", torch.linalg.cholesky_ex, "linalg.cholesky"),
+    Checked(torch.linalg, "solve", torch.linalg.solve_ex, "torch.linalg.solve"),
+    Checked(torch.linalg, "inv", *_INVERTED),
+    Checked(torch, "inverse", *_INVERTED),
+    Checked(Tensor, "inverse", *_INVERTED),
+)
+
+
+class _NoResult(LateError):
+    """The error of a function of ``torch.linalg``, in torch's words.
+
+    Args:
+        name: Of the function, as torch says it.
+        first: The number of the first matrix that has none, and what torch knows of it.
+        is_alone: There is one matrix.
+    """
+
+    def __init__(self, name: str, first: Any, *, is_alone: bool) -> None:
+        self._name, self._first, self._is_alone = name, first, is_alone
+
+    def make(self, now: Callable[[Any], Any]) -> BaseException | None:
+        index, known = (int(now(number)) for number in self._first)
+        infos = torch.zeros(index + 1, dtype=torch.int32)
+        infos[index] = known
+        given = infos[index] if self._is_alone else infos
+        try:
+            torch.ops.aten._linalg_check_errors(given, self._name, is_matrix=self._is_alone)
+        except RuntimeError as error:
+            return error
+        return None
 
 
 class _Negative(LateError):
@@ -179,11 +220,29 @@ class Assertions:
         self.forks = Forks()
         self.numbers = Numbers(device)  # of the capture
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Take over the assertions of the body, captured code."""
-        with tensors_asked(self.answer), normals_drawn(self.normal):
-            yield
+    def computed(
+        self, check: Checked, frame: FrameType, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """Compute what a function checks on the host; None if it has to do that itself.
+
+        Where code may catch the error, to try another matrix, it has to.
+        """
+        given = [*leaves_of((args, kwargs), Tensor)]
+        is_other = self.is_over or in_transform() or any(map(self._is_host, given))
+        is_plain = all(_is_plain(tensor, self._device) for tensor in given)
+        has_room = len(self.found) < _ROOM and "out" not in kwargs
+        if is_other or not (is_plain and has_room) or is_caught(frame):
+            return None
+        result: Tensor
+        result, info = check.computed(*args, **kwargs)
+        with torch.no_grad():
+            infos = info.reshape(-1)
+            if infos.numel():
+                at = (infos != 0).int().argmax()
+                first = self._held((at, infos.take(at)), len(self.found) + 1)
+                error = _NoResult(check.name, first, is_alone=not info.dim())
+                self.require((infos == 0).all(), CallSiteFinder().here(), error)
+        return result
 
     def normal(
         self,

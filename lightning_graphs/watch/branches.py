@@ -225,8 +225,7 @@ def compares_to_raise(frame: FrameType) -> bool:
         if "JUMP" in name and "IF" in name:
             lands = (_landing(listing, at, outcome) for outcome in (True, False))
             ends = [bool(_raises(listing, there)) for there in lands]
-            caught = any(map(_may_catch, _passed(frame)))
-            return compares and sorted(ends) == [False, True] and not caught
+            return compares and sorted(ends) == [False, True] and not is_caught(frame)
         is_test = name in _CALLS and _called(listing, at) in _TESTS
         compares |= name == "COMPARE_OP" or is_test
         computes = name.startswith("BINARY_") and (instruction.argrepr or name) in _EXACT
@@ -365,6 +364,11 @@ def _around(frame: FrameType | None) -> Iterator[FrameType]:
         else:
             is_loop = False
             users.append(found)
+
+
+def is_caught(frame: FrameType) -> bool:
+    """Return whether an error that is raised here may be caught before the region ends."""
+    return any(map(_may_catch, _passed(frame)))
 
 
 def _may_catch(frame: FrameType) -> bool:

@@ -46,7 +46,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.guards import REALS, is_plain
 from lightning_graphs.values.memory import StaticInputs
-from lightning_graphs.watch.assertions import Assertions, OpenAssertions, Room
+from lightning_graphs.watch.assertions import CHECKED, Assertions, Checked, OpenAssertions, Room
 from lightning_graphs.watch.branches import LateError
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Client, Environment
@@ -67,8 +67,8 @@ from lightning_graphs.watch.tracers import (
     Question,
     ScalarTracer,
     calls_followed,
+    computed_instead,
     constants_around,
-    normals_drawn,
     tensors_asked,
 )
 from lightning_graphs.watch.user_code import CompiledCode, UserCode
@@ -349,6 +349,19 @@ class Facts(Protocol):
     has_host_program: bool
 
 
+def functions_asked(graph: Callable[[], Assertions]) -> AbstractContextManager[None]:
+    """Let the assertions of a graph compute for functions of torch that look at their results."""
+
+    def drawn(_: FrameType, *args: Any, **kwargs: Any) -> Any:
+        return graph().normal(*args, **kwargs)
+
+    def computed(checked: Checked) -> Callable[..., Any]:
+        return lambda frame, *args, **kwargs: graph().computed(checked, frame, *args, **kwargs)
+
+    checks = ((each.owner, each.called, computed(each)) for each in CHECKED)
+    return computed_instead([(torch, "normal", drawn), *checks])
+
+
 class Followed:
     """What captures of one step follow on the host; it learns from refused ones.
 
@@ -542,7 +555,7 @@ class Followed:
     def _asked(self) -> Iterator[None]:
         state = self._state
         known = nullcontext() if state is None else state.watching()
-        with known, tensors_asked(self._answer), normals_drawn(self._drawn):
+        with known, tensors_asked(self._answer), functions_asked(self._of_graph):
             yield
         self._advance = None if state is None else state.instruction()
         if self._assertions is not None:
@@ -568,9 +581,6 @@ class Followed:
         self._has_counted, reading = True, self.tracer.tape.reading(held)
         read = partial(getattr, reading, "value")
         return self.numbers.number(self.numbers.unique("a number of the batch"), read, HOST_READ)
-
-    def _drawn(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        return self._of_graph().normal(*args, **kwargs)
 
     def _require(self, condition: Tensor, site: CallSite, error: LateError) -> None:
         self._of_graph().require(condition, site, error)

@@ -658,15 +658,19 @@ def _asking() -> Iterator[Member]:
         yield member(owner, "allclose", _asked_if_close)
 
 
-def normals_drawn(draw: Callable[..., Tensor | None]) -> AbstractContextManager[None]:
-    """Let a function draw in place of ``torch.normal``; where it gives None, torch does."""
-    own = torch.normal
+def computed_instead(functions: Sequence[Member]) -> AbstractContextManager[None]:
+    """Let functions compute for torch's, given the frame; where one gives None, it does."""
 
-    def instead(_: FrameType, *args: Any, **kwargs: Any) -> Tensor:
-        drawn = draw(*args, **kwargs)
-        return own(*args, **kwargs) if drawn is None else drawn
+    def member(owner: Any, name: str, compute: Callable[..., Any]) -> Member:
+        own = getattr(owner, name)
 
-    return exchanged([(torch, "normal", standing_in(own, instead, is_of_others))])
+        def instead(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+            found = compute(frame, *args, **kwargs)
+            return own(*args, **kwargs) if found is None else found
+
+        return owner, name, standing_in(own, instead, is_of_others)
+
+    return exchanged([member(*each) for each in functions])
 
 
 def is_of_others(frame: FrameType) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal
+from torch.distributions import MultivariateNormal, Normal
 from torch.nn import functional
 
 from tests.programs.table import Promises, stepping, table
@@ -137,6 +137,16 @@ def draws_with_deviations(self: Any, batch: Any, batch_idx: int) -> Tensor:
         noise = torch.normal(0.5, scale[:, :1]) + torch.normal(out[:1], scale)
         noise += torch.normal(scale, 0.25)
     return ((out - actions) * noise).square().mean()
+
+
+def solves(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """As whitening and multivariate distributions do: torch looks whether there is a result."""
+    out = self.net(batch["x"]).float()
+    covariance = out.t() @ out + 0.1 * torch.eye(out.shape[1], device=out.device)
+    factor = torch.linalg.cholesky(covariance, upper=True)
+    whitened = out @ torch.linalg.inv(factor) + torch.linalg.solve(covariance, out, left=False)
+    normal = MultivariateNormal(out.mean(0), covariance.expand(2, -1, -1))
+    return whitened.square().mean() - normal.log_prob(out[:2].detach()).mean()
 
 
 def tells_first(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -359,6 +369,7 @@ ROWS = {
         as_numbers,
         in_a_loop,
         draws_with_deviations,
+        solves,
         tells_first,
         warns,
         warns_of_an_error,

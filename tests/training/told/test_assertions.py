@@ -91,6 +91,17 @@ class Drawing(Net):
         return super().training_step(batch, batch_idx) + noise.mean()
 
 
+class Factoring(Net):
+    """torch looks whether matrices have factors."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch["x"].float()
+        scale = x.isnan().any(1).float() * -2 + 1
+        factors = torch.linalg.cholesky(torch.eye(3, device=x.device) * scale[:, None, None])
+        alone = torch.inverse(factors[0])
+        return super().training_step(batch, batch_idx) + (factors @ alone).mean()
+
+
 class Telling(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -154,6 +165,7 @@ def broken() -> list[dict[str, Any]]:
         (Telling, NotFinite, r"^training stopped\n"),
         (Resetting, RuntimeError, r"^element 0 of tensors does not require grad"),
         (Drawing, RuntimeError, r"^normal expects all elements of std >= 0.0"),
+        (Factoring, torch.linalg.LinAlgError, r"linalg.cholesky: \(Batch element 0\): .* order 1 "),
         (Acting, ValueError, r"constraint IndependentConstraint(?s:.*)gone>\n"),
     ],
 )
@@ -171,7 +183,8 @@ def test_the_error_of_the_step_is_raised(
         captured.run()
     assert f"raised by step {FAILING}" in str(raised.value)
     end = raised.traceback[-1]
-    assert module in (Acting, Drawing, Resetting) or (Path(end.path).name, end.lineno + 1) in _LINES
+    if module not in (Acting, Drawing, Factoring, Resetting):
+        assert (Path(end.path).name, end.lineno + 1) in _LINES
     assert captured.statistics.replayed > 0
     assert captured.statistics.fallbacks == []
     if every == 1:
