@@ -51,7 +51,8 @@ _TIES = ("sort", "argsort", "topk", "argmax", "argmin", "median", "mode", "kthva
 _SELECTIONS = OF_SHAPES | {
     *("_to_copy", "clone", "copy", "fill", "zero", "zeros", "ones", "full", "scalar_tensor"),
     *("where", "index", "index_put", "index_select", "gather", "scatter", "masked_fill"),
-    *("cat", "stack", "flip", "roll", "constant_pad_nd", "abs", "neg", "clamp"),
+    *("cat", "stack", "flip", "roll", "repeat", "constant_pad_nd", "abs", "neg", "clamp"),
+    *("eye", "tril", "triu", "diag_embed"),
     *("amax", "amin", "max", "min", "maximum", "minimum"),
     *("add", "sub", "rsub", "mul", "div"),  # rounded once, as IEEE 754 has it
 }

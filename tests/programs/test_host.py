@@ -217,7 +217,11 @@ class ConstantMask(Plain):
         similar.masked_fill_(pairs, -9e15)
         pairs = pairs.roll(4, 0)
         loss = loss - similar[pairs].mean()
-        return loss + similar[pairs[2], 1:3].sum() + similar[[1], pairs[2]].sum()
+        loss = loss + similar[pairs[2], 1:3].sum() + similar[[1], pairs[2]].sum()
+        off = ~torch.eye(8, device=loss.device).bool()  # as Barlow Twins and VICReg have it
+        similar[off] *= 0.5
+        above = torch.ones(8, 4, device=loss.device).repeat(1, 2).triu(1) == 1
+        return loss + similar[off & above].square().mean()
 
 
 class Global(Plain):
