@@ -30,7 +30,7 @@ _EXPLAINS = re.compile(r"Why |.*what to say", re.DOTALL)
 
 REFUSALS = {
     **dict.fromkeys(("refused", "refuse"), ""),
-    **dict.fromkeys(("refused_here", "refuse_here", "refuse_use"), " at <...>"),
+    **dict.fromkeys(("refused_here", "refuse_here", "stop_here", "refuse_use"), " at <...>"),
 }
 """What makes an error of an obstacle and of what was observed, and adds this to it.
 
