@@ -104,6 +104,8 @@ def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]
         elif item.name.partition("[")[0] in _OF_BENCHMARKS:
             tables[item.nodeid.partition("[")[0]].append(item)
     for name, rows in tables.items():
+        if name.endswith("::test_the_doctor_agrees"):
+            rows.sort(key=lambda item: not _is_refused(item))
         most = _OF_BENCHMARKS.get(name.rpartition("::")[2], _ROWS)
         kept = {round(i * (len(rows) - 1) / max(1, most - 1)) for i in range(most)}
         if len(rows) > most:
@@ -113,13 +115,17 @@ def _further_rows(items: list[pytest.Item], here: Path) -> Iterator[pytest.Item]
 def _kind(item: pytest.Item) -> str:
     """Of each table of programs one that is refused is run, and one that is not.
 
-    By submodules, which are captured one by one either way, the first one is.
+    By submodules, which are captured one by one either way, the first one is; and with the doctor
+    one that is refused, if there is any.
     """
-    if item.name.startswith("test_submodules_agree["):
-        return ""
+    is_one = item.name.startswith(("test_submodules_agree[", "test_the_doctor_agrees["))
+    return "" if is_one else str(_is_refused(item))
+
+
+def _is_refused(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     program = callspec.params.get("program") if callspec else None
-    return str(bool(getattr(program, "said", None)))
+    return bool(getattr(program, "said", None))
 
 
 def pytest_collection_finish() -> None:

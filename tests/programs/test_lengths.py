@@ -136,7 +136,7 @@ def of_any_lengths() -> Any:
         order = torch.randint(1, 9, (8,), generator=generator).sort(descending=True).values
         return {**batch, "n": order}
 
-    data: Any = sequences(FEW, 80, width=1)
+    data: Any = sequences(FEW, 64, width=1)
     return DataLoader(data, batch_size=None, collate_fn=collate)
 
 
