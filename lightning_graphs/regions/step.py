@@ -600,7 +600,7 @@ class StepCapture(Attempts):
             Watcher(partial(state_undone, self.optimizers, targets.parameters, self._scaler), old),
             Watcher(self.context.compiled.watching),
             Watcher(
-                partial(effects.exchanged, number),
+                partial(effects.exchanged, number, self.client.own.modules),
                 finish=lambda: effects.refuse_untouched(environment.outside.words),
                 mechanism=partial(effects.mechanism, present),
             ),

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from operator import itemgetter
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 from lightning_graphs.device.rules import FILLED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.exchange import exchanged, standing_in
+from lightning_graphs.values.guards import REALS
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.tracers import Tracer
 
@@ -18,21 +23,25 @@ class PlaceUsedError(CaptureError):
     place: Any  # where that is kept
 
 
+MakeNumber = Callable[[str, Callable[[], Any]], Any]
+"""Makes the tracer of a number, given its name and reader."""
+
 Operations = Sequence[tuple[str, tuple[Any, ...]]]
 """Names of methods, and their arguments."""
 
 
 class ListAppend(Tracer):
-    """Tracer for a list, deque or set that a captured step fills and does not read.
+    """Tracer for a list, deque or set that a captured step fills, and hardly reads.
 
-    It records operations, and each replay applies them to the real one, whatever that holds.
+    It records operations, and each replay applies them to the real one, whatever that holds. Read
+    are what was appended last, and how long it is: these are numbers of the step.
     """
 
     may_be_kept = False
 
-    def __init__(self, place: Any) -> None:
+    def __init__(self, place: Any, number: MakeNumber) -> None:
         super().__init__(place.name, place.now, self._used, type(place.now()))
-        self._place = place
+        self._place, self._number, self._held = place, number, place.now()
         self.operations: list[tuple[str, tuple[Any, ...]]] = []
 
     def _used(self, name: str) -> NoReturn:
@@ -45,6 +54,31 @@ class ListAppend(Tracer):
         if not hasattr(self._kind, method):
             raise AttributeError(f"{self._kind.__name__!r} object has no attribute {method!r}")
         self.operations.append((method, args))
+
+    def __getitem__(self, key: Any) -> Any:
+        if self.operations:
+            method, args = self.operations[-1]
+            if key == -1 and method == "append":
+                return args[0]
+        elif key == -1 and self._kind is not set and self._held and type(self._held[-1]) in REALS:
+            return self._number(f"{self._name}[-1]", self._reading(itemgetter(-1)))
+        return self._refuse()
+
+    def _reading(self, of: Callable[[Any], Any]) -> Callable[[], Any]:
+        """Return what applies a function to the list itself, also while this stands there."""
+        place, held = self._place, self._held
+        return lambda: of(held if isinstance(now := place.now(), ListAppend) else now)
+
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Return its length, as a number of the step; other functions are refused."""
+        appended = sum(method == "append" for method, _ in self.operations)
+        if function is not len or self._kind is not list or appended < len(self.operations):
+            return self._refuse()
+        length = self._number(f"len({self._name})", self._reading(len))
+        return length + appended if appended else length
+
+    def __bool__(self) -> bool:
+        return bool(self.applied(len, (self,)) > 0)
 
     def __iadd__(self, values: Iterable[Any]) -> ListAppend:
         self._note("extend", _all_in(values))
@@ -90,6 +124,16 @@ _OF_ONE = ("append", "appendleft", "insert", "clear", "reverse", "rotate", "add"
 _OF_MANY = ("extend", "extendleft", "update")  # an iterable is gone through once
 for _method in (*_OF_ONE, *_OF_MANY):
     setattr(ListAppend, _method, _filling(_method, many=_method in _OF_MANY))
+
+
+def lengths_followed(modules: Iterable[ModuleType]) -> AbstractContextManager[None]:
+    """Let ``len`` in these modules, of user code, give a number of the step for such a list."""
+
+    def length(_: FrameType, container: Any) -> Any:
+        return container.applied(len, ()) if type(container) is ListAppend else len(container)
+
+    instead = standing_in(len, length)
+    return exchanged((module, "len", instead) for module in modules)
 
 
 def perform(operations: Operations, container: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from lightning_graphs.values.signature import CallPlan
 from lightning_graphs.values.snapshot import Result, results_in
 from lightning_graphs.values.tree import item_label, leaves_of, substitute
 from lightning_graphs.watch.batch import Holder, holders_in, new_results
-from lightning_graphs.watch.filled import ListAppend, perform
+from lightning_graphs.watch.filled import ListAppend, lengths_followed, perform
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.mechanism import Mechanism
 from lightning_graphs.watch.places import (
@@ -260,13 +261,18 @@ class SideEffects:
     # ------------------------------------------------------------------ while it is captured
 
     @contextlib.contextmanager
-    def exchanged(self, number: Callable[[str, Callable[[], Any]], Any]) -> Iterator[None]:
+    def exchanged(
+        self,
+        number: Callable[[str, Callable[[], Any]], Any],
+        modules: Callable[[], Iterable[ModuleType]] = tuple,
+    ) -> Iterator[None]:
         """While the body, a capture, runs, places hold what the graph is to read.
 
         Args:
             number: Makes the tracer for a number, given its name and reader.
+            modules: Gives those of user code, which may ask for the length of a list.
         """
-        inside = [*self._inside, *map(ListAppend, self._filled)]
+        inside = [*self._inside, *(ListAppend(place, number) for place in self._filled)]
         shared = [inside[i if first < 0 else first] for i, first in enumerate(self._same)]
         given = [*zip(self._contained, shared, strict=True)]
         given += [(place, place.now()) for place in self._unread]
@@ -278,7 +284,8 @@ class SideEffects:
         for place, value in given:
             place.put(value)
         try:
-            yield
+            with lengths_followed(modules()) if self._filled else contextlib.nullcontext():
+                yield
         finally:
             for place, value in reversed(before):
                 place.put(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -291,6 +292,26 @@ def keyed(lab: Lab) -> Any:
     return found, [*norms.values()], [*means.values()], [*counts.values()]
 
 
+def lists(lab: Lab) -> Any:
+    """Of lists that are filled: their length, and what was appended last, now and before."""
+    losses: list[float] = []
+    window: deque[float] = deque(maxlen=5)
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Any:
+        weight = 1 / (1 + len(losses))
+        if losses:
+            weight = weight + 0.1 * losses[-1]
+        loss = update(optimizer, weight * loss_of(model, batch))
+        losses.append(loss.item())
+        window.append(loss.item())
+        if len(losses) > 20:
+            loss = loss * 2
+        return loss, losses[-1], window[-1], len(losses)
+
+    found = trained(lab, take, 40)
+    return found, losses, window
+
+
 class SAM(torch.optim.Optimizer):
     """As in github.com/davda54/sam: groups are shared with the optimizer that takes the steps."""
 
@@ -481,6 +502,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "set_between": (set_between, "the step sets numbers between two updates"),
     "set_behind": (set_behind, "the step sets lr in param_groups"),
     "keyed": (keyed, 12),
+    "lists": (lists, 25),
     "sharpened_twice": (sharpened_twice, 30),
     "sharpened_by_closure": (sharpened_by_closure, 20),
     "aliased": (aliased, "what has the memory of a parameter is used"),
