@@ -165,6 +165,17 @@ def scaler_off(lab: Lab) -> Any:
     return [step([batch, batch]) for batch in lab.batches(20)]
 
 
+def scaler_unused(lab: Lab) -> Any:
+    """A gradient scaler that is named, and not used in this precision."""
+    scaler, is_half = torch.amp.GradScaler(lab.device.type), False
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        loss = loss_of(model, batch)
+        return update(optimizer, scaler.scale(loss) if is_half else loss)
+
+    return trained(lab, take, 20)
+
+
 def number_alone(lab: Lab) -> Any:
     """The number of the iteration is the only argument."""
     model, batch = net_of(lab, 8, 16, 3), next(lab.batches(1))
@@ -881,6 +892,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "momentum_of_an_array": (momentum_of_an_array, 25),
     "sharpened": (sharpened, 10),
     "scaler_off": (scaler_off, 12),
+    "scaler_unused": (scaler_unused, 10),
 }
 """Loops, with how many calls must be replayed, or with what is said instead."""
 
