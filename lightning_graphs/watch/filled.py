@@ -1,4 +1,4 @@
-"""Lists, deques and sets that steps fill without reading them."""
+"""Lists, deques and sets that steps fill, and of which they read no more than the end."""
 
 from __future__ import annotations
 
