@@ -28,6 +28,7 @@ from lightning_graphs.device.rules import (
     COMPILED,
     MOVED_STORAGE,
     MOVES_STORAGE,
+    SET_GENERATOR,
     Obstacle,
     know_cause,
 )
@@ -427,6 +428,13 @@ class UndoneCapture(Recorder):
         if not (moves_own and all(self.know(tensor).born for tensor in call.written)):
             super()._check(call)
 
+    @out_of_sight()
+    def refuse_rewound(self) -> None:
+        """Refuse generators that were set behind the last draw: the next step would draw again."""
+        drawn_at = self._drawn_at
+        if drawn_at is not None and not all(map(torch.equal, self._states(), self._as_left)):
+            self.refuse("a draw", SET_GENERATOR, drawn_at)
+
     def keep(self, operation: Operation) -> None:
         """Keep the names of collectives alone."""
         if is_collective(operation.func):
@@ -548,7 +556,7 @@ class UndoingBackend(EmulatedBackend):
             self.generators = (torch.default_generator, own)
 
 
-_captures = itertools.count()
+_captures = itertools.count(2**41)  # seeds that no program gives
 
 
 class EmulatedGraph:
@@ -592,6 +600,7 @@ class EmulatedGraph:
     def capture_end(self) -> None:
         capture = self._capture
         assert capture is not None
+        capture.refuse_rewound()
         recording = self.recording = self._leave_capture(capture)
         if not recording.operations:
             warnings.warn(

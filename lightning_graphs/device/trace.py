@@ -548,6 +548,7 @@ class Recorder(OperatorMode):
         self._by_identity: dict[int, KnownStorage] = {}
         self._generators = tuple(generators)
         self._as_left: list[Tensor] = []  # the states of the generators after the last operator
+        self._drawn_at: CallSite | None = None  # where one drew last
         self._strict = strict
         self._sites = CallSiteFinder()
         self._scopes = ScopeStack()
@@ -682,6 +683,7 @@ class Recorder(OperatorMode):
         after = self._states()
         if draws or not all(map(torch.equal, before, after)):
             self._as_left = after
+            self._drawn_at = self._sites.here()
         return result
 
     def _states(self) -> list[Tensor]:

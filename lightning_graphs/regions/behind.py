@@ -21,6 +21,7 @@ from lightning_graphs.device.rules import (
     HOST_READ,
     LINEAR_ALGEBRA,
     NOT_RECORDED,
+    SET_GENERATOR,
     SIDE_EFFECT,
     UNREGISTERED_GENERATOR,
     noting,
@@ -65,7 +66,7 @@ _AHEAD = frozenset(
     each.rule
     for each in (
         *(DRAWN, DYNAMIC_SHAPE, HOST_COPY, HOST_DATA, HOST_READ, LINEAR_ALGEBRA),
-        *(UNREGISTERED_GENERATOR, NOT_RECORDED),
+        *(UNREGISTERED_GENERATOR, SET_GENERATOR, NOT_RECORDED),
     )
 ) | {ON_HOST, ONE_GENERATOR}
 """Rules that code breaks which may run ahead of a graph."""

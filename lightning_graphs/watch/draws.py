@@ -12,12 +12,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.private.callsite import LIBRARIES
-from lightning_graphs.private.exchange import exchanged, replaced, standing_in
+from lightning_graphs.private.exchange import Member, exchanged, replaced, standing_in
 from lightning_graphs.private.generators import PythonGenerator, shared_generators
 from lightning_graphs.private.torch import out_of_sight
 from lightning_graphs.values.guards import is_plain
@@ -28,6 +29,7 @@ from lightning_graphs.watch.tracers import (
     ArrayTracer,
     DrawingFunction,
     ScalarTracer,
+    is_of_others,
     numbers_ahead,
     present,
     used,
@@ -142,12 +144,36 @@ def draws_recorded(
             return torch.tensor(*data, dtype=torch.get_default_dtype())
         return new(cls, *data, **kwargs)
 
+    def seeding(name: str) -> Member:
+        def seed(_: FrameType, *__: Any) -> Any:
+            tape.note_set(f"torch.{name} is called")
+            return torch.default_generator if name == "manual_seed" else torch.initial_seed()
+
+        return torch, name, standing_in(getattr(torch, name), seed, is_of_others)
+
+    def state(_: FrameType) -> Tensor:
+        with out_of_sight():
+            return tape.state()
+
+    def set_state(_: FrameType, new_state: Tensor) -> None:
+        with out_of_sight():
+            tape.set_state(new_state)
+
+    of_torch = [
+        *map(seeding, ("manual_seed", "seed")),
+        (torch, "get_rng_state", standing_in(torch.get_rng_state, state, is_of_others)),
+        (torch, "set_rng_state", standing_in(torch.set_rng_state, set_state, is_of_others)),
+    ]
     drawn = draws_exchanged(drawing, functions)
     # What gives the present value of data with live numbers in it; None of other data
     recording.reader_of = lambda d: partial(present, d) if numbers_ahead(d) else None
     of_arrays = replaced(torch, "from_numpy", converted)
-    with recording, drawn, of_arrays, replaced(torch.Tensor, "__new__", made):
-        yield
+    of_data = replaced(torch.Tensor, "__new__", made)
+    with recording, drawn, of_arrays, of_data, exchanged(of_torch):
+        try:
+            yield
+        finally:
+            tape.put_back()
 
 
 @contextlib.contextmanager

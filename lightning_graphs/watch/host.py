@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import reprlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -30,11 +31,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn.utils.rnn import invert_permutation
 
-from lightning_graphs.device.rules import RECURRENT, refuse
+from lightning_graphs.device.rules import RECURRENT, SET_GENERATOR, refuse, with_known_remedy
 from lightning_graphs.device.trace import OperatorCall, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import OURS, CallSite, CallSiteFinder, outside_of
-from lightning_graphs.private.generators import HostGenerator, generator_identity
+from lightning_graphs.private.generators import HostGenerator, comparable, generator_identity
 from lightning_graphs.private.torch import memory_of, out_of_sight, storage_uses
 
 # ------------------ The host program
@@ -277,6 +278,9 @@ def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool
 # ------------------ Its recording
 
 
+_marks = itertools.count(2**40)
+"""Seeds of states in which captures leave generators of user code; none is used twice."""
+
 RULE = "A replay cannot repeat everything that a step computes on the host."
 REMEDY = "compute that value on the device, or pass the value in with the batch"
 _FURTHER_DRAWS = 64
@@ -289,11 +293,23 @@ class HostTape:
     states before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lasting: Iterable[torch.Generator] = ()) -> None:
         self.operations: list[HostOperation] = []
         self.values: list[Any] = []  # what they compute; a register is a place in this list
         self.inputs: list[tuple[int, int]] = []  # their registers, and which input each of them is
         self.states: dict[HostGenerator, Any] = {torch.default_generator: torch.get_rng_state()}
+        self.states |= {generator: generator.get_state() for generator in lasting}
+        self._begun = {**self.states}
+        # The states in which draws have left the generators of user code, each another one
+        self._left: dict[HostGenerator, Any] = {}
+        # Those that are not known to outlive a step, and where they are drawn from
+        self.new: dict[torch.Generator, str] = {}
+        self.is_set = ""  # where code sets one, which replays would only continue
+        # The state to which code has set torch's generator, and where; None: as draws have left it
+        self._displaced: tuple[Tensor, str] | None = None
+        # Of a rehearsal: as the device left it when code asked, and where it drew until code set it
+        self._of_device: Tensor | None = None
+        self.is_rewound = ""
         # Tensors of the host, and where replays compute them; None of constants
         self._registers: dict[Tensor, Register | None] = {}
         self._born: set[Tensor] = set()  # those among them that the captured code has made
@@ -496,19 +512,83 @@ class HostTape:
 
     @contextlib.contextmanager
     def _continued(self, generator: HostGenerator | None) -> Iterator[None]:
-        """Continue a generator in the body, and restore its state from before the capture."""
+        """Continue a generator in the body, and restore its state from before the capture.
+
+        Those of user code are left in other states, which show where code sets them.
+        """
         if generator is None:
             yield
             return
         found = generator.get_state()
+        is_own = isinstance(generator, torch.Generator) and generator is not torch.default_generator
         if generator not in self.states:
-            self.states[generator] = found
+            self.states[generator] = self._begun[generator] = found
+            if isinstance(generator, torch.Generator):
+                self.new[generator] = f"a generator is drawn from {self._here()}"
+        if is_own:
+            self._look(generator, found)
+        elif generator is torch.default_generator:
+            self._require_in_place()
         generator.set_state(self.states[generator])
         try:
             yield
         finally:
             self.states[generator] = generator.get_state()
             generator.set_state(found)
+            if isinstance(generator, torch.Generator) and is_own:
+                generator.manual_seed(next(_marks))
+                self._left[generator] = generator.get_state()
+
+    def _look(self, generator: HostGenerator, found: Any) -> None:
+        """Note a generator of user code that is not as the last draw has left it."""
+        expected = self._left.get(generator, self._begun[generator])
+        if comparable(found) != comparable(expected):
+            self.note_set("a generator was set, which is drawn from")
+
+    def note_set(self, what: str) -> None:
+        """Note that code sets a generator, which is refused."""
+        self.is_set = self.is_set or f"{what} {self._here()}"
+
+    def state(self) -> Tensor:
+        """Return the state of torch's generator, as captured code would find it."""
+        found: Tensor = self.states[torch.default_generator]
+        self._of_device = torch.default_generator.get_state()
+        return found.clone() if self._displaced is None else self._displaced[0].clone()
+
+    def set_state(self, state: Tensor) -> None:
+        """Note that code sets torch's generator; it may undo that ahead of the next draw."""
+        is_same = torch.equal(state, self.states[torch.default_generator])
+        observed = f"a generator is set {self._here()}"
+        self._displaced = None if is_same else (state, observed)
+        now = torch.default_generator.get_state()
+        if self._of_device is None or not torch.equal(now, self._of_device):
+            self.is_rewound = observed
+
+    def refuse_set(self, *, with_device: bool) -> None:
+        """Refuse generators that the code has made or set, with its line.
+
+        Args:
+            with_device: The device draws from torch's generator, too.
+        """
+        made = [f"{drawn}, which the step makes" for drawn in self.new.values()]
+        rewound = [self.is_rewound] if with_device else []
+        if found := next(filter(None, (self.is_set, *made, *rewound)), ""):
+            raise with_known_remedy(SET_GENERATOR).refused(found)
+
+    def _require_in_place(self) -> None:
+        if self._displaced is not None:
+            self.is_set = self.is_set or self._displaced[1]
+
+    def _here(self) -> str:
+        return f"at {self._sites.here().describe()}"
+
+    def put_back(self) -> None:
+        """Put the generators of user code back to their states from before the capture."""
+        self._require_in_place()
+        with out_of_sight():
+            for generator in self._left:
+                self._look(generator, generator.get_state())
+                generator.set_state(self._begun[generator])
 
     def drop_unread(self) -> None:
         """Drop operators unless Python or the device reads their results; draws stay."""

@@ -82,6 +82,7 @@ FACTORIES = frozenset(
 """Functions that make a host tensor unless a device is given."""
 _UNKNOWN = object()
 ONE_GENERATOR = "A rehearsal on a CPU has one random generator for the host and the device."
+_ON_A_GPU = "capture the code on a GPU, or rehearse it without dropout"
 _COPY_TABLES = (aten._ctc_loss.default, aten._ctc_loss_backward.default)
 """Operators that copy tables to the device, made of the numbers that they are given."""
 
@@ -163,6 +164,7 @@ class HostTracer(OperatorMode):
         inputs: Sequence[Tensor],
         copies: Sequence[Tensor | None],
         capacity: int,
+        lasting: Sequence[torch.Generator],  # generators that outlive a step
     ) -> None:
         super().__init__()
         self._device = device
@@ -171,7 +173,7 @@ class HostTracer(OperatorMode):
         self._makes_on_host = self._device_draws = False
         self.leaves_reals = True  # real numbers that code reads of the device stay there
         self.has_left_reals = False
-        self.tape = HostTape()
+        self.tape = HostTape(lasting)
         # Reads the present value of data with live numbers in it
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
         # Whether user code in a frame gets no copy of what changes, but later, behind the graph
@@ -191,12 +193,9 @@ class HostTracer(OperatorMode):
         tape = self.tape
         self._arena.require_room()
         draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
+        tape.refuse_set(with_device=self._emulated and self._device_draws)
         if self._emulated and self._device_draws and draws:
-            raise CaptureError(
-                ONE_GENERATOR,
-                "the captured code draws for both",
-                "capture the code on a GPU, or rehearse it without dropout",
-            )
+            raise CaptureError(ONE_GENERATOR, "the captured code draws for both", _ON_A_GPU)
         self._shadows.clear()
         tape.drop_unread()
         tape.refuse_kept_tensors()

@@ -392,6 +392,8 @@ class Followed:
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._finds_places = False
+        self._generators: list[torch.Generator] = []  # that were there ahead of a capture
+        self._learns_generators = True
         self._leaves_reals = True  # on the device, which the host could compute
         self._has_left_reals = False
         self._follows_counts = True  # whole numbers that the host computes and code reads
@@ -421,7 +423,8 @@ class Followed:
         self.reads.clear()
         if facts.has_host_program and not self._compiled.runs:
             copies, room = client.copies_on_host(tensors), self.room_on_device
-            self.tracer = HostTracer(self._device, inputs.tensors, copies, room)
+            given = inputs.tensors, copies, room, self._generators
+            self.tracer = HostTracer(self._device, *given)
             self.tracer.on_read, self.tracer.on_error = self._note_read, self._note_refusal
             self.tracer.declines, tape = client.declines, self.tracer.tape
             self.tracer.leaves_reals = self._leaves_reals
@@ -462,6 +465,9 @@ class Followed:
         if self._leaves_reals and are_needed:
             self._leaves_reals = forks.is_on = False
             return True
+        if self._learns_generators and self.tracer is not None and self.tracer.tape.new:
+            self._generators += self.tracer.tape.new
+            self._learns_generators, learned = False, True  # others come anew in each step
         known = self._conversions, self._functions, self._finds_places
         self._conversions |= set(filter(self._could_follow, self.numbers.asked))
         self._functions |= self.numbers.refused
@@ -534,7 +540,7 @@ class Followed:
 
     def _finish(self) -> None:
         if self.tracer is not None:
-            self._program = self.tracer.finish()
+            self._program, self._learns_generators = self.tracer.finish(), True
 
     def _computed(self) -> Mechanism | None:
         program, copies = self._program, self._client.copies_on_host

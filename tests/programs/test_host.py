@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -413,6 +414,75 @@ class AFullRow(Plain):
         return torch.full((8,), x.mean().item()).to(x.device)
 
 
+class Sown(Plain):
+    """Noise of the host from the same seed in each step, behind the first use of a parameter."""
+
+    def noise(self) -> Tensor:
+        return torch.randn(8, generator=torch.Generator().manual_seed(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return loss * (1.0 + self.noise().to(loss.device).abs().mean())
+
+
+class SownGlobally(Sown):
+    def noise(self) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return torch.randn(8)
+
+
+class DrawnTwice(Sown):
+    """What comes later draws the same numbers."""
+
+    def noise(self) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return torch.randn(8)
+
+
+class Recomputed(Sown):
+    """A checkpoint draws once more in the backward pass, and gets the same numbers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def noisy(loss: Tensor) -> Tensor:
+            return loss * torch.rand([]).to(loss.device)
+
+        return torch.utils.checkpoint.checkpoint(noisy, self.loss(batch), use_reentrant=False)
+
+
+class RecomputedWithoutDraws(Sown):
+    """A checkpoint sets the generator, and puts it back; other lines draw."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) * (2.0 if torch.rand([]) < 0.0 else 1.0)
+        return torch.utils.checkpoint.checkpoint(torch.sin, loss, use_reentrant=False)
+
+
+class PutBack(Sown):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def noise(self) -> Tensor:
+        before = self.generator.get_state()
+        noise = torch.randn(8, generator=self.generator)
+        self.generator.set_state(before)
+        return noise
+
+
+class DrawnOn(PutBack):
+    def noise(self) -> Tensor:
+        return torch.randn(8, generator=self.generator)
+
+
+class SownAhead(Sown):
+    """Ahead of the graph it is sown as in an eager step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = self.noise().to(batch["x"].device)
+        return self.loss({**batch, "x": batch["x"] + noise})
+
+
 class Positives(Plain):
     """Counts of its batch, of which hardly two are alike: it divides by each, and adds them up."""
 
@@ -481,6 +551,9 @@ ROWS = (
     | table(ReturnedAndRead, said=".", placed=False, found=None, **TWELVE)
     | table(TheFirst, graphs=range(1, 3), **TWELVE)
     | table(TheLargest, Means, MeansOnTheHost, AFullRow, found=None, **TWELVE)
+    | table(Sown, SownGlobally, DrawnTwice, PutBack, said="set or rewind", **TWELVE)
+    | table(Recomputed, said="set or rewind", placed=False, found=None, **TWELVE)
+    | table(DrawnOn, SownAhead, RecomputedWithoutDraws, found=None, **TWELVE)
     | table(Positives, graphs=1, also="verified", **TWELVE)
     | table(PositivesOfRows, said=None, graphs=range(11), **TWELVE)
     | table(RelativeLengths, graphs=range(1, 4), **TWELVE)
