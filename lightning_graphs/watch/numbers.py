@@ -34,7 +34,7 @@ from lightning_graphs.device.rules import (
     with_known_remedy,
 )
 from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, stop
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_from
 from lightning_graphs.private.exchange import Absence, exchanged, standing_in
 from lightning_graphs.private.torch import (
@@ -493,11 +493,23 @@ class Followed:
             self.reads.append(CallAt.of((inside, inside.f_lasti, inside.f_lineno)))
 
     def _note_refusal(self, error: RuntimeError) -> None:
-        """Note an operator that CUDA refuses, while the user's line runs that calls it."""
+        """End the code at an operator that CUDA refuses, while the user's line runs."""
         if not self.caught and (refusal := self._refusal(error)) is not None:
             if refusal.rule == NOT_RECORDED.rule:
                 refusal.remedy = with_known_remedy(NOT_RECORDED).remedy
             self.caught.append(refusal)
+            stop(refusal)
+
+    def _unanswered(self, asked: Question) -> None:
+        """Let CUDA refuse what it is asked, past handlers of errors in captured code.
+
+        A tracer of the host may know the answer, and sees the refusal otherwise.
+        """
+        if self.tracer is None and self._device.type == "cuda":
+            try:
+                asked.condition().item()
+            except RuntimeError as error:
+                self._note_refusal(error)
 
     def _could_follow(self, asked: Conversion) -> bool:
         own, (name, _) = self._client.own, asked
@@ -561,7 +573,12 @@ class Followed:
     def _asked(self) -> Iterator[None]:
         state = self._state
         known = nullcontext() if state is None else state.watching()
-        with known, tensors_asked(self._answer), functions_asked(self._of_graph):
+        with (
+            tensors_asked(self._unanswered),
+            known,
+            tensors_asked(self._answer),
+            functions_asked(self._of_graph),
+        ):
             yield
         self._advance = None if state is None else state.instruction()
         if self._assertions is not None:

@@ -867,7 +867,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "gradient_penalty": (gradient_penalty, 35),
     "perturbed": (perturbed, 25),
     "averages": (averages, 25),
-    "caught": (caught, 15),
+    "caught": (caught, 10),
     "own_generator": (own_generator, 20),
     "mixed": (mixed, 20),
     "recurrent": (recurrent, 25),

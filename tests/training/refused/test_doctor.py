@@ -81,7 +81,7 @@ class Many(Net):
         loss = loss * random.random() ** len(str(random.random()))  # random
         share = float(str(numpy.random.rand()))  # numpy.random
         loss = loss * share
-        loss = loss * self.schedule[batch_idx]  # list index
+        loss = loss * self.schedule[batch_idx]  # followed
         own = torch.Generator(self.device).manual_seed(1)
         loss = loss + torch.rand((), generator=own, device=self.device)  # generator
         self.log("calls", self.calls)
@@ -116,7 +116,6 @@ EXPECTED = [
     ("python-state", "global_step", "trainer.global_step", "", "on_train_batch_start"),
     ("python-state", "random", "str(random.random#2)", "", "torch.rand(()"),
     ("python-state", "numpy.random", "str(numpy.random.rand)", "", "torch.rand(()"),
-    ("python-state", "list index", "batch_idx", "", "self.scale.fill_("),
     ("random-generator", "generator", "aten.rand.generator", "", "without generator="),
 ]
 
