@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.loops.test_public import net_of, trained, update
 from tests.loops.test_training import adamw, loss_of
@@ -312,6 +313,42 @@ def lists(lab: Lab) -> Any:
     return found, losses, window
 
 
+class Shadow:
+    """Averages of weights with a decay that warms up: as in torch_ema, diffusers and timm."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.count, self.decay = copy.deepcopy(model).requires_grad_(False), 0, 0.0
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        self.count += 1
+        step = max(0, self.count - 1)
+        self.decay = 0.0 if step <= 0 else min(0.7, (1 + step) / (10 + step))
+        rate, power = 1 - self.decay, max(0.1, (1 + step / 1.0) ** -(2 / 3))
+        pairs = [*zip(self.model.parameters(), model.parameters(), strict=True)]
+        for mine, other in pairs[::2]:
+            mine.sub_(rate * (mine - other))
+        torch._foreach_lerp_([m for m, _ in pairs[1::2]], [o for _, o in pairs[1::2]], power)
+
+
+def averaged(lab: Lab) -> Any:
+    """Averages of weights by torch and by recipes, behind the update."""
+    model = lab.net()
+    optimizer, shadow = adamw(model), Shadow(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    plain = AveragedModel(model, use_buffers=True)
+
+    def train_step(batch: Any) -> Tensor:
+        loss = update(optimizer, loss_of(model, batch))
+        for each in (average, plain):
+            each.update_parameters(model)
+        shadow.update(model)
+        return loss
+
+    step = lab.capture(train_step, [model, average, plain, shadow.model], optimizer)
+    return [step(batch) for batch in lab.batches(50)], shadow.count, shadow.decay
+
+
 class SAM(torch.optim.Optimizer):
     """As in github.com/davda54/sam: groups are shared with the optimizer that takes the steps."""
 
@@ -503,6 +540,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "set_behind": (set_behind, "the step sets lr in param_groups"),
     "keyed": (keyed, 12),
     "lists": (lists, 25),
+    "averaged": (averaged, 35),
     "sharpened_twice": (sharpened_twice, 30),
     "sharpened_by_closure": (sharpened_by_closure, 20),
     "aliased": (aliased, "what has the memory of a parameter is used"),
