@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import science_fits
 import torch
 from torch import Tensor, nn
 
@@ -715,6 +716,7 @@ MODELS: dict[Callable[[str, str, int], Any], tuple[str, ...]] = {
     pina: ("PINN",),
     torch_uncertainty: ("classification", "mixup"),
     lightning_uq_box: ("MVERegression", "QuantileRegression", "DER", "DeterministicRegression"),
+    **science_fits.MODELS,
 }  # fmt: skip
 """Libraries -> their models."""
 
