@@ -557,7 +557,8 @@ class SetData:
         tensors = {*own, *module.parameters(), *module.buffers(), *loose}
         trained = {memory_of(p) for p in own if has_memory(p)}
         found = [(t, copy) for t, copy in copies if has_memory(t) and has_memory(copy)]
-        self._copies = {memory_of(copy) for t, copy in found if memory_of(t) in trained}
+        kept = [(t, copy) for t, copy in found if t not in own]
+        self._copies = {memory_of(copy) for t, copy in kept if memory_of(t) in trained}
         self._known = {memory_of(t) for t in (*tensors, *chain(*found)) if has_memory(t)}
         tensors -= {t for t, _ in found} - own
         sharing = Counter(memory_of(t) for t in tensors if has_memory(t))
@@ -624,7 +625,7 @@ class SetData:
 
     def _see_copies(self, call: OperatorCall, _: Any) -> None:
         if any(memory_of(t) in self._copies for t in call.inputs if has_memory(t)):
-            raise STORED.refused_here("what has the memory of a parameter is used")
+            STORED.stop_here("what has the memory of a parameter is used")
 
     def _is_given(self, tensor: Tensor) -> bool:
         alive = self._given.get(memory_of(tensor)) if has_memory(tensor) else None
