@@ -17,7 +17,7 @@ from lightning_graphs.watch.host_trace import HostTracer
 def test_a_tensor_of_the_host_is_read_in_the_batch_of_the_replay() -> None:
     """... and not where the graph's copy of it lies, which a replay fills later."""
     static, given = torch.tensor([4, 3]), torch.tensor([4, 3])
-    tracer = HostTracer(torch.device("meta"), [static], [given], 1024)
+    tracer = HostTracer(torch.device("meta"), [static], [given], 1024, [])
     with tracer:
         assert static.tolist() == [4, 3]
     program = tracer.finish()

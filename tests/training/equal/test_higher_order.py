@@ -90,7 +90,7 @@ class TestHigherOrderOperators:
             seen = flex_attention(x, x, x, score_mod=_biased)
             return seen, torch.cond(x.new_ones(()) > 2, torch.sin, torch.cos, (x,))
 
-        with HostTracer(device, [], [], 1 << 10):
+        with HostTracer(device, [], [], 1 << 10, []):
             recorded = called()
         for now, before in zip(called(), recorded, strict=True):
             assert torch.equal(now, before)
