@@ -93,6 +93,11 @@ class CaptureStopped(BaseException):
         super().__init__(error)
         self.error = error
 
+    @property
+    def refusal(self) -> CaptureError:
+        """The refusal, with the lines that it has passed."""
+        return self.error.with_traceback(self.__traceback__)
+
 
 def stop(error: CaptureError) -> NoReturn:
     """End the code that a capture runs with a refusal."""

@@ -84,8 +84,7 @@ def stopped() -> Iterator[None]:
     try:
         yield
     except CaptureStopped as stop:
-        error = stop.error.with_traceback(stop.__traceback__)
-        raise error from stop.__cause__
+        raise stop.refusal from stop.__cause__
 
 
 @contextlib.contextmanager

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
-from lightning_graphs.device.rules import AFTERMATH, are_noted, stopped
-from lightning_graphs.errors import CaptureError, GraphError, is_out_of_memory
+from lightning_graphs.device.rules import AFTERMATH, are_noted
+from lightning_graphs.errors import CaptureError, CaptureStopped, GraphError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
@@ -405,9 +405,11 @@ class CapturableOptimizer:
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
 
-        @stopped()
         def called(closure: Callable[[], Any] | None = None) -> Any:
-            return step() if closure is None else step(closure)  # an author's may take none
+            try:
+                return step() if closure is None else step(closure)  # an author's may take none
+            except CaptureStopped as stop:
+                raise stop.refusal from stop.__cause__
 
         taken = called
         if self._is_tried:
