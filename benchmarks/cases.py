@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from step import convnext
 from torch import Tensor, nn
-from workloads import Gpt2, Llama, MixtureOfExperts, Transformer
+from workloads import Gpt2, Llama, MixtureOfExperts, Mlp, Transformer
 
 from lightning_graphs import PadTo, choose_lengths
 
@@ -20,6 +21,9 @@ Settings = Mapping[str, Any]
 NEVER_CAPTURE = {"min_repeats": 10**6}
 SMALLER = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
 CAPTURE_AT_ONCE = {"warmup_steps": 1, "min_repeats": 1, "verify": False}
+MANY_SHAPES, FEW_LAUNCHES = 0.8, 0.2
+"""What whole fits may take of the eager ones' time, with graphs for the commonest shapes only, and
+where validation, too, costs what its kernels cost."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Case:
         by_hand: The settings that the defaults are compared with.
         validation: Batches to validate on.
         repeats: How many more fits are timed, where one is short.
+        to_eager: What a fit may take of the eager one's time, where it is to gain much.
         alone: Whether nothing else may run on the GPU.
     """
 
@@ -40,6 +45,7 @@ class Case:
     by_hand: Sequence[Settings]
     validation: Sequence[Batch] = ()
     repeats: int = 1
+    to_eager: float | None = None
     alone: bool = False
 
 
@@ -65,7 +71,8 @@ def some_lengths(count: int, tiny: bool) -> Case:
     lengths = [multiple * (i % count + (2 if tiny else 4)) for i in range(steps)]
     random.Random(0).shuffle(lengths)
     early = {"max_graphs": count + 3, "min_repeats": 1}
-    return llama(lengths, (early, {**early, "verify": False}), tiny)
+    case = llama(lengths, (early, {**early, "verify": False}), tiny)
+    return replace(case, to_eager=None if count < 30 else MANY_SHAPES)
 
 
 def padded_to_a_few_lengths(tiny: bool) -> Case:
@@ -113,6 +120,19 @@ def validation_every_20_steps(tiny: bool) -> Case:
     return replace(case, validation=case.batches[:4], repeats=1 if tiny else 2)
 
 
+def convnext_with_validation(tiny: bool) -> Case:
+    """67 batches of validation after every 20 of 120 steps, all of which wait for launches."""
+    if tiny:
+        net: nn.Module = Mlp(1, 8)
+        batches = [(torch.randn(2, 8), torch.randint(0, 10, (2,))) for _ in range(24)]
+        return Case(net, batches, (CAPTURE_AT_ONCE,), validation=batches)
+    net, batch = convnext()
+    batches = [batch() for _ in range(67)]
+    steps = [batches[i % len(batches)] for i in range(120)]
+    by_hand = ({"verify": False}, CAPTURE_AT_ONCE)
+    return Case(net, steps, by_hand, validation=batches, to_eager=FEW_LAUNCHES)
+
+
 def bert_with_a_padding_collator(tiny: bool) -> Case:
     """The texts of the demo, each batch padded to the multiple of 8 that its longest one needs."""
     sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -137,7 +157,7 @@ def bert_with_a_padding_collator(tiny: bool) -> Case:
             batches.append(tuple(padded[name] for name in names))
     net = Transformer(make_model(None, len(corpus.names), config), names)
     early = {"max_graphs": 32, "min_repeats": 1}
-    return Case(net, batches, (early, {**early, "verify": False}))
+    return Case(net, batches, (early, {**early, "verify": False}), to_eager=MANY_SHAPES)
 
 
 ROWS: dict[str, Callable[[bool], Case]] = {  # the longest first, last what waits for the others
@@ -148,6 +168,7 @@ ROWS: dict[str, Callable[[bool], Case]] = {  # the longest first, last what wait
     "13 lengths": lambda tiny: some_lengths(13, tiny),
     "mixture of experts": mixture_of_experts,
     "validation every 20 steps": validation_every_20_steps,
+    "ConvNeXt with validation": convnext_with_validation,
     "15 steps": fifteen_steps,
     "GPT-2 350M": gpt2_350m,
 }

@@ -193,7 +193,7 @@ def measure(name: str, rounds: int, tiny: bool, seconds: float = math.inf) -> di
             if time.perf_counter() - began < seconds:
                 for key in in_round(i, found):
                     found[key].append(fit(case, settings[key], lab))
-    return summary(name, found, before, tiny)
+    return summary(name, found, before, case.to_eager, tiny)
 
 
 def in_round(number: int, found: dict[str, list[Outcome]]) -> list[str]:
@@ -208,7 +208,11 @@ def in_round(number: int, found: dict[str, list[Outcome]]) -> list[str]:
 
 
 def summary(
-    name: str, found: dict[str, list[Outcome]], before: list[float], tiny: bool
+    name: str,
+    found: dict[str, list[Outcome]],
+    before: list[float],
+    to_eager: float | None,
+    tiny: bool,
 ) -> dict[str, Any]:
     """What the fits of a row show; ``before`` has losses of an eager one, which may be shorter."""
     seconds = {key: statistics.median(one.seconds for one in fits) for key, fits in found.items()}
@@ -218,7 +222,7 @@ def summary(
     wrong = [k for k, f in found.items() if not all(equal_eager(o.losses, expected) for o in f)]
     peak, end = default.peak / eager.peak, default.last_third / eager.last_third
     limits = (PEAK_LIMIT, LAST_THIRD_LIMIT) if eager.peak >= WORTH_A_LIMIT else (None, None)
-    to_eager = TO_EAGER if seconds["eager"] >= SHORT else SHORT_TO_EAGER
+    to_eager = to_eager or (TO_EAGER if seconds["eager"] >= SHORT else SHORT_TO_EAGER)
     rows = [
         Row("to eager", seconds["defaults"] / seconds["eager"], "x", to_eager, not wrong),
         Row("to best", seconds["defaults"] / seconds[best], "x", TO_BEST, not wrong),
