@@ -335,8 +335,9 @@ def averaged(lab: Lab) -> Any:
     """Averages of weights by torch and by recipes, behind the update."""
     model = lab.net()
     optimizer, shadow = adamw(model), Shadow(model)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    plain = AveragedModel(model, use_buffers=True)
+    # On a GPU torch cannot average integers, such as counts of batches, in the plain way
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    plain = AveragedModel(model)
 
     def train_step(batch: Any) -> Tensor:
         loss = update(optimizer, loss_of(model, batch))
