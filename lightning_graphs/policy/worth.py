@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -22,6 +21,7 @@ from torch import Tensor
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.errors import no_room
 from lightning_graphs.policy.options import Options
+from lightning_graphs.private.engine import allocating_from
 from lightning_graphs.report import GraphRecord, StepTime
 from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics, StepTimes
 from lightning_graphs.values.tree import leaves_of
@@ -659,10 +659,7 @@ class MemoryBudget:
         if self._device is None or not self.shares:
             yield
             return
-        # It asks a pool for its id only, and torch makes no object of a graph's pool. It is for
-        # this thread alone, in which the backward pass runs then.
-        pool = torch.cuda.use_mem_pool(SimpleNamespace(id=graph.pool()))  # type: ignore[arg-type]
-        with torch.autograd.set_multithreading_enabled(False), pool:
+        with allocating_from(graph.pool(), self._device):
             yield
 
     @property

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-from types import CellType, FrameType, FunctionType, MethodType, ModuleType
+from types import CellType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -278,6 +278,31 @@ def _unwarned_of_streams() -> Iterator[None]:
         yield
     finally:
         warn(before)
+
+
+@contextlib.contextmanager
+def allocating_from(pool: tuple[int, int], device: torch.device) -> Iterator[None]:
+    """Let the current stream take memory from a pool, in the engine's threads, too.
+
+    ``torch.cuda.use_mem_pool`` is for one thread, which would have to run the backward pass: it
+    knows none of the plans that cuDNN has made for the engine's thread (2 s for ConvNeXt-tiny on an
+    H100), and the workspace of its cuBLAS would stay in the pool. It serves where torch lacks the
+    other, and on the default stream, which that refuses.
+    """
+    begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
+    if begin is None or not torch.cuda.current_stream(device).cuda_stream:
+        # It asks a pool for its id only, and torch makes no object of a graph's pool
+        own = torch.cuda.use_mem_pool(SimpleNamespace(id=pool), device)  # type: ignore[arg-type]
+        with torch.autograd.set_multithreading_enabled(False), own:
+            yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    begin(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 def exchanged_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:

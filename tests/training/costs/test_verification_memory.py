@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.policy.worth import MemoryBudget
@@ -75,3 +75,30 @@ def test_of_a_compared_step_with_a_head_nothing_is_kept(
     compare(eager, captured)
     assert captured.capture.report.head_ms > 0
     assert captured.statistics.recaptures == []
+
+
+class Biased(Net):
+    """Only its backward pass asks cuBLAS for a workspace; its convolutions have plans there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 8)),
+            nn.Conv1d(1, 8, 3, padding=1),
+            nn.Flatten(),
+            nn.Linear(64, 32),
+            nn.GELU(),
+            nn.Linear(32, 3),
+        )
+
+
+def test_workspaces_of_the_backward_pass_are_not_kept(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the engine's thread exist, and are used; in the memory of a graph they would stay."""
+    if backend == "emulated":
+        monkeypatch.setattr(MemoryBudget, "allocated", property(_bytes_of_tensors))
+    eager, captured = fit_twice(backend, tmp_path, module=Biased, validation=0)
+    compare(eager, captured)
+    assert captured.statistics.recaptures == []
+    assert captured.statistics.captures == 1
