@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.private.exchange import Absence, bind, bound
+from lightning_graphs.private.exchange import Absence, bind, bound, is_exchanged
 from lightning_graphs.private.torch import (
     flattened,
     named_buffers_in,
@@ -190,13 +190,15 @@ class PythonSnapshot:
         """Add all bindings of a class itself; known ones keep their first value."""
         self.classes.setdefault(kind, dict(vars(kind)))
 
-    def _places(self) -> Iterator[tuple[str, Any, str, Any]]:
-        """Yield name, owner, key and value of bindings outside of containers."""
-        yield from self.bindings.values()
-        for kind, before in self.classes.items():
-            for key in {**before, **vars(kind)}:
-                if not key.startswith("__"):
-                    yield f"{kind.__name__}.{key}", kind, key, before.get(key, Absence.ABSENT)
+    def _rebound(self) -> Iterator[Change]:
+        """Yield changed bindings outside of containers, but for what a capture exchanges."""
+        places: list[tuple[str, Any, str, Any]] = [*self.bindings.values()]
+        for kind, was in self.classes.items():
+            keys = (key for key in {**was, **vars(kind)} if not key.startswith("__"))
+            places += [(f"{kind.__name__}.{k}", kind, k, was.get(k, Absence.ABSENT)) for k in keys]
+        for name, owner, key, before in places:
+            if not (is_still(now := bound(owner, key), before) or is_exchanged(now)):
+                yield Change(name, owner, owner, key, before, now)
 
     def changed(self) -> list[str]:
         return sorted({change.name for change in self.changes()})
@@ -206,9 +208,7 @@ class PythonSnapshot:
         for held in self._containers:
             if not _is_untouched(*held[2:]):
                 yield from self._changes_in(*held)
-        for name, owner, key, before in self._places():
-            if not is_still(now := bound(owner, key), before):
-                yield Change(name, owner, owner, key, before, now)
+        yield from self._rebound()
 
     def _changes_in(self, name: str, owner: Any, table: Any, before: Any) -> Iterator[Change]:
         if not isinstance(table, dict):
@@ -276,9 +276,8 @@ class PythonSnapshot:
             is_same = _is_untouched(container, before)
             if not is_same and any(self._changes_in(name, owner, container, before)):
                 refill(container, before)
-        for _, owner, key, before in list(self._places()):
-            if not is_still(bound(owner, key), before):
-                bind(owner, key, before)
+        for change in self._rebound():
+            bind(change.owner, change.key, change.before)
 
 
 def _is_untouched(table: Any, before: Any) -> bool:

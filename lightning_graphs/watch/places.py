@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import DRAWN, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES
-from lightning_graphs.private.exchange import Absence, bind, in_slot, is_exchanged
+from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import (
     is_strided,
@@ -636,8 +636,6 @@ def _places_of(
     found: dict[tuple[int, Any], tuple[str, Entry | None]] = {}
     for held in snapshots:
         for change in held.changes():
-            if is_exchanged(change.now):  # by the capture, while it runs
-                continue
             where = id(change.owner), change.key
             if where not in found or found[where][1] is None:
                 found[where] = change.name, place_of(change, held, trained)
