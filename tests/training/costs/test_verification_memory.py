@@ -95,7 +95,7 @@ class Biased(Net):
 def test_workspaces_of_the_backward_pass_are_not_kept(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the engine's thread exist, and are used; in the memory of a graph they would stay."""
+    """Those of the engine's thread are used; in the memory of a graph they would stay."""
     if backend == "emulated":
         monkeypatch.setattr(MemoryBudget, "allocated", property(_bytes_of_tensors))
     eager, captured = fit_twice(backend, tmp_path, module=Biased, validation=0)
