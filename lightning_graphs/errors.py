@@ -101,7 +101,7 @@ class CaptureStopped(BaseException):
 
 def stop(error: CaptureError) -> NoReturn:
     """End the code that a capture runs with a refusal."""
-    raise CaptureStopped(error) if REFUSED else error
+    raise CaptureStopped(error) if REFUSED else error from error.__cause__
 
 
 class NoRoomError(CaptureError):

@@ -378,9 +378,10 @@ def _eigenvectors_refused() -> contextlib.AbstractContextManager[None]:
 
         @functools.wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != thread:
-                return own(*args, **kwargs)
-            raise with_known_remedy(LINEAR_ALGEBRA).refused_here(f"torch.linalg.{name} is called")
+            if get_ident() == thread:
+                obstacle = with_known_remedy(LINEAR_ALGEBRA)
+                obstacle.stop_here(f"torch.linalg.{name} is called")
+            return own(*args, **kwargs)
 
         return call
 

@@ -88,6 +88,15 @@ def stopped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """Let a refusal of the body, which captured code calls, stop that code; see :func:`stop`."""
+    try:
+        yield
+    except CaptureError as error:
+        stop(error)
+
+
+@contextlib.contextmanager
 def refusals() -> Iterator[list[CaptureError]]:
     """Collect the refusals that the body makes, also those that captured code catches."""
     refused: list[CaptureError] = []

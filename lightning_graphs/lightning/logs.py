@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_graphs.device.rules import Obstacle, Remedy, know_cause, refuse
+from lightning_graphs.errors import stop
 from lightning_graphs.lightning.private import (
     HOOK,
     ResultTables,
@@ -590,7 +591,7 @@ class StepMetrics:
     def refuse_use(self, metric: nn.Module, what: str) -> NoReturn:
         """Refuse to use what a metric gives or keeps, where that is updated after the replay."""
         self._asked.append(metric)
-        raise used(METRIC_VALUE, what)
+        stop(used(METRIC_VALUE, what))
 
     def learn(self) -> bool:
         """Let captured steps compute metrics whose values were used; whether anything is new.

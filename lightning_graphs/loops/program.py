@@ -329,7 +329,7 @@ class ProgramWatch(Client):
     def _refuse_others(self, thread: int, optimizer: Optimizer, *_: Any) -> None:
         is_known = any(stepping(optimizer) is known for known in self.optimizers)
         if not is_known and threading.get_ident() == thread:
-            raise OPTIMIZER_NOT_GIVEN.refused_here(f"a step of {type(optimizer).__name__} is taken")
+            OPTIMIZER_NOT_GIVEN.stop_here(f"a step of {type(optimizer).__name__} is taken")
 
     def waits_for_gradients(self) -> bool:
         return self.processes.wait_for_gradients()

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, stop
 from lightning_graphs.private.exchange import exchanged
 
 # ------------------ Generators
@@ -358,11 +358,13 @@ class DropoutCapture:
             self._to_be_made = dropout
             state = dropout.look()
         if state is None:
-            raise CaptureError(
-                "A capture needs the random state that cuDNN draws the dropout between recurrent "
-                "layers from.",
-                "no such layer has run in this process",
-                "run the layer once in training mode before its capture",
+            stop(
+                CaptureError(
+                    "A capture needs the random state that cuDNN draws the dropout between "
+                    "recurrent layers from.",
+                    "no such layer has run in this process",
+                    "run the layer once in training mode before its capture",
+                )
             )
         self.found = CapturedDropout(state)
 

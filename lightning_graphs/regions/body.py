@@ -20,6 +20,7 @@ from lightning_graphs.device.rules import (
     OPTIMIZER_SET,
     SCHEDULED,
     USED_BEHIND,
+    stopping,
 )
 from lightning_graphs.device.trace import tensors_in
 from lightning_graphs.errors import CaptureError
@@ -153,6 +154,7 @@ class StepBody:
         keep()
         return output
 
+    @stopping()
     def _step_within(
         self,
         recorder: Recorder,
@@ -364,7 +366,7 @@ class OptimizerNumbers:
         """Let what a scheduler moves be late from now on, or refuse its step."""
         optimizer: Any = vars(scheduler).get("optimizer")
         if optimizer not in self._rates or _takes_value(args, kwargs):
-            raise SCHEDULED.refused_here("a scheduler is stepped with a value of the step")
+            SCHEDULED.stop_here("a scheduler is stepped with a value of the step")
         self._scheduled.add(optimizer)
         places = number_places(self._schedulers, optimizer, None, LateTracer)
         self._late.enter_context(numbers_exchanged(optimizer, places))

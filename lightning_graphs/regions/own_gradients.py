@@ -208,6 +208,6 @@ def uses_refused(optimizer: Optimizer, shown: Shown) -> OperatorsSeen:
     def see(call: OperatorCall, _: Any) -> None:
         draws = torch.Tag.nondeterministic_seeded in call.func.tags
         if draws or any(memory_of(t) in touched for t in call.inputs if has_memory(t)):
-            raise USED_BEHIND.refused_here(f"{call.func} uses what it changes, or draws,")
+            USED_BEHIND.stop_here(f"{call.func} uses what it changes, or draws,")
 
     return OperatorsSeen(see)

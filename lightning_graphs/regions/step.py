@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import AFTERMATH, DRAWN, USED_BEHIND, are_noted
+from lightning_graphs.device.rules import DRAWN, USED_BEHIND, are_noted, stopping
 from lightning_graphs.errors import CaptureError, GraphError, NoRoomError
 from lightning_graphs.private.callsite import (
     LIBRARIES,
@@ -152,7 +152,6 @@ class Attempts(StepBody):
             CaptureError: It is refused, whatever was learned.
         """
         self._asked.clear()
-        self._followed.caught.clear()
         self.context.policy.tries_again()
         compiled, had_program = self.context.compiled.runs, self._facts.has_host_program
         try:
@@ -161,9 +160,7 @@ class Attempts(StepBody):
             goes = call is None or plan.forked is None or are_noted() or self._goes(plan, call)
             return plan if goes else None
         except CaptureError as raised:
-            caught = self._followed.caught  # others follow the first one
             error = raised if isinstance(raised, UpdateRefused) else first_read(raised)
-            error = caught[0] if caught and AFTERMATH in raised.observed else error
             self.context.policy.met = error.observed
             refused, forks = raised.others or (raised,), self._facts.forks
             if forks.taken:
@@ -321,6 +318,7 @@ class Attempts(StepBody):
         """Capture again if each of several backward passes adds to gradients by itself."""
         passes = itertools.count(1)
 
+        @stopping()
         def begun(*_: object) -> None:
             if not self.client.optimizes_itself:
                 self._facts.forks.ends = None  # hooks and updates follow, which see gradients

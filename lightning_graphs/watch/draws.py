@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_graphs.device.rules import DRAWN
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
+from lightning_graphs.errors import stop
 from lightning_graphs.private.callsite import LIBRARIES
 from lightning_graphs.private.exchange import Member, exchanged, replaced, standing_in
 from lightning_graphs.private.generators import PythonGenerator, shared_generators
@@ -131,7 +132,7 @@ def draws_recorded(
                 drawn = tape.draw(generator, call)
                 if not torch.equal(state, torch.get_rng_state()):
                     torch.set_rng_state(state)
-                    raise used(DRAWN, f"{name}, which draws from torch's generator, too,")
+                    stop(used(DRAWN, f"{name}, which draws from torch's generator, too,"))
             return numbers.number(numbers.unique(name), partial(getattr, drawn, "value"), DRAWN)
 
         return draw

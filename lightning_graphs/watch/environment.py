@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import (
+    AFTERMATH,
     CACHED_WEIGHTS,
     CLOCK,
     DRAWN,
@@ -333,7 +334,8 @@ def code_captured(what: str) -> Iterator[None]:
                 refused[0].others = [*refused]
                 raise refused[0]
         except GraphError as error:
-            if refused and are_noted() and isinstance(error, CaptureError):
+            first = are_noted() or AFTERMATH in str(error)
+            if first and refused and isinstance(error, CaptureError):
                 refused[0].others = [*refused]
                 raise refused[0] from error
             raise

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.errors import CaptureError, causes_of
+from lightning_graphs.errors import CaptureError, causes_of, stop
 from lightning_graphs.private.callsite import (
     SUSPENDED,
     CallSite,
@@ -279,12 +279,14 @@ class Made(FunctionMode):
         def called(function: Any, args: Any, kwargs: Any) -> Any:
             for tensor in leaves_of((args, kwargs), Tensor):
                 if storage_address(tensor) in lost:
-                    raise CaptureError(
-                        "What a graph reads of the code ahead of it must be in local variables, or "
-                        "in attributes.",
-                        f"{CallSiteFinder().here().describe()} uses another tensor, and the graph "
-                        f"begins at {ending.site.describe()}",
-                        "keep the tensor in a variable of the function that calls the module",
+                    stop(
+                        CaptureError(
+                            "What a graph reads of the code ahead of it must be in local "
+                            "variables, or in attributes.",
+                            f"{CallSiteFinder().here().describe()} uses another tensor, and the "
+                            f"graph begins at {ending.site.describe()}",
+                            "keep the tensor in a variable of the function that calls the module",
+                        )
                     )
             return function(*args, **kwargs)
 

@@ -388,7 +388,6 @@ class Followed:
         self._device: torch.device = module.device
         self.room_on_device = _ROOM_FOR_HOST
         self.finds_draws = False  # refuse the first draw on the host, with its line
-        self.caught: list[CaptureError] = []  # CUDA's refusals of operators, which code may catch
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._finds_places = False
@@ -494,10 +493,9 @@ class Followed:
 
     def _note_refusal(self, error: RuntimeError) -> None:
         """End the code at an operator that CUDA refuses, while the user's line runs."""
-        if not self.caught and (refusal := self._refusal(error)) is not None:
+        if (refusal := self._refusal(error)) is not None:
             if refusal.rule == NOT_RECORDED.rule:
                 refusal.remedy = with_known_remedy(NOT_RECORDED).remedy
-            self.caught.append(refusal)
             stop(refusal)
 
     def _unanswered(self, asked: Question) -> None:

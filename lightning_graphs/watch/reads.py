@@ -319,7 +319,7 @@ def iterators_in(held: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def _refuse_iterator(name: str) -> NoReturn:
-    raise DRAWN.refused_here(f"{name}, an iterator, is read")
+    DRAWN.stop_here(f"{name}, an iterator, is read")
 
 
 def _looked_up(own: Mapping[str, Any], of_class: Mapping[str, Any], key: str) -> Any:

@@ -215,7 +215,10 @@ class Scheduled(Gan):
 
 class Plateau(Manual):
     def last(self, loss: Tensor) -> Any:
-        self.lr_schedulers().step(loss.detach())  # read
+        try:
+            self.lr_schedulers().step(loss.detach())  # read
+        except Exception:
+            self.trainer.callbacks.clear()
 
     def configure_optimizers(self) -> Any:
         optimizer = rates(self.parameters())
@@ -225,7 +228,10 @@ class Plateau(Manual):
 class ScheduledEarly(Manual):
     def last(self, loss: Tensor) -> Any:
         self.lr_schedulers().step()
-        self.optimizers().step()
+        try:
+            self.optimizers().step()
+        except Exception:
+            self.trainer.callbacks.clear()
 
     def configure_optimizers(self) -> Any:
         optimizer = rates(self.parameters())
@@ -336,6 +342,14 @@ class Signed(Gan):
 class SignedOnHost(Gan):
     def configure_optimizers(self) -> Any:
         return Cautious(self.generator.parameters()), rates(self.critic.parameters())
+
+
+class Trying(SignedOnHost):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        try:
+            return super().training_step(batch, batch_idx)
+        except Exception:
+            self.trainer.callbacks.clear()
 
 
 class WithAClosure(Manual):
@@ -464,6 +478,7 @@ ROWS = (
     | table(row(Without), said="without an optimizer", replayed=0, placed=False, found=None)
     | table(
         SignedOnHost,
+        Trying,
         StepsFirst,
         StepsEarly,
         said="the optimizer step runs eagerly: Cautious",

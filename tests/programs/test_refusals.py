@@ -30,6 +30,17 @@ class Catching(Net):
             return loss
 
 
+class CatchingAll(Net):
+    """Catches what no handler of errors does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        try:
+            return loss * len(loss.tolist())
+        except BaseException:
+            return loss
+
+
 class Trying(Net):
     """Goes on where something that a replay lacks is refused."""
 
@@ -42,7 +53,8 @@ class Trying(Net):
         loss = self.loss(batch)
         try:
             return loss * self.scale(loss.detach())
-        except Exception:
+        except Exception:  # as frameworks of disent
+            self.trainer.callbacks.clear()
             return loss
 
 
@@ -53,7 +65,8 @@ class TryingMetric(Trying):
 
 class TryingGradient(Trying):
     def scale(self, loss: Tensor) -> Any:
-        return 1 + self.net[0].weight.grad.abs().mean()
+        gradient = self.net[0].weight.grad
+        return 1 if gradient is None else 1 + gradient.abs().mean()
 
 
 class TryingIterator(Trying):
@@ -198,7 +211,7 @@ TWENTY = {"data": lambda: batches(20), "validation": 0}
 LAYERS = {"capture": {"scope": "modules"}, "found": "rule remedy line", "replayed": 1, **TWENTY}
 ROWS = (
     table(
-        Catching, Listing, said=".", placed=False, **TWENTY
+        Catching, CatchingAll, Listing, said=".", placed=False, **TWENTY
     )
     | table(Saving, found=None, **TWENTY)  # saves behind each replay
     | table(ListingLabels, found=None, **TWENTY)  # ahead of the graph
