@@ -335,9 +335,10 @@ def averaged(lab: Lab) -> Any:
     """Averages of weights by torch and by recipes, behind the update."""
     model = lab.net()
     optimizer, shadow = adamw(model), Shadow(model)
-    # On a GPU torch cannot average integers, such as counts of batches, in the plain way
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    plain = AveragedModel(model)
+    # Without a device their counts lie on the CPU; a plain average of integers raises on a GPU
+    decay = get_ema_multi_avg_fn(0.9)
+    average = AveragedModel(model, lab.device, multi_avg_fn=decay, use_buffers=True)
+    plain = AveragedModel(model, lab.device)
 
     def train_step(batch: Any) -> Tensor:
         loss = update(optimizer, loss_of(model, batch))
