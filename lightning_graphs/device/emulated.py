@@ -151,6 +151,10 @@ class WriteWatch(OperatorMode):
     def takes_other_formula(self, node: Node) -> None:
         """Accept it: that formula reads nothing on the host, and writes equal storages."""
 
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not save what code out of sight has made, or what is saved elsewhere."""
+        self._made.update(map(memory_of, filter(has_memory, tensors)))
+
     def operator(self, call: OperatorCall) -> Any:
         if any(dispatches(type(tensor)) for tensor in call.inputs):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen

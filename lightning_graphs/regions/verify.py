@@ -382,7 +382,7 @@ class Verification(StepBody):
         self._comes_late: Callable[[str], bool] = lambda _: False
         self._verifier = verifier
         self._held: list[tuple[str, Any]] = []  # what modules hold, during a comparison
-        self._leaves: frozenset[int] = frozenset()  # the ``id`` of each whose gradient is put back
+        self._leaves: dict[int, Tensor] = {}  # by ``id``, those whose gradients are put back
         self._registers_hooks = False  # the step's own code, when it ran last
         # Surrounds the backward pass
         self._taking_over: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -445,7 +445,7 @@ class Verification(StepBody):
         parts.append(stored)
         is_whole = plan.head is None and len(plan.captured) == 1
         state = self._state(plan)
-        self._leaves = frozenset(map(id, state.parameters.values()))
+        self._leaves = {id(leaf): leaf for leaf in state.parameters.values()}
         ways = Comparison(
             state,
             partial(self._eager, plan, args, batch),
@@ -464,6 +464,7 @@ class Verification(StepBody):
             if self._places is not None:
                 self._places.known = self._places.last = None
             self._taking_over = nullcontext  # the graph's memory may be released
+            self._leaves.clear()
         if plan.head is None and not plan.is_launched and not plan.take(batch):
             raise WayMissed
 
@@ -535,10 +536,13 @@ class Verification(StepBody):
         watch = WriteWatch.pausable() if self._verifier.ranks.are_one else None
         sees_code = watch is None or watch.packs or self._registers_hooks
         with ExitStack() as around:
-            if not sees_code and self.client.is_backward_unseen(loss, self._leaves):
+            unseen = not sees_code and self.client.is_backward_unseen(loss, self._leaves)
+            if unseen:
                 around.callback(hide_modes())
             around.enter_context(self._taking_over())
             super()._backward(loss)
+        if unseen and watch is not None:  # a fused update declares that it writes gradients
+            watch.leave_out(leaf.grad for leaf in self._leaves.values() if leaf.grad is not None)
 
     def _outputs(self, returned: Any) -> StepOutputs:
         return StepOutputs(returned, self._comes_late)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_graphs.device.emulated import WriteWatch
 from lightning_graphs.device.graph import is_current_stream_capturing
 from lightning_graphs.policy.worth import MemoryBudget
+from lightning_graphs.regions.gradients import GradientBuffers
 from lightning_graphs.values.snapshot import RegionState
 from tests.programs.test_host import Returned
 from tests.training.fits import FullTrace, Net, Trace, compare, fit_twice, prepare
@@ -77,28 +80,20 @@ def test_of_a_compared_step_with_a_head_nothing_is_kept(
     assert captured.statistics.recaptures == []
 
 
-class Biased(Net):
-    """Only its backward pass asks cuBLAS for a workspace; its convolutions have plans there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Unflatten(1, (1, 8)),
-            nn.Conv1d(1, 8, 3, padding=1),
-            nn.Flatten(),
-            nn.Linear(64, 32),
-            nn.GELU(),
-            nn.Linear(32, 3),
-        )
-
-
-def test_workspaces_of_the_backward_pass_are_not_kept(
+def test_new_gradients_are_not_saved(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the engine's thread are used; in the memory of a graph they would stay."""
-    if backend == "emulated":
-        monkeypatch.setattr(MemoryBudget, "allocated", property(_bytes_of_tensors))
-    eager, captured = fit_twice(backend, tmp_path, module=Biased, validation=0)
+    """Fused updates declare that they write them. What is saved would also be kept, and copied."""
+    saved: list[int] = []
+    own = WriteWatch.found
+
+    def found(watch: WriteWatch) -> Any:
+        saved.append(sum(storage.nbytes() for storage in own(watch)))
+        return own(watch)
+
+    monkeypatch.setattr(WriteWatch, "found", found)
+    monkeypatch.setattr(GradientBuffers, "taking_over", lambda _: nullcontext())
+    eager, captured = fit_twice(backend, tmp_path, validation=0)
     compare(eager, captured)
+    assert saved == [8]  # the update's rate
     assert captured.statistics.recaptures == []
-    assert captured.statistics.captures == 1
