@@ -278,8 +278,8 @@ STORED_OUTSIDE = Obstacle(
     kind="python-state",
 )
 SIDE_EFFECT = Obstacle(
-    "A replay runs no Python code, cannot write files, and can print and call loggers only behind "
-    "its graph.",
+    "A replay runs no Python code, cannot read or write files, and can print and call loggers only "
+    "behind its graph.",
     "move that code after the captured code, with what it returns",
     kind="python-state",
 )

@@ -27,7 +27,7 @@ from lightning_graphs.device.rules import (
     noting,
     refusals,
 )
-from lightning_graphs.errors import CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, CaptureStopped, GraphError
 from lightning_graphs.private.callsite import CallSite, calls_observed, frames_of_region
 from lightning_graphs.private.distributed import buffers_left
 from lightning_graphs.private.exchange import nothing
@@ -225,7 +225,7 @@ class StepHead:
         outside.on_iterator, outside.on_clock = stop, nothing
         found = FirstUse([], False)
         with self.undone(args) as undone, noting(), refusals() as refused:
-            with contextlib.suppress(HeadEnded), environment.acting():
+            with contextlib.suppress(HeadEnded, CaptureStopped), environment.acting():
                 step = partial(self.step, undone.arguments)
                 found = first_use(step, *tensors, stepping, self._units)
             seen += [error for error in refused if error.rule == SIDE_EFFECT.rule]

@@ -301,7 +301,7 @@ def is_array(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return (
         numpy is not None
-        and type(value) is numpy.ndarray
+        and type(value) in (numpy.ndarray, numpy.memmap)
         and value.nbytes <= _LARGEST_BYTES
         and not value.dtype.hasobject
     )

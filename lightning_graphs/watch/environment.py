@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import itertools
 import signal
 import sys
@@ -12,7 +13,8 @@ import traceback
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import FrameType
+from functools import partial
+from types import FrameType, ModuleType
 from typing import Any, Protocol
 from weakref import ref
 
@@ -41,6 +43,7 @@ from lightning_graphs.errors import (
     in_one_line,
     is_out_of_memory,
     no_room,
+    stop,
 )
 from lightning_graphs.private.callsite import (
     OURS,
@@ -59,8 +62,10 @@ from lightning_graphs.values.snapshot import Change, PythonSnapshot
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
 from lightning_graphs.watch.tracers import Nothing, OpaqueTracer, ScalarTracer, Tracer
 from lightning_graphs.watch.user_code import (
+    IN_C,
     UnregisteredTensors,
     UserCode,
+    asking,
     function_of,
     iter_objects,
 )
@@ -168,6 +173,11 @@ class Environment:
         self.outside = GlobalReads(
             code, client.own, self.generators.add_outside, self.loose.add, held=held
         )
+        self.outside.on_act = partial(refuse_act, client.own, self._holds)
+
+    def _holds(self, value: Any) -> bool:
+        """Return whether something that outlives the code refers to an object."""
+        return self.outside.has(value) or any(held is value for _, held in self.held)
 
     @property
     def leaves(self) -> list[Any]:
@@ -258,19 +268,30 @@ def effects_watched(client: Client, *, refuses: bool = True) -> AbstractContextM
     """
 
     def used(what: str, frame: FrameType, function: Callable[..., Any], given: Given) -> Any:
-        if not client.own.runs_in(frame):
-            return None
         kept = None if what in _OF_NOW else client.keeps_effect(frame, function, given)
         if kept is not None:
             return kept
         if not refuses:
             return None
-        site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        SIDE_EFFECT.refuse(f"{what} is used at {site.describe()}")
+        SIDE_EFFECT.refuse(_used_at(what, frame))
         return Nothing()
 
+    def user(what: str, frame: FrameType) -> FrameType | None:
+        if what == "open":
+            return asking(client.own, frame)
+        acting = next((f for f in frames_from(frame) if not _passes_on(f)), None)
+        return acting if acting is not None and client.own.runs_in(acting) else None
+
     present = [*client.effects, *_present()]
-    return exchanged((o, name, _watched(getattr(o, name), what, used)) for o, name, what in present)
+    return exchanged(
+        (owner, name, _watched(getattr(owner, name), partial(user, what), partial(used, what)))
+        for owner, name, what in present
+    )
+
+
+def _used_at(what: str, frame: FrameType) -> str:
+    site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return f"{what} is used at {site.describe()}"
 
 
 def _present() -> Iterator[Effect]:
@@ -282,15 +303,17 @@ def _present() -> Iterator[Effect]:
             yield owner, name, _NAMES.get(path, path)
 
 
-def _watched(original: Any, what: str, used: Callable[..., Any]) -> Any:
-    """Wrap a function or property so that it reports its caller's frame."""
+def _watched(
+    original: Any, user: Callable[[FrameType], FrameType | None], used: Callable[..., Any]
+) -> Any:
+    """Wrap a function or property so that it reports the frame of user code that it acts for."""
     is_property = isinstance(original, property)
     function = original.fget if is_property else original
 
     def watched(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
-        acting = next((f for f in frames_from(frame) if not _passes_on(f)), None)
+        by = user(frame)
         acts = not is_property or function(*args)  # without a logger, nothing is done with it
-        instead = used(what, acting, function, (args, kwargs)) if acts and acting else None
+        instead = used(by, function, (args, kwargs)) if by and acts else None
         return function(*args, **kwargs) if instead is None else instead
 
     instead = standing_in(function, watched)
@@ -303,6 +326,28 @@ def _passes_on(frame: FrameType) -> bool:
     is_library = module.partition(".")[0] in _PASSING_ON or module.endswith(_RANK_ZERO)
     watches = module.startswith(_WATCHERS) and module != __name__
     return is_library or watches or frame.f_code.co_name in _LOGGERS
+
+
+_PUBLIC = {"posix": "os", "nt": "os", "_posixsubprocess": "subprocess", "_thread": "threading"}
+
+
+def refuse_act(
+    own: UserCode, is_held: Callable[[Any], bool], frame: FrameType, function: Any
+) -> None:
+    """Refuse what a frame is about to call if that acts for user code, outside of Python's values.
+
+    Of files in memory those that are held: others have gone when the step ends.
+    """
+    owner, name = function.__self__, function.__name__
+    kinds = [] if isinstance(owner, ModuleType) else type(owner).__mro__
+    modules = [kind.__module__ for kind in kinds] or [owner.__name__]
+    if not any(name in IN_C.get(module, ()) for module in modules):
+        return
+    if type(owner) in (io.StringIO, io.BytesIO) and not is_held(owner):
+        return
+    if (user := asking(own, frame)) is not None:
+        what = type(owner).__name__ if kinds else _PUBLIC.get(modules[0], modules[0].strip("_"))
+        stop(SIDE_EFFECT.refused(_used_at(f"{what}.{name}", user)))
 
 
 class RaisedInCapture(CaptureError):

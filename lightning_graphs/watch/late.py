@@ -173,6 +173,7 @@ _NOT_LATER = frozenset({"backward", "grad", "data", "grad_fn", "register_hook"})
 """Attributes of tensors that reach into the step."""
 
 _ACTING = frozenset({"backward", "grad", "__setitem__", "at", "copyto", "place", "put", "putmask"})
+_ACTING |= {"fill_diagonal", "put_along_axis", "save", "savez", "savez_compressed", "savetxt"}
 _DRAWING = frozenset(
     {"dropout", "alpha_dropout", "feature_dropout", "bernoulli", "multinomial", "normal"}
     | {"poisson", "rand_like", "randn_like", "randint_like", "rrelu", "gumbel_softmax"}

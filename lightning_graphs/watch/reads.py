@@ -63,6 +63,7 @@ from lightning_graphs.watch.user_code import (
     held_elsewhere,
     inside_of_compiled,
     iter_objects,
+    may_act,
     objects_in,
 )
 
@@ -421,6 +422,8 @@ class GlobalReads:
         self.on_clock: Callable[[str], object] = lambda name: CLOCK.refused_here(f"{name} is read")
         # Called with the name of an iterator that code can take values from
         self.on_iterator: Callable[[str], object] = _refuse_iterator
+        # Called with a frame, and a function in C which may act outside of Python's values
+        self.on_act: Callable[[FrameType, Any], object] = nothing
         # Called with all places that functions refer to, as they are found
         self.on_found: Callable[[Iterable[Change]], object] = nothing
         self._iterators: list[str] = []  # that were found, and not told of yet
@@ -472,8 +475,12 @@ class GlobalReads:
         if profiled:
             yield
             return
-        with functions_followed(self._begun, self._called, self._own.runs_in):
+        with functions_followed(self._begun, self._called, self._counts):
             yield
+
+    def has(self, value: Any) -> bool:
+        """Return whether the code refers to an object, or to something that holds it."""
+        return self._seen.get(id(value)) is value
 
     def assume_running(self, frames: Iterable[FrameType]) -> None:
         """Look at functions that were called before they could be followed."""
@@ -487,6 +494,11 @@ class GlobalReads:
     def _called(self, frame: FrameType, function: Any) -> None:
         if (name := clock_named(function)) and self._own.runs_in(frame):
             self.on_clock(name)
+        elif may_act(function):
+            self.on_act(frame, function)
+
+    def _counts(self, frame: FrameType, function: Any) -> bool:
+        return self._own.runs_in(frame) or may_act(function)
 
     def _read(self, code: CodeType, table: dict[str, Any]) -> None:
         """Resolve the names in a function and in functions that are nested in it."""

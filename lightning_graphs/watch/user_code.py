@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from types import CodeType, FrameType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.private.callsite import STANDARD, is_installed, is_library
+from lightning_graphs.private.callsite import STANDARD, frames_from, is_installed, is_library
 from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks
 from lightning_graphs.private.torch import (
     compiled_code_noticed,
@@ -390,7 +398,7 @@ Called = Callable[[FrameType, Any], object]
 def functions_followed(
     begun: Begun,
     called: Called,
-    counts: Callable[[FrameType], bool],  # whether calls of a frame must be seen
+    counts: Callable[[FrameType, Any], bool],  # whether what a frame calls must be seen
 ) -> AbstractContextManager[None]:
     """Follow the functions that the body calls, in this thread.
 
@@ -421,7 +429,7 @@ def _profiled(begun: Begun, called: Called) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _monitored(
-    tools: Any, tool: int, begun: Begun, called: Called, counts: Callable[[FrameType], bool]
+    tools: Any, tool: int, begun: Begun, called: Called, counts: Callable[[FrameType, Any], bool]
 ) -> Iterator[None]:
     thread = threading.get_ident()
 
@@ -435,7 +443,9 @@ def _monitored(
         if threading.get_ident() != thread:
             return None
         frame = sys._getframe(1)
-        if not counts(frame):
+        if type(function) is MethodDescriptorType and isinstance(first, function.__objclass__):
+            function = function.__get__(first)
+        if not counts(frame, function):
             return tools.DISABLE
         called(frame, function)
         return None
@@ -457,3 +467,50 @@ def _monitored(
         for event in (events.PY_START, events.PY_RESUME, events.CALL):
             tools.register_callback(tool, event, None)
         tools.free_tool_id(tool)
+
+
+# ------------------ What functions in C do
+
+_FILES = frozenset({"write", "writelines", "truncate", "seek"})
+_FILES |= {"read", "read1", "readall", "readinto", "readline", "readlines"}
+_SOCKETS = frozenset({"send", "sendall", "sendto", "sendmsg", "recv", "recv_into", "recvfrom"})
+_DATABASES = frozenset({"execute", "executemany", "executescript", "commit", "rollback"})
+_DATABASES |= {"fetchone", "fetchmany", "fetchall"}
+_SYSTEM = frozenset({"read", "write", "pread", "pwrite", "readv", "writev", "sendfile", "open"})
+_SYSTEM |= {"mkdir", "rmdir", "remove", "unlink", "rename", "replace", "link", "symlink", "chmod"}
+_SYSTEM |= {"truncate", "ftruncate", "utime", "chdir", "listdir", "scandir", "stat", "access"}
+_SYSTEM |= {"system", "fork", "kill", "posix_spawn", "putenv", "unsetenv", "pipe"}
+IN_C = {
+    **{"_io": _FILES, "mmap": _FILES, "_csv": frozenset({"writerow", "writerows"})},
+    **{"_pickle": frozenset({"dump", "load"}), "sqlite3": _DATABASES},
+    **dict.fromkeys(("posix", "nt"), _SYSTEM),
+    **dict.fromkeys(("_socket", "socket", "_ssl", "ssl"), _SOCKETS),
+    "_queue": frozenset({"put", "put_nowait", "get", "get_nowait"}),
+    "_multiprocessing": frozenset({"acquire", "release", "__enter__", "__exit__", "send", "recv"}),
+    "_posixsubprocess": frozenset({"fork_exec"}),
+    "_thread": frozenset({"start_new_thread", "start_joinable_thread"}),
+}
+"""Functions, and methods of classes, that act outside of Python's values, by modules in C."""
+
+_MAY_ACT = frozenset(itertools.chain.from_iterable(IN_C.values()))
+_ON_THEIR_OWN = frozenset({"torch", "triton", "numba", "jax", "lightning_graphs", "importlib"})
+_ON_THEIR_OWN |= {"_frozen_importlib", "_frozen_importlib_external", "linecache", "warnings"}
+"""What compiles and loads code, or shows lines of it, when it likes."""
+
+_FOR_OTHERS = ("torch.utils.tensorboard",)
+
+
+def may_act(function: Any) -> bool:
+    """Return whether a function may be one in C that acts outside of Python's values."""
+    return type(function) is BuiltinFunctionType and function.__name__ in _MAY_ACT
+
+
+def asking(own: UserCode, frame: FrameType) -> FrameType | None:
+    """Return the frame of user code on whose behalf a frame acts; None if there is none."""
+    for each in frames_from(frame):
+        if own.runs_in(each):
+            return each
+        module: str = each.f_globals.get("__name__", "")
+        if module.partition(".")[0] in _ON_THEIR_OWN and not module.startswith(_FOR_OTHERS):
+            return None
+    return None

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import csv
 import functools
 import io
+import json
 import logging
+import os
+import pickle
+import queue
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import rich
 import torch
 import tqdm
@@ -379,6 +385,98 @@ def padded(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+class Held:
+    """What programs hold whose state is in C, and what the last fit has left in it."""
+
+    @contextlib.contextmanager
+    def opened(self, folder: str) -> Iterator[None]:
+        self.text, self.bytes, self.queue = io.StringIO(), io.BytesIO(), queue.SimpleQueue[int]()
+        vars(self)["array"] = np.memmap(Path(folder) / "mapped", dtype="f8", shape=3, mode="w+")
+        with (Path(folder) / "held").open("w+", encoding="utf-8") as self.file:
+            yield
+
+    def found(self) -> Any:
+        self.file.seek(0)
+        size = self.queue.qsize()
+        return self.text.getvalue(), self.bytes.getvalue(), self.file.read(), size, [*self.array]
+
+
+HELD = Held()
+
+
+def to_memory(self: Any, batch: Any, batch_idx: int) -> Any:
+    HELD.text.write("a step")
+    return self.loss(batch)
+
+
+def to_a_file(self: Any, batch: Any, batch_idx: int) -> Any:
+    HELD.file.write("a step")
+    return self.loss(batch)
+
+
+def to_a_queue(self: Any, batch: Any, batch_idx: int) -> Any:
+    HELD.queue.put(1)
+    return self.loss(batch)
+
+
+def to_a_table(self: Any, batch: Any, batch_idx: int) -> Any:
+    csv.writer(HELD.file).writerow(["a step"])
+    return self.loss(batch)
+
+
+def pickled(self: Any, batch: Any, batch_idx: int) -> Any:
+    pickle.dump("a step", HELD.bytes)
+    return self.loss(batch)
+
+
+def by_numpy(self: Any, batch: Any, batch_idx: int) -> Any:
+    np.save(HELD.bytes, np.arange(2))
+    return self.loss(batch)
+
+
+def by_numpy_of_the_device(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss(batch)
+    np.save(HELD.bytes, loss.detach().cpu().numpy())
+    return loss
+
+
+def to_mapped_memory(self: Any, batch: Any, batch_idx: int) -> Any:
+    HELD.array[0] += 1
+    return self.loss(batch)
+
+
+def to_the_environment(self: Any, batch: Any, batch_idx: int) -> Any:
+    os.environ["TESTS_STEPS"] = "a step"
+    return self.loss(batch)
+
+
+def to_the_system(self: Any, batch: Any, batch_idx: int) -> Any:
+    os.truncate(HELD.file.fileno(), 0)
+    return self.loss(batch)
+
+
+def dumped(self: Any, batch: Any, batch_idx: int) -> Any:
+    """By calls of Python, which replays make; and in memory of its own."""
+    loss = self.loss(batch)
+    json.dump({"a step": loss.item()}, HELD.text)
+    text = io.StringIO()
+    text.write("a step")
+    self.seen = len(text.getvalue())
+    return loss
+
+
+HELD_STEPS = {
+    to_memory: "StringIO.write is used at .* in to_memory: HELD",
+    to_a_file: "TextIOWrapper.write is used at .* in to_a_file: HELD",
+    to_a_queue: "SimpleQueue.put is used at .* in to_a_queue: HELD",
+    to_a_table: "writer.writerow is used at .* in to_a_table: csv",
+    pickled: "pickle.dump is used at .* in pickled: pickle",
+    by_numpy: "BytesIO.write is used at .* in by_numpy: np",
+    by_numpy_of_the_device: "in by_numpy_of_the_device: np",
+    to_mapped_memory: r"changes HELD\.array, named at .* in to_mapped_memory: HELD",
+    to_the_environment: "os.putenv is used at .* in to_the_environment: os",
+    to_the_system: "os.truncate is used at .* in to_the_system: os",
+}
 REFUSED_STEPS = {
     printing_a_history: "print is used at .* in printing_a_history",
     comparing_a_text: "in comparing_a_text: if f",
@@ -436,7 +534,8 @@ class Effects(logging.Handler):
             for logger in loggers:
                 logger.setLevel(logging.INFO)
                 logger.addHandler(self)
-            yield
+            with HELD.opened(folder):
+                yield
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
             logger.removeHandler(self)
@@ -447,7 +546,7 @@ class Effects(logging.Handler):
         return (
             [line for line in lines if line.startswith(("a step", "a loss"))],
             [text for text in self.texts if text.startswith("a step")],
-            FILE.read_text() if FILE.exists() else "",
+            FILE.read_text() if FILE.exists() else "", HELD.found(),
             STEPS, COUNTS, sorted(BOARD.seen), counter, note.calls, LAST, CountingInTheClass.calls,
             CountingInTheNamedClass.calls, AppendingToTheClass.sizes,
         )  # fmt: skip
@@ -458,7 +557,8 @@ SIX = {"max_epochs": 3, "data": lambda: batches(6)}
 NOTED = {"around": EFFECTS.noted, "outside": lambda: copied(EFFECTS.found())}
 ROWS = (
     table(each=REFUSED, also="auto", **NOTED)
-    | stepping(Net, each=REFUSED_STEPS, **NOTED)
+    | stepping(Net, each={**REFUSED_STEPS, **HELD_STEPS}, **NOTED)
+    | stepping(Net, dumped, max_epochs=3, replayed=15, also="verified", **NOTED)
     | table(*TOLD, max_epochs=3, replayed=15, also="verified; accumulated", **NOTED)
     | stepping(Net, texts, max_epochs=3, replayed=9, also="verified; accumulated", **NOTED)
     | table(Barred, Profiled, max_epochs=3, replayed=15, also="verified", **NOTED)
