@@ -52,6 +52,7 @@ from lightning_graphs.watch.head import (
     HeadEnded,
     Lasting,
     Made,
+    Uses,
     endings_along,
     first_use,
     is_callers,
@@ -211,29 +212,32 @@ class StepHead:
 
     def _found(self, args: Sequence[Any]) -> list[Ending]:
         """Run a step up to its first use of a parameter; list where graphs may begin."""
-        watch, module = self.context.watch, self.context.module
-        tensors = self._parameters(), [*module.buffers()]
         seen: list[object] = []  # of what would be done again by each run that is undone
 
         def stop(name: str) -> None:
             seen.append(name)
             raise HeadEnded
 
-        stepping = [*watch.optimizers, *watch.schedulers]
-        environment = watch.environment()
+        environment = self.context.watch.environment()
         outside, generators = environment.outside, environment.generators
         outside.on_iterator, outside.on_clock = stop, nothing
         found = FirstUse([], False)
         with self.undone(args) as undone, noting(), refusals() as refused:
             with contextlib.suppress(HeadEnded, CaptureStopped), environment.acting():
                 step = partial(self.step, undone.arguments)
-                found = first_use(step, *tensors, stepping, self._units)
+                found = first_use(step, self.uses())
             seen += [error for error in refused if error.rule == SIDE_EFFECT.rule]
             seen += generators.outside.intersection(generators.drawn()), outside.contents.changed()
             generators.restore()
             outside.contents.restore()
         self._reads = found.reads
         return [] if any(seen) else list(endings_along(found.stack))
+
+    def uses(self) -> Uses:
+        """Make what ends a run of a step, which is undone, where it uses more than heads do."""
+        watch, buffers = self.context.watch, [*self.context.module.buffers()]
+        stepping = [*watch.optimizers, *watch.schedulers]
+        return Uses(self._parameters(), buffers, stepping, self._units)
 
     def _parameters(self) -> list[Tensor]:
         trained = parameters_of(*self.context.watch.optimizers)

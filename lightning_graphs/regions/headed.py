@@ -262,15 +262,17 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         """
         key: Signature | None = None
         found: StepPlan | None = None
+        uses = self._head.uses()  # of a step that goes another way: it is not undone from there on
 
         def at_end(leaving: dict[str, Any]) -> None:
             nonlocal key, found
+            uses.allow()
             with self._head.modes(), contextlib.suppress(CaptureError):
                 key, _ = self._signature_of((leaving,), self._watch.conditions())
                 found = self._plan_of(leaving)
             raise HeadEnded
 
-        with self._head.undone(args) as undone, contextlib.suppress(HeadEnded):
+        with self._head.undone(args) as undone, contextlib.suppress(HeadEnded), uses.ending():
             assert self._head.now is not None, "steps have one"
             self._head.now.run(partial(self._head.step, undone.arguments), at_end)
         is_known = key is not None and (found is not None or self._head.is_due(key))

@@ -9,6 +9,7 @@ variables hold there.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -299,7 +300,7 @@ _FREEZING = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignor
 _WITHOUT_VALUES = (type(None), bool, torch.Size, torch.dtype, torch.device, torch.layout)
 
 
-class _Used(BaseException):
+class Used(HeadEnded):
     """Ends a step at its first use of a parameter, or where it changes a buffer, or optimizes."""
 
 
@@ -324,57 +325,77 @@ class Running(NamedTuple):
         return is_library(self.code.co_filename)
 
 
-@calls_observed
-def first_use(
-    step: Callable[[], object],
-    parameters: Sequence[Tensor],
-    buffers: Sequence[Tensor],
-    stepping: Iterable[object] = (),  # optimizers and schedulers
-    units: Iterable[nn.Module] = (),  # modules that gather their parameters
-) -> FirstUse:
-    """Run a step up to its first use of a parameter, or of a buffer that it changes.
+class Uses:
+    """Ends code at its first use of a parameter, or of a buffer that it changes.
 
     It uses a parameter that it freezes or gathers, and all of them where an optimizer or a
     scheduler steps.
     """
-    stack: list[Running] = []
-    reads = False
-    trained, state = set(map(id, parameters)), set(map(id, (*parameters, *buffers)))
 
-    def called(function: Any, args: Any, kwargs: Any) -> Any:
-        nonlocal reads
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        stepping: Iterable[object] = (),  # optimizers and schedulers
+        units: Iterable[nn.Module] = (),  # modules that gather their parameters
+    ) -> None:
+        self.stack: list[Running] = []
+        self.reads = False  # tensors were read on the host
+        self._trained = set(map(id, parameters))
+        self._state = self._trained.union(map(id, buffers))
+        self._stepping, self._units = stepping, units
+        self._watch = contextlib.ExitStack()
+        self._is_over = False
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """End the code of the body at its first use, by :class:`Used`."""
+        # Of units alone: a module that has a hook is called through further functions
+        for unit in self._units:
+            hook = unit.register_forward_pre_hook(self._use, prepend=True)
+            self._watch.callback(hook.remove)
+        with self._watch, FunctionMode(self._called):
+            self._watch.enter_context(exchanged((one, "step", self._use) for one in self._stepping))
+            yield
+
+    def allow(self) -> None:
+        """Let the code that runs go on to use them."""
+        self._is_over = True
+        self._watch.close()
+
+    def _called(self, function: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_over:
+            return function(*args, **kwargs)
+        state, trained = self._state, self._trained
         touched = [tensor for tensor in leaves_of((args, kwargs), Tensor) if id(tensor) in state]
         before = [(tensor, version_of(tensor)) for tensor in touched]
         if function in _FREEZING and any(id(tensor) in trained for tensor in touched):
-            use()
+            self._use()
         result = function(*args, **kwargs)
         if isinstance(result, _WITHOUT_VALUES):
             return result
         made = bool(leaves := leaves_of(result, Tensor))
-        reads |= not made
+        self.reads |= not made
         is_use = any(tensor.requires_grad for tensor in leaves)
         reads_gradient = function == _GRADIENT  # as zeroing it does
         is_use |= made and not reads_gradient and any(id(tensor) in trained for tensor in touched)
         if is_use or any(version_of(tensor) != version for tensor, version in before):
-            use()
+            self._use()
         return result
 
-    def use(*_: Any, **__: Any) -> NoReturn:
+    def _use(self, *_: Any, **__: Any) -> NoReturn:
         frames = frames_of_region(sys._getframe(1))
-        stack.extend(Running(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
-        raise _Used
+        self.stack.extend(Running(f.f_code, f.f_lineno, f.f_lasti) for f in frames)
+        raise Used
 
-    # Of units alone, which have hooks: a module that has one is called through further functions
-    gathering = [unit.register_forward_pre_hook(use, prepend=True) for unit in units]
-    try:
-        with FunctionMode(called), exchanged((one, "step", use) for one in stepping):
-            step()
-    except _Used:
-        pass
-    finally:
-        for hook in gathering:
-            hook.remove()
-    return FirstUse(list(dropwhile(attrgetter("is_of_library"), reversed(stack))), reads)
+
+@calls_observed
+def first_use(step: Callable[[], object], uses: Uses) -> FirstUse:
+    """Run a step up to its first use of a parameter, or of a buffer that it changes."""
+    with contextlib.suppress(Used), uses.ending():
+        step()
+    found = dropwhile(attrgetter("is_of_library"), reversed(uses.stack))
+    return FirstUse(list(found), uses.reads)
 
 
 def lines_of(error: BaseException) -> dict[CodeType, int]:

@@ -527,6 +527,75 @@ def returned_scaled(lab: Lab) -> Any:
     return found
 
 
+def in_some_steps(lab: Lab) -> Any:
+    """Half of the steps draw an augmentation that reads the device: a head, which others lack."""
+    np.random.seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3))
+    model.to(lab.device)
+    optimizer = adamw(model)
+
+    def train_step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        x = (batch["x"][:, None, :, None] * batch["x"][:, None, None, :]).clone()
+        loss = loss_in_turn(model, x, batch["y"])
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = lab.capture(train_step, model, optimizer)
+    return [step(batch) for batch in lab.batches(60)]
+
+
+def loss_in_turn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    if np.random.rand(1) < 0.5:
+        count = int(x.abs().max().item() > 4) + np.random.randint(8)
+        for _ in range(count):
+            x = x * 0.9
+        logits = model(x)
+        loss = F.cross_entropy(logits, y)
+    else:
+        loss = F.cross_entropy(model(x), y)
+    return loss
+
+
+class Warming(nn.Module):
+    """An average of weights, whose decay is the smaller one of two tensors: latent diffusion."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.register_buffer("decay", torch.tensor(0.9))
+        self.register_buffer("num_updates", torch.tensor(0, dtype=torch.int))
+        for name, parameter in model.named_parameters():
+            self.register_buffer(name.replace(".", ""), parameter.detach().clone())
+
+    def forward(self, model: nn.Module) -> None:
+        decay = self.decay
+        if self.num_updates >= 0:
+            self.num_updates += 1
+            decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        with torch.no_grad():
+            shadows = dict(self.named_buffers())
+            for name, parameter in model.named_parameters():
+                shadow = shadows[name.replace(".", "")]
+                shadow.sub_((1.0 - decay) * (shadow - parameter))
+
+
+def warmed(lab: Lab) -> Any:
+    model = lab.net()
+    optimizer, average = adamw(model), Warming(model).to(lab.device)
+
+    def train_step(batch: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        average(model)
+        return loss.detach()
+
+    step = lab.capture(train_step, [model, average], optimizer)
+    return [step(batch) for batch in lab.batches(40)]
+
+
 ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "byol": (byol, 30),
     "distilled": (distilled, 30),
@@ -549,6 +618,8 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "returned": (returned, 12),
     "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
     "dropped_behind": (dropped_behind, 10),
+    "in_some_steps": (in_some_steps, 15),
+    "warmed": (warmed, 25),
     "returned_scaled": (returned_scaled, "what it returns is used"),
 }
 """Loops, with how many calls must be replayed, or with what is said instead."""
