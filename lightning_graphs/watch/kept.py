@@ -456,10 +456,10 @@ class _CallsOfTorch(FunctionMode):
 
 
 def _among_late(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(_: FrameType, *args: Any, **kwargs: Any) -> Any:
+    def call(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
         late = next((a for a in args if isinstance(a, LateValue)), None)
         if late is None or kwargs:
-            return function(*args, **kwargs)
+            return called_from(frame, function)(*args, **kwargs)  # it asks tensors which is less
         return late.applied(function, args)
 
     return standing_in(function, call)
