@@ -19,10 +19,10 @@ OBSTACLE = "Obstacle"
 PRINTERS = ("rank_zero_warn", "rank_zero_info", "say", "warn_user")
 """What prints a sentence in the end."""
 
-CARRIERS = ("Verdict", "_left_out")
-"""Classes and functions that take sentences which are printed somewhere else."""
+CARRIERS = ("_left_out",)
+"""Functions that take sentences which are printed somewhere else."""
 
-REASONS = ("reason", "obstacle", "missed", "note", "stale")
+REASONS = ("reason", "obstacle", "missed", "note", "stale", "verdict")
 """Variables and attributes whose sentences are put into others."""
 
 _EXPLAINS = re.compile(r"Why |.*what to say", re.DOTALL)

@@ -30,7 +30,7 @@ from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.plan import StepPlan, found_for_later
 from lightning_graphs.regions.whole_step import EvaluationSteps
 from lightning_graphs.report import summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import CompiledCode
 
@@ -325,15 +325,15 @@ class EvaluationHandler(StrategyHandler):
             self._timing.read(wait=True)
         statistics = self.statistics
         if statistics.graphs:
-            statistics.verdict = judge(statistics.graphs).sentence if self._is_meaningful else ""
+            if self._is_meaningful:
+                statistics.judge()
             self._fit.messages.say(f"{summary_line(statistics.report())}, of {self.name}")
 
     def _judge(self) -> None:
         """Let steps run eagerly from now on if graphs make them slower."""
-        if not self._is_meaningful:
+        if not self._is_meaningful or self.statistics.judge():
             return
-        verdict = judge(self.statistics.graphs)
-        self.statistics.verdict = verdict.sentence
-        if not verdict.profitable and self._fit.options.only_if_faster:
+        if self._fit.options.only_if_faster:
             self.close()
-            self._fit.messages.note(f"{self.name} runs eagerly from now on: {verdict.sentence}")
+            verdict = self.statistics.verdict
+            self._fit.messages.note(f"{self.name} runs eagerly from now on: {verdict}")

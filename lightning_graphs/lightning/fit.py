@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any, Literal
 
@@ -42,7 +41,7 @@ from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.report import render, summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.report.report import share_of
 from lightning_graphs.watch.assertions import OpenAssertions
 
@@ -233,12 +232,7 @@ class FitSummary:
 
     def _judge(self) -> bool:
         """Tell whether graphs pay off by the times so far, and put the verdict into the report."""
-        if not self._stopwatch.meaningful:
-            return True
-        eager = self._statistics.step_times.eager
-        verdict = judge(self._statistics.graphs, median(eager) if eager else None)
-        self._statistics.verdict = verdict.sentence
-        return verdict.profitable
+        return not self._stopwatch.meaningful or self._statistics.judge()
 
     def count_rest(self) -> None:
         """Count as eager the steps that ran since the callback was switched off."""

@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from statistics import median
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
@@ -49,7 +48,7 @@ from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report import Report, summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics, judge
+from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.values.tree import stepping
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import obstacle_in
@@ -531,10 +530,7 @@ class Calls:
             self._timing.read()
         if self._steps is None or self._options.diagnose or not self._stopwatch.meaningful:
             return True
-        eager = self._statistics.step_times.eager
-        verdict = judge(self._statistics.graphs, median(eager) if eager else None)
-        self._statistics.verdict = verdict.sentence
-        return verdict.profitable
+        return self._statistics.judge()
 
     def _conclude(self) -> None:
         """Say what the graphs gain, once the timing is complete; end them if they gain nothing."""

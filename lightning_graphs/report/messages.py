@@ -52,6 +52,8 @@ class CaptureCost:
     added: dict[PoolHandle, int] = field(default_factory=dict)
 
 
+_GPU_BOUND_FROM = 0.95
+"""Replay time over eager time from which on launching kernels was not what took the time."""
 _MOST_ROWS = 1000
 """Rows of eager steps, and captures, of which a report has the place."""
 
@@ -94,6 +96,33 @@ class Statistics(Report):
             rows[-1] = self.replayed, rows[-1][1] + steps
         elif len(rows) < _MOST_ROWS:
             rows.append((self.replayed, steps))
+
+    def judge(self) -> bool:
+        """Put into the verdict what times say; return whether replayed steps are faster, if known.
+
+        It stays empty if graphs pay off clearly.
+        """
+        usual, self.verdict = self.step_times.eager, ""
+        otherwise = median(usual) if usual else None
+        timed = [
+            (eager, record.replay_ms, record.replays)
+            for record in self.graphs
+            if (eager := record.eager_ms or otherwise) and record.replay_ms and record.replays
+        ]
+        steps = sum(count for *_, count in timed) or 1
+        eager = sum(ms * count for ms, _, count in timed) / steps
+        replay = sum(ms * count for _, ms, count in timed) / steps
+        if not timed or replay < _GPU_BOUND_FROM * eager:
+            return True
+        times = f"a replayed step takes {replay:.3f} ms and an eager one {eager:.3f} ms"
+        if replay * _GPU_BOUND_FROM > eager:
+            self.verdict = f"{times}: graphs make this step slower"
+            return False
+        self.verdict = (
+            f"{times}: the GPU is busy all the time, and fewer launches gain little; "
+            "torch.compile(module) makes the kernels themselves fewer and faster"
+        )
+        return replay < eager
 
     def _spans(self) -> list[Span]:
         found, replays, step = [], 0, 0
@@ -465,41 +494,3 @@ def padding_for(shapes: Iterable[tuple[Signature, float]], done: Statistics) -> 
         added=added,
         saves_ms=before - after if is_measured else None,
     )
-
-
-# ------------------ What times say
-
-GPU_BOUND_FROM = 0.95
-"""Replay time over eager time from which on launching kernels was not what took the time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the times say."""
-
-    profitable: bool  # whether replayed steps are faster at all, as far as one can tell
-    sentence: str = ""  # what a user should know; empty if graphs pay off clearly
-
-
-def judge(records: Sequence[GraphRecord], otherwise: float | None = None) -> Verdict:
-    """Compare the time of replayed steps with that of eager ones."""
-    timed = [
-        (eager, record.replay_ms, record.replays)
-        for record in records
-        if (eager := record.eager_ms or otherwise) and record.replay_ms and record.replays
-    ]
-    if not timed:
-        return Verdict(True)
-    steps = sum(count for *_, count in timed)
-    eager = sum(ms * count for ms, _, count in timed) / steps
-    replay = sum(ms * count for _, ms, count in timed) / steps
-    times = f"a replayed step takes {replay:.3f} ms and an eager one {eager:.3f} ms"
-    if replay < GPU_BOUND_FROM * eager:
-        return Verdict(True)
-    if replay * GPU_BOUND_FROM <= eager:
-        return Verdict(
-            replay < eager,
-            f"{times}: the GPU is busy all the time, and fewer launches gain little; "
-            "torch.compile(module) makes the kernels themselves fewer and faster",
-        )
-    return Verdict(False, f"{times}: graphs make this step slower")

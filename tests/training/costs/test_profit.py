@@ -19,7 +19,7 @@ from lightning_graphs.lightning import fit as summary
 from lightning_graphs.lightning.runner import StrategyHandler
 from lightning_graphs.policy.worth import SAMPLES, StepTiming
 from lightning_graphs.report import GraphRecord
-from lightning_graphs.report.messages import Statistics, Verdict, judge
+from lightning_graphs.report.messages import Statistics
 from tests.training.fits import Fit, Net, compare, prepare
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -27,6 +27,12 @@ INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 def timed(eager: float | None, replay: float | None, replays: int = 8) -> GraphRecord:
     return GraphRecord(signature="x", eager_ms=eager, replay_ms=replay, replays=replays)
+
+
+def judged(*records: GraphRecord) -> tuple[bool, str]:
+    """Whether graphs pay off by these times, and what is said of that."""
+    statistics = Statistics(graphs=[*records])
+    return statistics.judge(), statistics.verdict
 
 
 class TestVerdict:
@@ -45,26 +51,24 @@ class TestVerdict:
     def test_of_one_graph(
         self, eager: float, replay: float, profitable: bool, sentence: str
     ) -> None:
-        verdict = judge([timed(eager, replay)])
-        assert verdict.profitable is profitable
-        assert sentence in verdict.sentence
-        assert bool(sentence) is bool(verdict.sentence)
+        pays, said = judged(timed(eager, replay))
+        assert pays is profitable
+        assert sentence in said
+        assert bool(sentence) is bool(said)
 
     def test_far_slower_replays_are_not_put_down_to_a_busy_gpu(self) -> None:
-        verdict = judge([timed(1.0, 1.2)])
-        assert "busy" not in verdict.sentence
+        assert "busy" not in judged(timed(1.0, 1.2))[1]
 
     def test_a_graph_counts_as_often_as_it_is_replayed(self) -> None:
         slow, fast = timed(1.0, 2.0, replays=1), timed(4.0, 1.0, replays=9)
-        both = judge([slow, fast])
-        assert both.profitable
-        alone = judge([timed(1.0, 2.0, replays=9), timed(4.0, 1.0, replays=1)])
-        assert not alone.profitable
-        assert "takes 1.900 ms and an eager one 1.300 ms" in alone.sentence
+        assert judged(slow, fast)[0]
+        pays, said = judged(timed(1.0, 2.0, replays=9), timed(4.0, 1.0, replays=1))
+        assert not pays
+        assert "takes 1.900 ms and an eager one 1.300 ms" in said
 
     @pytest.mark.parametrize("records", [[], [timed(None, 1.0)], [timed(1.0, None)]])
     def test_without_both_times_it_says_nothing(self, records: list[GraphRecord]) -> None:
-        assert judge(records) == Verdict(True)
+        assert judged(*records) == (True, "")
 
 
 class Given:
