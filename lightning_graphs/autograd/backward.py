@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn import Parameter
 
-from lightning_graphs.errors import CaptureError, ReplayError
+from lightning_graphs.errors import CaptureError, ReplayError, stop
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
 from lightning_graphs.private.engine import (
     accumulation_hooks,
@@ -581,10 +581,10 @@ def accumulation_refused(named: Mapping[Tensor, str]) -> Iterator[None]:
         for leaf in inputs or leaves_behind(roots):
             if leaf in named or isinstance(leaf, Parameter):
                 name = f"`{named[leaf]}`" if leaf in named else "a parameter"
-                raise _refusal(f"a backward pass inside of it adds to `.grad` of {name}")
+                stop(_refusal(f"a backward pass inside of it adds to `.grad` of {name}"))
 
     def refuse_reentry() -> None:
-        raise _refusal("a backward pass inside of it computes a part of it again (use_reentrant)")
+        stop(_refusal("a backward pass inside of it computes a part of it again (use_reentrant)"))
 
     with backward_passes_observed(refuse_pass, refuse_reentry):
         try:

@@ -38,7 +38,7 @@ from lightning_graphs.autograd.graphed import (
 )
 from lightning_graphs.device.graph import BackendName, GraphPool, get_backend, refuse_nested
 from lightning_graphs.device.rules import REBOUND, SET_GENERATOR
-from lightning_graphs.errors import CaptureError, CaptureStopped, ReplayError
+from lightning_graphs.errors import CaptureError, CaptureStopped, ReplayError, stop
 from lightning_graphs.private.callsite import codes_in, named_at
 from lightning_graphs.private.engine import (
     ahead_of_casts,
@@ -644,9 +644,8 @@ def rewinding_refused(draws: bool) -> AbstractContextManager[None]:
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise SET_GENERATOR.refused(
-            "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
-        )
+        called = "torch.cuda.set_rng_state is called in the backward pass, which draws numbers"
+        stop(SET_GENERATOR.refused(called))
 
     return replaced(torch.cuda, "set_rng_state", refuse) if draws else nullcontext()
 
