@@ -558,20 +558,18 @@ def _source_of(code: CodeType) -> tuple[list[str], int]:
 _BEGINS = re.compile(r"\s*(async\s+)?def\s|.*(?<!\w)lambda(:|\s)|\s*@")
 
 
+def lines_in(*nodes: ast.stmt | ast.expr) -> range:
+    """Return the lines of statements in a row, or of an expression."""
+    return range(nodes[0].lineno, (nodes[-1].end_lineno or 0) + 1)
+
+
 def statements_around(code: CodeType, line: int) -> Iterator[ast.stmt]:
     """Yield the statements of a function that have a line, outer ones first."""
     tree = tree_of(code)
     functions = (n for n in ast.walk(tree or ast.Module([], [])) if isinstance(n, ast.FunctionDef))
     inside: Any = next((each for each in functions if each.name == code.co_name), None)
     while inside is not None:
-        inside = next(
-            (
-                node
-                for node in _statements_in(inside)
-                if node.lineno <= line <= (node.end_lineno or node.lineno)
-            ),
-            None,
-        )
+        inside = next((n for n in _statements_in(inside) if line in lines_in(n)), None)
         if inside is not None:
             yield inside
 

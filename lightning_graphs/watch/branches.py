@@ -33,6 +33,7 @@ from lightning_graphs.private.callsite import (
     frames_of_region,
     is_installed,
     is_library,
+    lines_in,
     listing_of,
     names_in,
     raises_by_itself,
@@ -164,10 +165,10 @@ def _way_of_handler(way: Way, catching: FrameType) -> Way | None:
     if way.frame.f_back is not catching or tree is None or raising is None:
         return None
     function = next((n for n in ast.walk(raising) if isinstance(n, ast.FunctionDef)), None)
-    if function is None or not _is_in(way.raises, function.body[-1]):
+    if function is None or way.raises not in lines_in(function.body[-1]):
         return None
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Try) and _is_in(catching.f_lineno, *node.body)):
+        if not (isinstance(node, ast.Try) and catching.f_lineno in lines_in(*node.body)):
             continue
         handlers, body = node.handlers, node.body
         alone = len(body) == 1 and isinstance(body[0], ast.Expr) and len(handlers) == 1
@@ -177,10 +178,6 @@ def _way_of_handler(way: Way, catching: FrameType) -> Way | None:
         if all(is_telling(each) or isinstance(each, ast.Pass) for each in told):
             return Way(way.outcome, catching, 0, tuple(told))
     return None
-
-
-def _is_in(line: int, *statements: ast.stmt) -> bool:
-    return any(each.lineno <= line <= (each.end_lineno or 0) for each in statements)
 
 
 def is_telling(node: ast.stmt) -> bool:
@@ -378,8 +375,7 @@ def _may_catch(frame: FrameType) -> bool:
         opcodes = {instruction.opname for instruction in listing_of(frame.f_code).instructions}
         return bool(opcodes & {"SETUP_FINALLY", "PUSH_EXC_INFO"})
     for node in surrounding:
-        last = node.body[-1].end_lineno or 0
-        if not node.body[0].lineno <= frame.f_lineno <= last:
+        if frame.f_lineno not in lines_in(*node.body):
             continue
         given = node.items if isinstance(node, ast.With) else []
         made = (value_of(item.context_expr, frame) for item in given)
@@ -575,8 +571,7 @@ def _statements(way: Way) -> list[ast.stmt]:
             if not isinstance(block, list):
                 continue
             for place, statement in enumerate(block):
-                ends = statement.end_lineno or 0
-                if not statement.lineno <= way.raises <= ends:
+                if way.raises not in lines_in(statement):
                     continue
                 if isinstance(statement, ast.Assert):
                     kind, given = ast.Name("AssertionError", ast.Load()), statement.msg

@@ -23,7 +23,13 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, tree_of
+from lightning_graphs.private.callsite import (
+    CallSite,
+    CallSiteFinder,
+    compiled,
+    lines_in,
+    tree_of,
+)
 from lightning_graphs.private.engine import leaf_of
 from lightning_graphs.watch.branches import (
     LateError,
@@ -216,17 +222,13 @@ def _if_asking(frame: FrameType, *, called: bool) -> _If | None:
     if branch is None or None in branch.lands.values():
         return None
     for node in ifs_in(branch.frame.f_code):
-        if node.test.lineno <= branch.frame.f_lineno <= (node.test.end_lineno or 0):
-            body = _lines_of(*node.body)
+        if branch.frame.f_lineno in lines_in(node.test):
+            body = lines_in(*node.body)
             # Further ones are of the same lines: the jump back at the end of a loop's body
             first = next((i for i, n in enumerate(branch.listing.lines) if n in body), None)
             entering = (outcome for outcome, there in branch.lands.items() if there == first)
             return _If(branch.frame, node, next(entering, None))
     return None
-
-
-def _lines_of(*statements: ast.stmt) -> range:
-    return range(statements[0].lineno, (statements[-1].end_lineno or 0) + 1)
 
 
 # ------------------ Branches that only choose values: the graph computes both
@@ -295,7 +297,7 @@ class _Behind:
 
     def __init__(self, choice: Choice, choose: Choose) -> None:
         self.choosing = [choose]
-        self._lines, self._own = _lines_of(choice.node), choice.frame.f_trace
+        self._lines, self._own = lines_in(choice.node), choice.frame.f_trace
         self._before = sys.gettrace()
         sys.settrace(lambda *_: None)
 

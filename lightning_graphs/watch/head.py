@@ -34,6 +34,7 @@ from lightning_graphs.private.callsite import (
     calls_observed,
     frames_of_region,
     is_library,
+    lines_in,
     listing_of,
     offsets_at,
     position_of,
@@ -427,8 +428,7 @@ def endings_along(stack: Sequence[Running]) -> Iterator[Ending]:
         else:
             statement = None
             for statement in statements_around(code, line):
-                last = statement.end_lineno or statement.lineno
-                lines = range(statement.lineno, last + 1)
+                lines = lines_in(statement)
                 starts = dict(dis.findlinestarts(code))
                 first = next((o for o, found in starts.items() if found in lines), None)
                 if first is not None:
