@@ -444,7 +444,7 @@ def _monitored(
             return None
         frame = sys._getframe(1)
         if type(function) is MethodDescriptorType and isinstance(first, function.__objclass__):
-            function = function.__get__(first)
+            function = function.__get__(first, type(first))  # CPython crashes without the type
         if not counts(frame, function):
             return tools.DISABLE
         called(frame, function)

@@ -335,10 +335,10 @@ def averaged(lab: Lab) -> Any:
     """Averages of weights by torch and by recipes, behind the update."""
     model = lab.net()
     optimizer, shadow = adamw(model), Shadow(model)
-    # Without a device their counts lie on the CPU; a plain average of integers raises on a GPU
+    # Without a device their counts lie on the CPU, and torch's own mean reads a share on the host
     decay = get_ema_multi_avg_fn(0.9)
     average = AveragedModel(model, lab.device, multi_avg_fn=decay, use_buffers=True)
-    plain = AveragedModel(model, lab.device)
+    plain = AveragedModel(model, lab.device, avg_fn=lambda mean, p, n: mean + (p - mean) / (n + 1))
 
     def train_step(batch: Any) -> Tensor:
         loss = update(optimizer, loss_of(model, batch))

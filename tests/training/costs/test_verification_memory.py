@@ -95,5 +95,6 @@ def test_new_gradients_are_not_saved(
     monkeypatch.setattr(GradientBuffers, "taking_over", lambda _: nullcontext())
     eager, captured = fit_twice(backend, tmp_path, validation=0)
     compare(eager, captured)
-    assert saved == [8]  # the update's rate
+    (bytes_saved,) = saved
+    assert bytes_saved <= 8  # the update's rate
     assert captured.statistics.recaptures == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from lightning_graphs.watch.environment import old_gradients_watched
 from lightning_graphs.watch.reads import AttributeGuards
+from lightning_graphs.watch.user_code import functions_followed
 from tests.training.fits import prepare
 
 
@@ -88,6 +90,16 @@ def test_the_compiler_may_ask_whether_there_is_a_gradient() -> None:
     with old_gradients_watched():
         compiled = torch.compile(layer, backend="eager")(x)
     assert torch.equal(compiled, layer(x))
+
+
+def test_methods_of_c_that_want_their_class_are_followed() -> None:
+    """Those of compiled patterns crash CPython where they are bound without it."""
+    found: list[object] = []
+    pattern = re.compile("a")
+    seen = functions_followed(lambda _: None, lambda _, f: found.append(f), lambda *_: True)
+    with seen:
+        pattern.match("a")
+    assert pattern.match in found
 
 
 def test_gradients_are_readable_after_a_capture(backend: str, tmp_path: Path) -> None:
