@@ -212,8 +212,14 @@ def _overrides(kind: type[Tensor]) -> bool:
     )
 
 
+class _Any:
+    """What Python writes into every class; from 3.13 on that are lines and attributes, too."""
+
+    annotated: int
+
+
 _OF_ANY_CLASS = frozenset(
-    {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__new__", "__init__"}
+    {*vars(_Any), "__annotations__", "__new__", "__init__"}
     | {"__repr__", "__str__", "__format__", "__init_subclass__", "__subclasshook__", "__hash__"}
     | {"__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
     | {"__torch_function__", "__torch_dispatch__"}  # which are looked at by themselves
