@@ -43,6 +43,7 @@ from lightning_graphs.lightning.private import (
     moved_to_cpu,
     own_copy,
     plain_fetchers,
+    unmarked_batches,
 )
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import rebuilt
@@ -199,7 +200,8 @@ class ReplayLoop(BatchLoop):
             return
         self._runner, self._behind = runner, None
         try:
-            self._run(fetcher)
+            with unmarked_batches(fetcher):
+                self._run(fetcher)
         except BaseException:  # StopIteration, too
             self._show_step_before()
             raise

@@ -41,6 +41,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 )
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import dataloader
 
 from lightning_graphs.private.exchange import replaced, subclassed
 from lightning_graphs.private.torch import is_newer_than_tested
@@ -529,6 +530,54 @@ def plain_fetchers() -> tuple[type, ...]:
     """Return the classes of fetchers that hand out batch after batch, not an iterator."""
     plain = fetchers._DataFetcher, fetchers._PrefetchDataFetcher
     return tuple(itertools.chain.from_iterable(map(copies_of, plain)))
+
+
+_READ = {"torch", "autograd", "profiler", "record_function", "_profile_name", "_sampler_iter"}
+_READ |= {"_reset", "_next_data", "_num_yielded", "_dataset_kind", "_DatasetKind", "Iterable"}
+_READ |= {"_IterableDataset_len_called", "_dataset", "_num_workers", "warnings", "warn"}
+"""Names in the method of torch's data loaders that was read, in torch 2.11 and 2.13."""
+
+
+def _unmarked(kind: type) -> type:
+    """Return a class of iterators that mark no batch for profilers while none records."""
+
+    def __next__(iterator: Any) -> Any:
+        is_recorded = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        if is_recorded or iterator._sampler_iter is None:
+            return kind.__next__(iterator)  # type: ignore[attr-defined]
+        batch = iterator._next_data()
+        iterator._num_yielded += 1
+        return batch
+
+    return type(kind.__name__, (kind,), {"__next__": __next__, "__module__": kind.__module__})
+
+
+_UNMARKED = {
+    kind: _unmarked(kind)
+    for kind in (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDataLoaderIter)
+    if {*kind.__next__.__code__.co_names} == _READ
+}
+
+
+@contextlib.contextmanager
+def unmarked_batches(fetcher: Any) -> Iterator[None]:
+    """Let torch's data loaders make no mark for profilers of each batch, while none records.
+
+    No public API leaves it out. It takes 12 of the 15 us of a batch that is there already. Other
+    iterators, and those of datasets without a length of their own, stay as they are.
+    """
+    known: list[tuple[Any, type]] = []
+    mode = getattr(fetcher.combined_loader, "_iterator", None)
+    for iterator in getattr(mode, "iterators", ()):
+        kind = type(iterator)
+        if kind in _UNMARKED and iterator._dataset_kind == dataloader._DatasetKind.Map:
+            known.append((iterator, kind))
+            iterator.__class__ = _UNMARKED[kind]
+    try:
+        yield
+    finally:
+        for iterator, kind in known:
+            iterator.__class__ = kind
 
 
 def is_unrecorded(trainer: Trainer) -> bool:

@@ -504,3 +504,40 @@ def test_an_unknown_version_of_lightning_keeps_its_loop(
     fit = prepare(backend, tmp_path, True, data=lambda: batches(20), max_epochs=1).run()
     assert fit.statistics.replayed > 8
     assert short.steps == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_only_profilers_get_a_mark_of_each_batch(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """torch's data loaders make one, which takes longer than all else that they do there."""
+    marks: list[str] = []
+
+    class Mark(torch.autograd.profiler.record_function):
+        def __init__(self, name: str, args: str | None = None) -> None:
+            marks.append(name)
+            super().__init__(name, args)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", Mark)
+    loaders: list[Any] = []
+
+    def data() -> Any:
+        kept = bool(workers)
+        loaders.append(
+            DataLoader(batches(30), batch_size=None, num_workers=workers, persistent_workers=kept)  # type: ignore[arg-type]
+        )
+        return loaders[-1]
+
+    def count(captured: bool) -> int:
+        marks.clear()
+        fits.append(prepare(backend, tmp_path, captured, data=data, validation=0).run())
+        return sum("DataLoader" in mark for mark in marks)
+
+    fits: list[Any] = []
+    expected, seldom = count(False), count(True)
+    compare(*fits)
+    assert expected >= 60
+    assert seldom < 30
+    assert all("__next__" not in vars(type(each._iterator)) for each in loaders if workers)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert count(True) == expected
