@@ -30,6 +30,7 @@ from lightning_graphs.lightning.private import (
     functions_of,
     is_profiled,
     own_counts,
+    reader_of_streams,
     step_progress,
     step_value,
     training_results,
@@ -169,6 +170,7 @@ class BatchTransfer:
         self._device = strategy.root_device
         self._transfer = strategy.batch_to_device
         self._stream = torch.cuda.Stream(self._device)
+        self._present = reader_of_streams(self._device)
         self._moved = torch.cuda.Event()
         self._launched: deque[torch.cuda.Event] = deque()
         self._copied: deque[list[tuple[weakref.ref[Tensor], Tensor]]] = deque(maxlen=_AHEAD + 1)
@@ -180,7 +182,7 @@ class BatchTransfer:
         return replaced(self._strategy, "batch_to_device", self._batch_to_device)
 
     def _batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        steps = torch.cuda.current_stream(self._device)
+        steps = self._present()
         is_elsewhere = bool(args) or kwargs.get("device") is not None
         parts = open_simple_batch(batch) if self._is_short and not is_elsewhere else None
         if parts is None:
