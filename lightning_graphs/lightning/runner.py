@@ -14,7 +14,6 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.errors import ReplayError
 from lightning_graphs.lightning.logs import LOGGED_NUMBER, QuickLog, log_exchanged
 from lightning_graphs.lightning.oom import OomRecovery
@@ -58,6 +57,7 @@ _WRAPPED = (
 class StepRunner(StepRegion):
     """Runs the steps of a fit as whole graphs."""
 
+    no_update = OPTIMIZER
     _fit: LightningContext
     _recovery: OomRecovery
     _ranks: Ranks
@@ -78,10 +78,6 @@ class StepRunner(StepRegion):
     def has_failed(self) -> bool:
         """Whether whole steps have failed: all were refused, or attributes change in every step."""
         return self._life.has_failed
-
-    @property
-    def _no_update(self) -> Obstacle:
-        return OPTIMIZER
 
     def _present(self) -> list[Optimizer]:
         """List the optimizers that steps call: all of them if these optimize manually."""

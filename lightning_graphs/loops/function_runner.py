@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import COUNTER, Obstacle, speaking
+from lightning_graphs.device.rules import COUNTER, speaking
 from lightning_graphs.errors import GraphError, first_line
 from lightning_graphs.loops.processes import OWN_COLLECTIVE
 from lightning_graphs.loops.program import (
@@ -77,6 +77,7 @@ class FunctionSteps(StepRegion):
     step = "call"
     captures = FunctionCapture
     shares_heads = False
+    no_update = OPTIMIZER
     _ranks: Ranks
     _recovery: CallRecovery
 
@@ -248,10 +249,6 @@ class FunctionSteps(StepRegion):
             self._values.read(used)
             return True
         return super().may_succeed(key, error)
-
-    @property
-    def _no_update(self) -> Obstacle:
-        return OPTIMIZER
 
     def _present(self) -> list[Optimizer]:
         return [*self._client.optimizers]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from functools import lru_cache
 from operator import is_
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ class StepRegion(HeadedSteps):
     captures: type[StepCapture] = StepCapture
     verifies: type[Verification] = Verification
     has_backward = True  # something may run beside the rest of it
+    no_update: ClassVar[Obstacle]  # what an optimizer is whose steps no graph can take
 
     def __init__(
         self,
@@ -131,11 +132,6 @@ class StepRegion(HeadedSteps):
         self._bind()
 
     # ------------------------------------------------------------------ what a client supplies
-
-    @property
-    @abstractmethod
-    def _no_update(self) -> Obstacle:
-        """The obstacle that an optimizer is whose steps no graph can take."""
 
     @abstractmethod
     def _present(self) -> list[Optimizer]:
@@ -302,7 +298,7 @@ class StepRegion(HeadedSteps):
         in_graphs = self._capture.optimizers if self._by_hand else {}
         for optimizer in [each for each, one in in_graphs.items() if one is None]:
             if why := why_not_behind(self._module, optimizer, self._fit.watch.scaler):
-                raise self._no_update.refused(why)
+                raise self.no_update.refused(why)
         self._call = call
         if not len(self._cache):
             self._conditions = self._current_conditions(has_graphs=True)
