@@ -70,7 +70,7 @@ class FunctionMode(TorchFunctionMode):
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
-        self._call = call
+        self.handler = call
         self._asked = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -87,8 +87,8 @@ class FunctionMode(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():  # it would compile the handler, too
             return func(*args, **given)
         if func is torch.ops.higher_order.cond:
-            return _cond(functools.partial(self._call, func), *args)
-        return self._call(func, args, given)
+            return _cond(functools.partial(self.handler, func), *args)
+        return self.handler(func, args, given)
 
 
 def _cond(call: Callable[..., Any], choice: Any, *rest: Any) -> Any:

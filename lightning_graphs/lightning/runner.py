@@ -287,7 +287,7 @@ class StepRunner(StepRegion):
             if not (is_last and self._ranks.are_one and self._policy.is_likely):
                 yield
                 return
-            with self._facts.places.observing():
+            with self._facts.places.observing(), self._facts.foreseeing():
                 yield
 
     def _replay(self, plan: StepPlan) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -177,7 +177,9 @@ class FunctionSteps(StepRegion):
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._warmup_left > 0:
             self._warmup_left -= 1
-            with self._fit.compiled.watching():
+            is_last = not self._warmup_left and self._policy.is_likely
+            foreseeing = self._facts.foreseeing() if is_last else nullcontext()
+            with self._fit.compiled.watching(), foreseeing:
                 return self._eager(args, kwargs)
         return self._eager(args, kwargs)
 

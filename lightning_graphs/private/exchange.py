@@ -244,6 +244,13 @@ def modes_entered() -> tuple[int, int]:
     ), torch._C._len_torch_function_stack()
 
 
+def innermost_modes() -> tuple[Any, Any]:
+    """Return the dispatch mode and the function mode that see calls of this thread first."""
+    dispatching, functions = modes_entered()
+    innermost = _python_dispatch._get_current_dispatch_mode_stack()[-1] if dispatching else None
+    return innermost, torch._C._get_function_stack_at(functions - 1) if functions else None
+
+
 def is_in_backward_pass() -> bool:
     """Return whether autograd's engine runs the calling code: a hook or a custom function."""
     return torch._C._current_graph_task_id() != -1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
@@ -25,6 +25,7 @@ from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment
+from lightning_graphs.watch.foreseen import ForeseenReads
 from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.kept import CallAt
 from lightning_graphs.watch.mechanism import Instruction
@@ -227,6 +228,7 @@ class CaptureFacts:
         on_change: Callable[[], object],
         held: Callable[[], Sequence[int]] = tuple,  # see :class:`KeptGradients`
     ) -> None:
+        self._context = context
         self.reads = AttributeGuards(context.watch.is_apart)  # attributes that captured steps read
         self.reads.followed = partial(followed, context)
         self.places = StepState(  # where steps store something
@@ -235,8 +237,22 @@ class CaptureFacts:
         self.moved: list[str] = []  # what was found to keep changing, since the last capture
         self.mirrors = Mirrors(on_change)  # numbers in tensors that steps read and advance
         self.forks = Forks()  # where steps ask the device which way to go on
+        self.foreseen = ForeseenReads()  # what they read on the host, before one was captured
         self.has_host_program = False  # captures record what steps compute on the host
         self.has_several_passes = False  # steps run backward passes inside of their own
         self.steps_between = False  # optimizers that no graph can step do so between two graphs
         self.is_unseen = True  # captures are hidden from libraries
         self.kept = KeptGradients(held)  # whether user code keeps gradients past their step
+
+    @contextmanager
+    def foreseeing(self) -> Iterator[None]:
+        """Observe the body, an eager step, so that captures begin as they would go on."""
+        context, module = self._context, self._context.module
+        if context.compiled.runs or not context.ranks.are_one:
+            yield
+            return
+        with self.foreseen.observing(module, module.device):
+            yield
+        if self.foreseen.is_any:
+            self.has_host_program = True
+            context.policy.follows_host()

@@ -95,6 +95,15 @@ def _is_number(asked: Question) -> bool:
     return asked.asks is Asks.ITEM and asked.tensors[0].dtype is not torch.bool
 
 
+def is_read(asked: Question) -> bool:
+    """Return whether the host has to know what code asks: no graph asserts it, or chooses by it."""
+    if asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER):
+        return True
+    if _way(asked) is not None or _is_compared(asked):
+        return False
+    return _is_number(asked) or choice_of(asked.frame, called=asked.is_called) is None
+
+
 @dataclass(frozen=True, slots=True)
 class _Held:
     """A number in a message, which the graph keeps as it is when the assertion fails."""

@@ -337,6 +337,25 @@ class HostTape:
         self._registers[tensor] = None
         self._born.add(tensor)
 
+    def of_shape(self, tensor: Tensor) -> Tensor:
+        """Return a constant with the shape of a tensor of the device."""
+        with out_of_sight():
+            constant = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        self.constant(constant)
+        return constant
+
+    def of_known_shape(self, func: OpOverload, result: Any) -> Any:
+        """Return the result of an operator; replays compare its shapes if they depend on data."""
+        if func._schema.name in SHAPES:
+            for tensor in tensors_in(result):
+                self.compare(shape, tensor)
+        return result
+
+    @property
+    def draws(self) -> list[HostGenerator]:
+        """The generators that are drawn from, once for each draw."""
+        return [o.draws for o in self.operations if o.draws is not None]
+
     def copy(self, static: Tensor, value: Tensor) -> None:
         """Let replays copy a tensor into memory of the device."""
         register = self._registers[value]

@@ -24,6 +24,7 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, OURS, outside_of
+from lightning_graphs.private.exchange import innermost_modes
 from lightning_graphs.private.generators import comparable
 from lightning_graphs.private.torch import (
     captured_code_runs,
@@ -51,7 +52,6 @@ from lightning_graphs.watch.host import (
     is_exact,
     name_of,
     numbers,
-    shape,
 )
 from lightning_graphs.watch.tracers import ScalarTracer
 
@@ -150,7 +150,24 @@ class Arena:
         return *own, *self.read_in_place
 
 
-class HostTracer(OperatorMode):
+class LeftMode(OperatorMode):
+    """Operator mode that may be left while the code under it goes on."""
+
+    has_left = False
+
+    def leave(self) -> None:
+        """See no further, unless other modes were entered since."""
+        operators, functions = innermost_modes()
+        if operators is self and getattr(functions, "handler", None) == self.call:
+            super().__exit__(None, None, None)
+            self.has_left = True
+
+    def __exit__(self, *exc: Any) -> None:
+        if not self.has_left:
+            super().__exit__(*exc)
+
+
+class HostTracer(LeftMode):
     """Records, while it is entered, what runs on the host.
 
     On a CPU, where the emulated backend captures, those tensors are the host's that a factory makes
@@ -179,6 +196,8 @@ class HostTracer(OperatorMode):
         # Whether user code in a frame gets no copy of what changes, but later, behind the graph
         self.declines: Callable[[FrameType], bool] = lambda _: False
         self.in_backward = False  # whether the backward pass copies from the host, too
+        self.has_given = False  # tensors of the host to the code
+        self.has_answered = False
         self.on_read: Callable[[FrameType], object] = id  # hears who reads numbers of the host
         self._copies = copies
         self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -188,11 +207,20 @@ class HostTracer(OperatorMode):
                 self.tape.input(shadow, i)
                 self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
+    def leave(self) -> None:
+        """Record no further, if nothing of the host is in the hands of the code.
+
+        From here on captures refuse what they refuse without a tracer.
+        """
+        if not (self.has_given or self.in_backward or self.tape.draws):
+            super().leave()
+            self._shadows = {} if self.has_left else self._shadows
+
     def finish(self) -> HostProgram | None:
         """Return the host program at the end of all captures; None if it is empty."""
         tape = self.tape
         self._arena.require_room()
-        draws = any(isinstance(o.draws, torch.Generator) for o in tape.operations)
+        draws = any(isinstance(generator, torch.Generator) for generator in tape.draws)
         tape.refuse_set(with_device=self._emulated and self._device_draws)
         if self._emulated and self._device_draws and draws:
             raise CaptureError(ONE_GENERATOR, "the captured code draws for both", _ON_A_GPU)
@@ -204,6 +232,7 @@ class HostTracer(OperatorMode):
         goes_the_same_way = program.run(lambda: self._copies)
         drawn = all(comparable(g.get_state()) == comparable(s) for g, s in tape.states.items())
         program.restore()
+        drawn = drawn and not (self.has_left and tape.draws)
         if not (goes_the_same_way and drawn):
             raise CaptureError(RULE, "the code draws or branches out of torch's sight", REMEDY)
         return program if tape.operations or held else None
@@ -213,6 +242,7 @@ class HostTracer(OperatorMode):
     def operator(self, call: OperatorCall) -> Any:
         func, kwargs = call.func, call.kwargs
         if func is aten.lift_fresh.default and call.inputs[0].dim():
+            self.has_given = True
             return self.tape.run(call)  # torch has made it of Python numbers: torch.LongTensor([1])
         # One without tensors may make one.
         concerned = not call.inputs or any(self._shadow(t) is not None for t in call.inputs)
@@ -227,11 +257,12 @@ class HostTracer(OperatorMode):
             with self._noting_draws(func):
                 result = self._opened(call) if func in _COPY_TABLES else call.run()
             return self._follow(call, result)
+        self.has_given = True
         if len(hosts) == len(call.inputs):
             target = kwargs.get("device")
             if not self._emulated and target is not None and target.type != "cpu":
                 return self._copied(call.args[0], kwargs)
-            return self._of_a_known_shape(call.func, self.tape.run(call))
+            return self.tape.of_known_shape(call.func, self.tape.run(call))
         if any(map(self.tape.knows, call.written)):
             HOST_READ.refuse_here(f"{func} writes to a tensor of the host")
         if any(map(self._is_host, call.written)) or func is aten._pack_padded_sequence.default:
@@ -278,14 +309,14 @@ class HostTracer(OperatorMode):
         """Run a device operator on the host as well, if that is exact."""
         outputs = list(tensors_in(result))
         if name_of(call.func) in OF_SHAPES:
-            call = call.mapped(self._of_shape)
+            call = call.mapped(self.tape.of_shape)
         changes = any(self.tape.changes(t) for t in map(self._shadow, call.inputs) if t is not None)
         if (
             all(self._shadow(t) is not None for t in call.inputs)
             and is_exact(call.func, outputs, SMALL if changes else 16 * SMALL)
             and all(self.tape.made(self._shadow(t)) for t in call.written)
         ):
-            self._set_shadow(outputs, self.tape.run(self._in_shadow(call)))
+            self._set_shadow(outputs, self.tape.run(_on_host(call.mapped(self._shadow))))
             return result
         for tensor in call.written:
             if (shadow := self._shadow(tensor)) is not None:
@@ -295,23 +326,9 @@ class HostTracer(OperatorMode):
                         del self._shadows[key]
         return result
 
-    def _of_shape(self, tensor: Tensor) -> Tensor:
-        """Return a host constant with the shape of a device tensor."""
-        with out_of_sight():
-            constant = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        self.tape.constant(constant)
-        return constant
-
     def _set_shadow(self, tensors: Sequence[Tensor], result: Any) -> None:
         for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
             self._shadows[id(tensor)] = weakref.ref(tensor), shadow
-
-    def _in_shadow(self, call: OperatorCall) -> OperatorCall:
-        """Return the operator with the host copies of its tensors."""
-        shadow = call.mapped(self._shadow)
-        if isinstance(shadow.kwargs.get("device"), torch.device):
-            shadow.kwargs["device"] = torch.device("cpu")
-        return shadow
 
     def _read(self, call: OperatorCall) -> Any:
         """Answer an operator by which the host reads a device value."""
@@ -326,19 +343,14 @@ class HostTracer(OperatorMode):
         if self.leaves_reals and _reads_real(func, known) and self.tape.changes(known[0]):
             self.has_left_reals = True
             return _UNKNOWN
-        found = self.tape.run(self._in_shadow(call))
+        found = self.tape.run(_on_host(call.mapped(self._shadow)))
+        self.has_answered = True
         if not shapes:
+            self.has_given |= to_host
             self.on_read(sys._getframe())
             return found
-        found = self._of_a_known_shape(func, found)
+        found = self.tape.of_known_shape(func, found)
         return mapped(found, lambda tensor: self._copied(tensor, {}))
-
-    def _of_a_known_shape(self, func: OpOverload, result: Any) -> Any:
-        """Guard the shapes of a result if they depend on data."""
-        if func._schema.name in SHAPES:
-            for tensor in tensors_in(result):
-                self.tape.compare(shape, tensor)
-        return result
 
     # ------------------------------------------------------------------ to the device
 
@@ -398,6 +410,7 @@ class HostTracer(OperatorMode):
         if name in READS_LENGTHS and any(map(self._is_of_host, args)):
             return self._with_packed(func, name, args, kwargs)
         if shadow is not None and moves and (self._emulated or len(args) + len(kwargs) <= 2):
+            self.has_given = True
             self.on_read(sys._getframe())
             return self.tape.run(OperatorCall(aten.clone.default, (shadow,), {}))
         if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
@@ -406,6 +419,7 @@ class HostTracer(OperatorMode):
         if is_full and any(self.reader_of(arg) is not None for arg in args):
             return self._from_python(func, name, args, kwargs)
         if name == "__getitem__" and self._is_host(args[0]) and (read := self.reader_of(args[1])):
+            self.has_given = True
             return self.tape.entry(args[0], args[1], read)
         func, args = self._with_scalars(func, name, args)
         if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
@@ -484,6 +498,7 @@ class HostTracer(OperatorMode):
             shadow = self._shadow(value) if self._is_of_host(value) else None
             return value if shadow is None else self._frozen(shadow)
 
+        self.has_given = True
         with functions_out_of_sight():
             result = func(*map(constant, args), **kwargs)
         if name in (PACKING, PADDING):
@@ -555,6 +570,7 @@ class HostTracer(OperatorMode):
         # On a CPU, what names the device by an object means that of the module.
         on_host = device is None or torch.device(device).type == "cpu"
         on_host = on_host and not (self._emulated and isinstance(device, torch.device))
+        self.has_given |= on_host
         result = value if on_host else self._copied(value, {})
         return result.requires_grad_() if grad else result
 
@@ -565,6 +581,13 @@ def counted(tracer: HostTracer, tensor: Tensor) -> Tensor | None:
     if shadow is None or shadow.numel() != 1 or shadow.dtype not in _COUNTS:
         return None
     return shadow if tracer.tape.changes(shadow) else None
+
+
+def _on_host(call: OperatorCall) -> OperatorCall:
+    """Return an operator on the copies of its tensors that makes its results on the host."""
+    if isinstance(call.kwargs.get("device"), torch.device):
+        call.kwargs["device"] = torch.device("cpu")
+    return call
 
 
 def _reads_real(func: OpOverload, given: Sequence[Tensor]) -> bool:

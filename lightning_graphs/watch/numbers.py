@@ -31,6 +31,7 @@ from lightning_graphs.device.rules import (
     HOST_READ,
     NOT_RECORDED,
     Obstacle,
+    are_noted,
     with_known_remedy,
 )
 from lightning_graphs.device.trace import FunctionMode
@@ -39,6 +40,7 @@ from lightning_graphs.private.callsite import CallSite, CallSiteFinder, frames_f
 from lightning_graphs.private.exchange import Absence, exchanged, standing_in
 from lightning_graphs.private.torch import (
     captured_code_runs,
+    in_transform,
     named_buffers_in,
     named_modules_in,
     out_of_sight,
@@ -50,6 +52,7 @@ from lightning_graphs.watch.assertions import CHECKED, Assertions, Checked, Open
 from lightning_graphs.watch.branches import LateError
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Client, Environment
+from lightning_graphs.watch.foreseen import ForeseenReads
 from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.host import Draw, HostProgram, HostTape
@@ -61,6 +64,7 @@ from lightning_graphs.watch.reads import NUMBERS, AttributeGuards
 from lightning_graphs.watch.tables import Tables
 from lightning_graphs.watch.tracers import (
     ArrayTracer,
+    Asks,
     Conversion,
     DrawingFunction,
     OpaqueTracer,
@@ -346,6 +350,7 @@ class Facts(Protocol):
     reads: AttributeGuards
     mirrors: Mirrors
     forks: Forks
+    foreseen: ForeseenReads
     has_host_program: bool
 
 
@@ -405,6 +410,7 @@ class Followed:
         self._knows: Callable[[Tensor], bool]  # whether a tensor is the host's, where both are one
         self._state: FollowedState | None = None  # numbers that it reads and writes in tensors
         self.reads: list[CallAt] = []  # by which it has read numbers that the host knows
+        self._awaits = -1  # so many reads of the step are to come; below 0: that is not known
         self._advance: Instruction | None = None  # advances the numbers of its state
         self._program: HostProgram | None = None
         self._make_room()
@@ -427,6 +433,9 @@ class Followed:
             self.tracer.on_read, self.tracer.on_error = self._note_read, self._note_refusal
             self.tracer.declines, tape = client.declines, self.tracer.tape
             self.tracer.leaves_reals = self._leaves_reals
+        is_here = all(tensor.device == self._device for tensor in inputs.tensors)
+        self._awaits = facts.foreseen.questions if is_here and not are_noted() else 0
+        self._awaits = self._awaits or -1
         self._knows = (lambda _: False) if tape is None else tape.knows
         self.numbers = StepNumbers(facts.reads, self._device, tape, self._could_follow)
         self.numbers.finds_places = self._finds_places
@@ -458,6 +467,8 @@ class Followed:
         functions that draw are followed if a use of what they drew was refused.
         """
         learned = self._facts.mirrors.learn()
+        if self.tracer is not None and self.tracer.has_left:
+            self._facts.foreseen.questions, learned = 0, True
         self._has_left_reals |= self.tracer is not None and self.tracer.has_left_reals
         forks = self._facts.forks
         are_needed = self._has_left_reals and self.numbers.are_bare and not forks.taken
@@ -498,16 +509,31 @@ class Followed:
                 refusal.remedy = with_known_remedy(NOT_RECORDED).remedy
             stop(refusal)
 
-    def _unanswered(self, asked: Question) -> None:
+    def _unanswered(self, asked: Question) -> Any:
         """Let CUDA refuse what it is asked, past handlers of errors in captured code.
 
         A tracer of the host may know the answer, and sees the refusal otherwise.
         """
-        if self.tracer is None and self._device.type == "cuda":
+        if self.tracer is not None and not self.tracer.has_left:
+            return self._answered_last(asked) if self._awaits == 0 else None
+        if self._device.type == "cuda":
             try:
                 asked.condition().item()
             except RuntimeError as error:
                 self._note_refusal(error)
+        return None
+
+    def _answered_last(self, asked: Question) -> Any:
+        """Answer what code reads last, and record no further."""
+        assert self.tracer is not None
+        if in_transform() or self._has_counted or asked.asks not in (Asks.TRUTH, Asks.ITEM):
+            return None
+        (tensor,) = asked.tensors
+        if tensor.numel() != 1:  # torch says so
+            return None
+        value = tensor.item()
+        self.tracer.leave()
+        return bool(value) if asked.asks is Asks.TRUTH else value
 
     def _could_follow(self, asked: Conversion) -> bool:
         own, (name, _) = self._client.own, asked
@@ -549,8 +575,12 @@ class Followed:
         return draws_recorded(self.numbers, self.tracer, self._functions)
 
     def _finish(self) -> None:
-        if self.tracer is not None:
-            self._program, self._learns_generators = self.tracer.finish(), True
+        if self.tracer is None:
+            return
+        self._program, self._learns_generators = self.tracer.finish(), True
+        facts, is_empty = self._facts, self._program is None and not self.tracer.has_answered
+        if is_empty and facts.foreseen.is_any and not are_noted():  # the guess was wrong
+            facts.foreseen.is_any = facts.has_host_program = False
 
     def _computed(self) -> Mechanism | None:
         program, copies = self._program, self._client.copies_on_host
@@ -590,8 +620,11 @@ class Followed:
 
     def _answer(self, asked: Question) -> Any:
         found = None
-        if self.tracer is not None and self._follows_counts and asked.is_called:
-            found = answered(asked, self._count, partial(counted, self.tracer), self.numbers)
+        if self._awaits:
+            self._awaits -= self._facts.foreseen.counts(asked)
+        tracer = None if self.tracer is None or self.tracer.has_left else self.tracer
+        if tracer is not None and self._follows_counts and asked.is_called:
+            found = answered(asked, self._count, partial(counted, tracer), self.numbers)
         return self._of_graph().answer(asked) if found is None else found
 
     def _count(self, tensor: Tensor) -> Any:

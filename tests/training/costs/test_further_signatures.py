@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.watch.host_trace import HostTracer
 from tests.training.costs.test_replayed_steps import Silent
-from tests.training.fits import Net, batches, prepare
+from tests.training.fits import Net, batches, compare, prepare
 
 SIZES = (8, 6, 4)
 STEPS = 6  # of each size, of which the third is captured
@@ -28,10 +32,37 @@ class Masked(Net):
         self.net = nn.Sequential(*blocks, nn.Linear(8, 3))
 
     def loss(self, batch: Any) -> Tensor:
-        x = batch["x"]
-        if len((batch["y"] < 0).nonzero()):
-            x = x * 2.0
+        x = self.scaled(batch["x"], batch["y"] < 0)
         return nn.functional.cross_entropy(self.net(x).float(), batch["y"])
+
+    def scaled(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.has(mask):
+            return x * 2.0
+        return x
+
+    def has(self, mask: Tensor) -> Any:
+        return len(mask.nonzero())
+
+
+class Asked(Masked):
+    """Asks for a truth, as models of transformers ask whether a mask hides anything."""
+
+    def has(self, mask: Tensor) -> Any:
+        return mask.any()
+
+
+class AskedAndFilled(Asked):
+    """Makes numbers on the host behind all that it asks: they become constants of the graph."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * torch.tensor([1.5, 2.0], device=self.device).sum()
+
+
+class AskedAndDrawn(Asked):
+    """Draws on the host behind all that it asks."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * random.random()
 
 
 class Calls(Callback):
@@ -60,16 +91,22 @@ def counted(counts: Counter[str], owner: type, name: str) -> Any:
     return patch.object(owner, name, call)
 
 
-def calls(backend: str, root: Path, layers: int) -> list[list[int]]:
-    """In each step: runs of the author's code by us, and operators that the host looked into."""
+def calls(backend: str, root: Path, layers: int, module: type[Masked] = Masked) -> list[list[int]]:
+    """In each step: runs of the author's code by us, and operators that the host looked into.
+
+    These are those that it has followed, and all that it was shown.
+    """
     counts: Counter[str] = Counter()
-    counting = Calls(counts, "forward", "_follow")
-    with counted(counts, StepBody, "forward"), counted(counts, HostTracer, "_follow"):
+    counting = Calls(counts, "forward", "_follow", "operator")
+    with ExitStack() as stack:
+        stack.enter_context(counted(counts, StepBody, "forward"))
+        for name in ("_follow", "operator"):
+            stack.enter_context(counted(counts, HostTracer, name))
         fit = prepare(
             backend,
             root,
             True,
-            module=lambda: Masked(layers),
+            module=lambda: module(layers),
             data=lambda: [batch for size in SIZES for batch in batches(STEPS, size)],
             callbacks=lambda: [counting],
             trace=Silent,
@@ -82,22 +119,43 @@ def calls(backend: str, root: Path, layers: int) -> list[list[int]]:
     return counting.steps
 
 
-def test_a_further_shape_is_captured_once_and_compared_with_one_eager_run(
-    backend: str, tmp_path: Path
+@pytest.mark.parametrize("module", [Masked, Asked])
+def test_a_shape_is_captured_once_and_compared_with_one_eager_run(
+    backend: str, tmp_path: Path, module: type[Masked]
 ) -> None:
-    steps = [runs for runs, _ in calls(backend, tmp_path, 2)]
-    # The first capture finds that the step reads on the host, and is made once more.
-    first, *further = [runs for runs in steps if runs]
-    assert first == 3
-    assert further == [2] * (len(SIZES) - 1)
+    # The last step of the warm-up shows that the step reads on the host
+    steps = [runs for runs, *_ in calls(backend, tmp_path, 2, module)]
+    assert [runs for runs in steps if runs] == [2] * len(SIZES)
 
 
 def test_of_a_further_capture_the_host_looks_at_no_operator_of_the_device(
     backend: str, tmp_path: Path
 ) -> None:
     few, many = (
-        [followed for _, followed in calls(backend, tmp_path / str(layers), layers)]
+        [followed for _, followed, _ in calls(backend, tmp_path / str(layers), layers)]
         for layers in (2, 6)
     )
     assert max(few) > 0
     assert few == many
+
+
+def test_the_host_is_shown_no_operator_behind_the_last_read(backend: str, tmp_path: Path) -> None:
+    few, many = (
+        [shown for *_, shown in calls(backend, tmp_path / str(layers), layers, Asked)]
+        for layers in (2, 6)
+    )
+    assert max(few) > 0
+    assert few == many
+
+
+@pytest.mark.parametrize("module", [Asked, AskedAndFilled, AskedAndDrawn])
+def test_what_follows_the_last_read_is_equal(
+    backend: str, tmp_path: Path, module: type[Masked]
+) -> None:
+    options: dict[str, Any] = {"module": lambda: module(2), "validation": 0, "max_epochs": 1}
+    capture = {"warmup_steps": 1, "verify": False}
+    fits = (
+        prepare(backend, tmp_path, False, **options),
+        prepare(backend, tmp_path, True, capture=capture, **options),
+    )
+    compare(*(fit.run() for fit in fits))
