@@ -79,7 +79,10 @@ class Tracer:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        frame: Any = sys._getframe(1)
+        return self.class_for(sys._getframe(1))
+
+    def class_for(self, frame: Any) -> type:
+        """Return the class that code finds which asks for it."""
         while frame.f_globals.get("__name__") == "abc":  # which asks for abstract classes
             frame = frame.f_back
         ours = frame.f_globals.get("__name__", "").startswith(OURS)
@@ -290,9 +293,8 @@ class ScalarTracer(Tracer):
         self.lasts, self.obstacle = lasts, obstacle
         self.comes_back = False  # it has few values, such as batch_idx % 2: a guard for each
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The number's class, for Python code that asks, as ``F.interpolate`` does of sizes."""
+    def class_for(self, frame: Any) -> type:
+        """Return the number's class, for which ``F.interpolate`` asks of sizes."""
         return type(self.value)
 
     def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -534,10 +536,9 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for argument in args:
-            if isinstance(argument, Tracer):
-                applied = getattr(type(argument), "applied", None)
-                if applied is not None:
-                    return applied(argument, function, args)
+            applied = getattr(type(argument), "applied", None)
+            if isinstance(argument, Tracer) and applied is not None:
+                return applied(argument, function, args)
         return function(*args, **kwargs)
 
     return call
@@ -562,7 +563,9 @@ def _conversion(kind: Any) -> type:
             return following(*args, **kwargs)
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value.value if isinstance(value, ScalarTracer) else value, kind)
+            if issubclass(type(value), Tracer):
+                return issubclass(value.class_for(sys._getframe(1)), kind)
+            return isinstance(value, kind)
 
         def __eq__(cls, other: object) -> bool:
             return other is kind or other is cls
@@ -618,8 +621,7 @@ _answers: list[Answer] = []
 
 
 def _answered(asked: Question) -> Any:
-    found = (answer(asked) for answer in reversed(_answers))
-    return next((each for each in found if each is not None), None)
+    return next((a for each in reversed(_answers) if (a := each(asked)) is not None), None)
 
 
 @contextlib.contextmanager

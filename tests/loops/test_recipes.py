@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -558,6 +558,36 @@ def loss_in_turn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+class Smoothed:
+    """A window of numbers and their sum, as in the repositories of DETR, DeiT and MAE."""
+
+    def __init__(self) -> None:
+        self.window: deque[float] = deque(maxlen=20)
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            value = value.item()
+        assert isinstance(value, (float, int))
+        self.window.append(value)
+        self.count += 1
+        self.total += value
+
+
+def metered(lab: Lab) -> Any:
+    """Meters look at the types of numbers: one of the device is a float, too."""
+    meters: dict[str, Smoothed] = defaultdict(Smoothed)
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        loss = update(optimizer, loss_of(model, batch))
+        for name, value in {"loss": loss, "lr": optimizer.param_groups[0]["lr"]}.items():
+            meters[name].update(value)
+        return loss
+
+    found = trained(lab, take)
+    return found, [(each.total, each.count, [*each.window]) for each in meters.values()]
+
+
 class Warming(nn.Module):
     """An average of weights, whose decay is the smaller one of two tensors: latent diffusion."""
 
@@ -619,6 +649,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "returned_behind": (returned_behind, "what the step of MeasuringOnHost returns is used"),
     "dropped_behind": (dropped_behind, 10),
     "in_some_steps": (in_some_steps, 15),
+    "metered": (metered, 25),
     "warmed": (warmed, 25),
     "returned_scaled": (returned_scaled, "what it returns is used"),
 }
