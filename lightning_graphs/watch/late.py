@@ -169,7 +169,7 @@ _LATER = (Kind.ARITHMETIC, Kind.COMPARISON, Kind.UNARY)
 OF_ONE_SHAPE = ("cpu", "to", "detach", "clone", "float", "numpy", "astype", "tolist")
 """Methods whose result has the shape of what they are called on."""
 _MOST_ROWS = 1024  # that a loop goes through
-_NOT_LATER = frozenset({"backward", "grad", "data", "grad_fn", "register_hook"})
+_NOT_LATER = frozenset({"backward", "grad", "grad_fn", "register_hook"})
 """Attributes of tensors that reach into the step."""
 
 _ACTING = frozenset({"backward", "grad", "__setitem__", "at", "copyto", "place", "put", "putmask"})

@@ -65,7 +65,7 @@ def computed_further(self: Any, batch: Any, batch_idx: int) -> Any:
 def read_as_arrays(self: Any, batch: Any, batch_idx: int) -> Any:
     loss, logits = self.predicted(batch)
     guess = logits.detach().argmax(-1).cpu().numpy()
-    truth = (batch["y"] + guess_of(logits)).cpu().numpy()
+    truth = (batch["y"] + guess_of(logits)).to("cpu").data.numpy()
     self.log("correct", float_of(guess == truth))
     self.log("spread", numpy.std(guess) + numpy.mean(truth))
     return loss
