@@ -46,6 +46,7 @@ from lightning_graphs.errors import (
     stop,
 )
 from lightning_graphs.private.callsite import (
+    LIBRARIES,
     OURS,
     CallSite,
     CallSiteFinder,
@@ -55,7 +56,13 @@ from lightning_graphs.private.callsite import (
 from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, standing_in
 from lightning_graphs.private.generators import Generators
-from lightning_graphs.private.torch import caches_weights, subclasses_unasked, version_of
+from lightning_graphs.private.torch import (
+    caches_weights,
+    module_hooks,
+    modules_in,
+    subclasses_unasked,
+    version_of,
+)
 from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.memory import Given
 from lightning_graphs.values.snapshot import Change, PythonSnapshot
@@ -206,8 +213,22 @@ class Environment:
     def acting(self) -> Iterator[None]:
         """Follow functions that the body calls, and watch their effects outside of Python."""
         client = self._client
-        with self.outside.followed(), effects_watched(client):
+        kept = self._held_by_hooks().changes_undone(self._refuse_kept)
+        with self.outside.followed(), effects_watched(client), kept:
             yield
+
+    def _held_by_hooks(self) -> PythonSnapshot:
+        """Take a snapshot of what optimizers hold whose methods are hooks of modules (K-FAC)."""
+        found, modules = PythonSnapshot(), modules_in(self._root)
+        hooks = (getattr(hook, "__self__", None) for m in modules for hook in module_hooks(m))
+        for owner in {id(o): o for o in hooks if isinstance(o, Optimizer)}.values():
+            for key, value in vars(owner).items():
+                if key not in ("state", "param_groups") and not isinstance(value, nn.Module):
+                    found.add(f"{type(owner).__name__}.{key}", value)
+        return found
+
+    def _refuse_kept(self, names: Sequence[str]) -> None:
+        raise STORED.refused(f"{LIBRARIES.step} changes {self.outside.listed(names)}")
 
     @contextlib.contextmanager
     def refusing(self, what: str) -> Iterator[None]:

@@ -588,6 +588,41 @@ def metered(lab: Lab) -> Any:
     return found, [(each.total, each.count, [*each.window]) for each in meters.values()]
 
 
+class Curved(torch.optim.Optimizer):
+    """Its hooks gather the curvature while modules run, as those of K-FAC."""
+
+    def __init__(self, net: nn.Module, lr: float) -> None:
+        super().__init__(net.parameters(), {"lr": lr})
+        self.seen: dict[nn.Module, Tensor] = {}
+        for module in net.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(self.see)
+
+    def see(self, module: nn.Module, given: tuple[Tensor]) -> None:
+        found = given[0].detach().T @ given[0].detach() / len(given[0])
+        self.seen[module] = 0.9 * self.seen[module] + found if module in self.seen else found
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for module, seen in self.seen.items():
+            damped = seen + torch.eye(len(seen), device=seen.device)
+            module.weight.grad @= torch.linalg.inv_ex(damped).inverse
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def curved(lab: Lab) -> Any:
+    model = net_of(lab, 8, 16, 3)
+    optimizer = Curved(model, 0.05)
+
+    def train_step(batch: Any) -> Tensor:
+        return update(optimizer, loss_of(model, batch))
+
+    step = lab.capture(train_step, model, optimizer, on_failure="eager")
+    return [step(batch) for batch in lab.batches(30)]
+
+
 class Warming(nn.Module):
     """An average of weights, whose decay is the smaller one of two tensors: latent diffusion."""
 
@@ -650,6 +685,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "dropped_behind": (dropped_behind, 10),
     "in_some_steps": (in_some_steps, 15),
     "metered": (metered, 25),
+    "curved": (curved, r"train_step changes Curved.seen\["),
     "warmed": (warmed, 25),
     "returned_scaled": (returned_scaled, "what it returns is used"),
 }
