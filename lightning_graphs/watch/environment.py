@@ -349,7 +349,7 @@ def _passes_on(frame: FrameType) -> bool:
     return is_library or watches or frame.f_code.co_name in _LOGGERS
 
 
-_PUBLIC = {"posix": "os", "nt": "os", "_posixsubprocess": "subprocess", "_thread": "threading"}
+_PUBLIC = {"posix": "os", "nt": "os", "_posixsubprocess": "subprocess"}
 
 
 def refuse_act(

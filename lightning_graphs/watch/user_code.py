@@ -488,7 +488,6 @@ IN_C = {
     "_queue": frozenset({"put", "put_nowait", "get", "get_nowait"}),
     "_multiprocessing": frozenset({"acquire", "release", "__enter__", "__exit__", "send", "recv"}),
     "_posixsubprocess": frozenset({"fork_exec"}),
-    "_thread": frozenset({"start_new_thread", "start_joinable_thread"}),
 }
 """Functions, and methods of classes, that act outside of Python's values, by modules in C."""
 
