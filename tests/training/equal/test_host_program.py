@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_graphs.policy.worth import CapturePolicy
+from lightning_graphs.watch.foreseen import ForeseenReads
 from tests.programs.test_host import AMask, SpokenAndChosen
 from tests.training.fits import batches, compare, fit_twice
 
@@ -49,6 +50,7 @@ def test_lengths_in_steps_that_are_watched(
 def test_a_capture_that_costs_too_much_by_then_is_left_for_later(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where the warm-up has not shown what the step reads."""
     asked: list[bool] = []
 
     def goes_on(policy: CapturePolicy) -> bool:
@@ -56,6 +58,7 @@ def test_a_capture_that_costs_too_much_by_then_is_left_for_later(
         return False
 
     monkeypatch.setattr(CapturePolicy, "goes_on", goes_on)
+    monkeypatch.setattr(ForeseenReads, "counts", lambda *_: False)
     eager, captured = fit_twice(backend, tmp_path, module=AMask, data=lambda: batches(12))
     compare(eager, captured)
     assert asked == [False]  # the next capture records the host program at once

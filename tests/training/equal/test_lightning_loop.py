@@ -539,5 +539,5 @@ def test_only_profilers_get_a_mark_of_each_batch(
     assert expected >= 60
     assert seldom < 30
     assert all("__next__" not in vars(type(each._iterator)) for each in loaders if workers)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert count(True) == expected
