@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import (
     CLOCK,
@@ -48,6 +49,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.guards import REALS, is_plain
 from lightning_graphs.values.memory import StaticInputs
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.assertions import CHECKED, Assertions, Checked, OpenAssertions, Room
 from lightning_graphs.watch.branches import LateError
 from lightning_graphs.watch.draws import draws_recorded, draws_refused
@@ -363,8 +365,16 @@ def functions_asked(graph: Callable[[], Assertions]) -> AbstractContextManager[N
     def computed(checked: Checked) -> Callable[..., Any]:
         return lambda frame, *args, **kwargs: graph().computed(checked, frame, *args, **kwargs)
 
+    def rolled(_: FrameType, *args: Any, **kwargs: Any) -> Any:
+        """Give a bare number for a list of one: torch takes no other object there."""
+        if not leaves_of((args, kwargs), ScalarTracer):
+            return None
+        args, kwargs = tree_map_only(ScalarTracer, ScalarTracer.bare, (args, kwargs))
+        return torch.roll(*args, **kwargs)
+
     checks = ((each.owner, each.called, computed(each)) for each in CHECKED)
-    return computed_instead([(torch, "normal", drawn), *checks])
+    rolling = ((owner, "roll", rolled) for owner in (torch, Tensor))
+    return computed_instead([(torch, "normal", drawn), *rolling, *checks])
 
 
 class Followed:

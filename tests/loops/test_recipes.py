@@ -623,6 +623,18 @@ def curved(lab: Lab) -> Any:
     return [step(batch) for batch in lab.batches(30)]
 
 
+def rolled(lab: Lab) -> Any:
+    """Shifts in a circle by a number that is drawn, behind a read of the batch."""
+    np.random.seed(0)
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        count = int((batch["y"] > 0).sum())
+        x = torch.roll(batch["x"], np.random.randint(0, 3), 1).roll(shifts=i % 2, dims=1)
+        return update(optimizer, F.cross_entropy(model(x), batch["y"]) / count)
+
+    return trained(lab, take, count=60)
+
+
 class Warming(nn.Module):
     """An average of weights, whose decay is the smaller one of two tensors: latent diffusion."""
 
@@ -686,6 +698,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "in_some_steps": (in_some_steps, 15),
     "metered": (metered, 25),
     "curved": (curved, r"train_step changes Curved.seen\["),
+    "rolled": (rolled, 25),
     "warmed": (warmed, 25),
     "returned_scaled": (returned_scaled, "what it returns is used"),
 }
