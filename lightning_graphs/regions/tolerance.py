@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +41,9 @@ up in float32."""
 _TF32 = 2.0**-10
 """Relative rounding of float32 on a GPU, whose kernels may round factors to TF32's 10 bits."""
 
+_AT_A_TIME = 2**26
+"""Bytes of tensors that are looked at together; a look takes up to three times as many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -52,23 +57,62 @@ class Difference:
 NONE = Difference(0.0, 0.0)
 
 
-def difference(a: Tensor, b: Tensor) -> Difference:
-    """Measure how far two tensors are apart; equal elements, NaN included, are not."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return Difference(math.inf, math.inf)
-    if a.numel() == 0:
-        return NONE
+def differences(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Difference]:
+    """Measure how far pairs of tensors are apart; equal elements, NaN included, are not."""
+    found = [NONE if _are_alike(*pair) else Difference(math.inf, math.inf) for pair in pairs]
+    alike = [i for i, (pair, apart) in enumerate(zip(pairs, found, strict=True)) if apart is NONE]
+    for part in _together([pairs[i][0] for i in alike]):
+        both = [pairs[alike[i]] for i in part]
+        apart = torch._foreach_sub([_wide(a) for a, _ in both], [_wide(b) for _, b in both])
+        measured = [*torch._foreach_norm(apart), *torch._foreach_norm(apart, math.inf)]
+        values = torch.stack(measured).tolist()
+        for i, pair, *each in zip(part, both, values, values[len(part) :], strict=False):
+            # Infinite and absent numbers may be equal
+            found[alike[i]] = Difference(*each) if math.isfinite(each[0]) else _difference(*pair)
+    return found
+
+
+def _are_alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _difference(a: Tensor, b: Tensor) -> Difference:
     left, right = _wide(a), _wide(b)
     same = (left == right) | (left.isnan() & right.isnan())
     apart = torch.where(same, 0.0, left - right).abs().nan_to_num_(nan=math.inf)
     return Difference(float(torch.linalg.vector_norm(apart)), float(apart.max()))
 
 
-def size(tensor: Tensor) -> float:
-    """Return the Euclidean norm of the finite elements."""
-    if tensor.numel() == 0:
-        return 0.0
+def sizes(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the Euclidean norms of the finite elements."""
+    found = [0.0] * len(tensors)
+    for part in _together(tensors):
+        norms = torch.stack(torch._foreach_norm([_wide(tensors[i]) for i in part])).tolist()
+        for i, norm in zip(part, norms, strict=True):
+            found[i] = norm if math.isfinite(norm) else _size(tensors[i])
+    return found
+
+
+def _size(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(_wide(tensor).nan_to_num(0.0, 0.0, 0.0)))
+
+
+def _together(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield which tensors are looked at together: each such look waits for the device once."""
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            kinds[tensor.device, tensor.dtype].append(i)
+    for indices in kinds.values():
+        part, taken = list[int](), 0
+        for i in indices:
+            size = tensors[i].numel() * tensors[i].itemsize
+            if part and taken + size > _AT_A_TIME:
+                yield part
+                part, taken = [], 0
+            part.append(i)
+            taken += size
+        yield part
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -106,18 +150,22 @@ class Tolerance:
         self._device_type = device_type
         self._least = _ROUNDING[arithmetic] if arithmetic is not None else 0.0
 
-    def allowed(self, eager: Tensor, noise: float, gradients: float = 0.0) -> float:
-        """Return the norm by which a replay may differ."""
-        rounding = self._rounding(eager.dtype) * (size(eager) + _OF_GRADIENTS * gradients)
+    def allowed(
+        self, dtype: torch.dtype, size: float, noise: float, gradients: float = 0.0
+    ) -> float:
+        """Return the norm by which a replay may differ from an eager result of this size."""
+        rounding = self._rounding(dtype) * (size + _OF_GRADIENTS * gradients)
         return _OF_NOISE * min(noise, _NOISE_IN_ROUNDINGS * rounding) + rounding
 
-    def allowed_of_update(self, eager: Tensor, noise: float, update: float) -> float:
+    def allowed_of_update(
+        self, dtype: torch.dtype, size: float, noise: float, update: float
+    ) -> float:
         """Return the norm by which a result may differ whose gradient was not bit-equal."""
-        return _OF_NOISE * noise + self._rounding(eager.dtype) * size(eager) + _OF_UPDATE * update
+        return _OF_NOISE * noise + self._rounding(dtype) * size + _OF_UPDATE * update
 
-    def is_rounding(self, gradient: Tensor, apart: Difference) -> bool:
+    def is_rounding(self, size: float, apart: Difference) -> bool:
         """Whether a gradient is only rounding: an accepted replay has an unrelated one."""
-        return apart.norm > _MOSTLY_ROUNDING * size(gradient)
+        return apart.norm > _MOSTLY_ROUNDING * size
 
     def _rounding(self, dtype: torch.dtype) -> float:
         if dtype.is_complex:

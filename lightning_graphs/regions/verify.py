@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,7 @@ from lightning_graphs.regions.context import Recorder
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.plan import StepOutputs, StepPlan, UpdateBehind
-from lightning_graphs.regions.tolerance import NONE, Tolerance, difference, size
+from lightning_graphs.regions.tolerance import NONE, Difference, Tolerance, differences, sizes
 from lightning_graphs.report.messages import Messages
 from lightning_graphs.values.memory import StaticInputs, bytes_of, storage_address
 from lightning_graphs.values.snapshot import (
@@ -310,42 +310,40 @@ class Verifier:
     ) -> None:
         again = self._run(ways, ways.eager)
         known = {r.name: r.value.detach().clone() for r in again if r.name in differing}
-        updates = {
-            r.name: difference(r.value, state.saved(r.value).to(r.value.device)).norm
-            for r in again
-            if r.name in known and r.gradient
-        }
-        gradients = math.hypot(*(size(r.value) for r in again if r.is_gradient))
-        del again
+        moved = [r for r in again if r.name in known and r.gradient]
+        pairs = [(r.value, state.saved(r.value).to(r.value.device)) for r in moved]
+        apart = differences(pairs)
+        updates = {r.name: each.norm for r, each in zip(moved, apart, strict=True)}
+        gradients = math.hypot(*sizes([r.value for r in again if r.is_gradient]))
+        size = dict(zip(known, sizes([*known.values()]), strict=True))
+        del again, moved, pairs
         state.restore()
-        third = self._run(ways, ways.eager)
-        noise = {r.name: difference(r.value, known[r.name]) for r in third if r.name in known}
-        del third
+        noise = _apart_from(known, self._run(ways, ways.eager))
         state.restore()
         results = self._run(ways, ways.replayed)
 
         def judge() -> None:
             changed, unjudged = set(), set()
+            found = _apart_from(known, results)
             for result in results:
-                eager = known.get(result.name)
-                if eager is None or result.gradient in unjudged:
+                if result.name not in known or result.gradient in unjudged:
                     continue
-                apart = difference(result.value, eager)
-                runs = noise.get(result.name, NONE)
+                name, dtype = result.name, known[result.name].dtype
+                apart, runs = found[name], noise.get(name, NONE)
                 if result.gradient in changed:
-                    allowed = rule.allowed_of_update(eager, runs.norm, updates[result.name])
+                    allowed = rule.allowed_of_update(dtype, size[name], runs.norm, updates[name])
                 else:
                     of_all = gradients if result.is_gradient else 0.0
-                    allowed = rule.allowed(eager, runs.norm, of_all)
+                    allowed = rule.allowed(dtype, size[name], runs.norm, of_all)
                 if apart.norm != 0.0:
-                    changed.add(result.name)
+                    changed.add(name)
                 if not apart.norm <= allowed:
                     raise self._error(
-                        f"{result.name} differs by up to {apart.largest:.3g}; two eager runs "
+                        f"{name} differs by up to {apart.largest:.3g}; two eager runs "
                         f"differ by up to {runs.largest:.3g}"
                     )
-                if result.is_gradient and rule.is_rounding(eager, apart):
-                    unjudged.add(result.name)
+                if result.is_gradient and rule.is_rounding(size[name], apart):
+                    unjudged.add(name)
 
         self.ranks.all_or_none(judge)
 
@@ -357,6 +355,12 @@ class Verifier:
 
     def _error(self, observed: str) -> VerificationError:
         return VerificationError(_RULE, f"at step {self.step()}, {observed}", _REMEDY)
+
+
+def _apart_from(known: Mapping[str, Tensor], results: Iterable[Result]) -> dict[str, Difference]:
+    """By name, how far results are apart from those that are known."""
+    both = {r.name: (r.value, known[r.name]) for r in results if r.name in known}
+    return dict(zip(both, differences([*both.values()]), strict=True))
 
 
 # ------------------ Steps, and optimizer steps

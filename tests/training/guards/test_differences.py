@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
-from lightning_graphs.regions.tolerance import Tolerance, difference
+from lightning_graphs.regions.tolerance import Tolerance, differences, sizes
 from tests.training.fits import Hidden, Net, assert_nothing_left, compare, fit_twice, prepare
 from tests.training.guards.test_verification import VERIFYING_ALL
 
@@ -37,26 +37,42 @@ def test_rounding_that_eager_runs_show_as_well_is_accepted(backend: str, tmp_pat
 def test_difference_of_tensors(device: torch.device, dtype: torch.dtype) -> None:
     first = torch.tensor([3.0, float("nan"), float("inf"), 0.0], device=device, dtype=dtype)
     second = first.clone()
-    assert difference(first, second).norm == 0
-    second[0], second[3] = 0.0, 4.0
-    apart = difference(first, second)
-    assert (apart.norm, apart.largest) == (5.0, 4.0)
-    second[2] = 0.0
-    assert difference(first, second).norm == float("inf")
-    assert difference(first, first[:2]).norm == float("inf")
+    third = second.clone()
+    third[0], third[3] = 0.0, 4.0
+    fourth = third.clone()
+    fourth[2] = 0.0
+    pairs = [(first, other) for other in (second, third, fourth, first[:2])]
+    pairs += [(first[:0], second[:0]), (third[:1], first[:1])]
+    found = differences(pairs)
+    assert [apart.norm for apart in found] == [0.0, 5.0, float("inf"), float("inf"), 0.0, 3.0]
+    assert found[1].largest == 4.0
+    assert sizes([first, third, first[:0]]) == [3.0, 4.0, 0.0]
+
+
+def test_the_device_is_waited_for_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = []
+    for name in ("tolist", "item", "__float__", "__bool__"):
+        own = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, own=own: (waits.append(1), own(t))[1])
+    tensors = [torch.full((3,), float(i), device=device) for i in range(40)]
+    assert [each.norm for each in differences([(t, t) for t in tensors])] == [0.0] * 40
+    assert sizes(tensors)[:2] == [0.0, pytest.approx(3**0.5)]
+    assert len(waits) == 2
 
 
 def test_how_much_may_differ() -> None:
     exact, short = Tolerance("cpu", None), Tolerance("cpu", torch.bfloat16)
-    ones = torch.ones(4)
-    assert exact.allowed(ones, 0.0) == 2 * 2.0**-17
-    assert short.allowed(ones, 0.0) == 2 * 2.0**-7
-    assert Tolerance("cuda", None).allowed(ones, 0.0) == 2 * 2.0**-10
-    assert exact.allowed(ones, 2.0**-17) == 2.0**-16 + 4 * 2.0**-17
-    assert exact.allowed(ones, 1.0) == 2.0**-16 + 4 * 8 * 2.0**-16, "no noise of any size counts"
-    assert exact.allowed(ones, 0.0, gradients=32.0) == (2 + 32 / 16) * 2.0**-17
-    assert exact.allowed(torch.ones(4, dtype=torch.int64), 0.0) == 0
-    assert exact.allowed_of_update(ones, 0.25, 1.0) == 1.0 + 2.0**-16 + 0.5
+    single = torch.float32, 2.0  # of four ones
+    assert exact.allowed(*single, 0.0) == 2 * 2.0**-17
+    assert short.allowed(*single, 0.0) == 2 * 2.0**-7
+    assert Tolerance("cuda", None).allowed(*single, 0.0) == 2 * 2.0**-10
+    assert exact.allowed(*single, 2.0**-17) == 2.0**-16 + 4 * 2.0**-17
+    assert exact.allowed(*single, 1.0) == 2.0**-16 + 4 * 8 * 2.0**-16, "no noise of any size counts"
+    assert exact.allowed(*single, 0.0, gradients=32.0) == (2 + 32 / 16) * 2.0**-17
+    assert exact.allowed(torch.int64, 2.0, 0.0) == 0
+    assert exact.allowed_of_update(*single, 0.25, 1.0) == 1.0 + 2.0**-16 + 0.5
 
 
 class Mishap(Exception):
