@@ -303,7 +303,7 @@ def lightly(model: str, device: str, steps: int) -> Any:
     projected = {"SimCLR": losses.NTXentLoss, "BarlowTwins": losses.BarlowTwinsLoss}
     projected["VICReg"] = losses.VICRegLoss
     if model in projected:
-        head = getattr(modules, f"{model}ProjectionHead")(512, 128, 64)
+        head = getattr(modules.heads, f"{model}ProjectionHead")(512, 128, 64)
         net: Any = TwoViews(head, projected[model]())
     else:
         net = {"SimSiam": SimSiam, "MoCo": MoCo, "BYOL": BYOL, "DINO": DINO}[model]()
