@@ -44,7 +44,7 @@ from lightning_graphs.regions.submodules import ModuleGraphs, StepFacts
 from lightning_graphs.regions.update import CapturedUpdate
 from lightning_graphs.regions.whole_step import BY_HAND, StepRegion
 from lightning_graphs.report.messages import Statistics
-from lightning_graphs.values.tree import stepping
+from lightning_graphs.values.tree import leaves_of, stepping
 from lightning_graphs.watch.reads import GlobalReads
 
 _WRAPPED = (
@@ -272,6 +272,8 @@ class StepRunner(StepRegion):
         self._begin_eagerly()
         if self._warmup_left > 0:
             self._warmup_left -= 1
+            given = leaves_of(args[:1], Tensor)
+            self._facts.earlier = self._fit.watch.copies_on_host(given)
             with self._observing(is_last=not self._warmup_left):
                 returned = self._run_step(*args, **kwargs)
             watch = self._fit.watch

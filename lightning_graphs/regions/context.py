@@ -242,6 +242,7 @@ class CaptureFacts:
         self.has_several_passes = False  # steps run backward passes inside of their own
         self.steps_between = False  # optimizers that no graph can step do so between two graphs
         self.is_unseen = True  # captures are hidden from libraries
+        self.earlier: Sequence[Tensor | None] = ()  # copies on the host of an eager step's batch
         self.kept = KeptGradients(held)  # whether user code keeps gradients past their step
 
     @contextmanager

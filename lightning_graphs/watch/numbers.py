@@ -354,6 +354,7 @@ class Facts(Protocol):
     forks: Forks
     foreseen: ForeseenReads
     has_host_program: bool
+    earlier: Sequence[Tensor | None]  # copies on the host of an eager step's batch
 
 
 def functions_asked(graph: Callable[[], Assertions]) -> AbstractContextManager[None]:
@@ -410,7 +411,11 @@ class Followed:
         self._learns_generators = True
         self._leaves_reals = True  # on the device, which the host could compute
         self._has_left_reals = False
-        self._follows_counts = True  # whole numbers that the host computes and code reads
+        # Whether whole numbers that the host computes and code reads are followed, which takes
+        # attempts of their own; None: only if they are not those of a batch before
+        self._follows_counts: bool | None = None
+        self._is_following = self._has_varied = False
+        self._converted: set[Conversion] = set()  # to be followed with them
         self._has_counted = False
         self._has_branched = False
         # Of the coming or the last capture
@@ -432,6 +437,12 @@ class Followed:
     def begin(self, tensors: Sequence[Tensor], inputs: StaticInputs) -> None:
         """Prepare to follow what the coming capture computes on the host."""
         client, facts, tape = self._client, self._facts, None
+        if self._follows_counts is None and self._misses_count():
+            self._follows_counts = True
+        pairs = zip(facts.earlier, tensors, strict=False)
+        is_alike = len(facts.earlier) == len(tensors) > 0 and not are_noted()
+        is_alike &= all(a is not None and a.shape == b.shape for a, b in pairs)
+        self._is_following = not is_alike if (f := self._follows_counts) is None else f
         self.tracer, self._program, self._state, self._advance = None, None, None, None
         self._assertions, self._has_counted = None, False
         self._make_room()
@@ -476,7 +487,7 @@ class Followed:
         Conversions to bare numbers are followed if user code, or a package's, has asked for them;
         functions that draw are followed if a use of what they drew was refused.
         """
-        learned = self._facts.mirrors.learn()
+        learned, self._has_varied = self._facts.mirrors.learn() or self._has_varied, False
         if self.tracer is not None and self.tracer.has_left:
             self._facts.foreseen.questions, learned = 0, True
         self._has_left_reals |= self.tracer is not None and self.tracer.has_left_reals
@@ -497,7 +508,8 @@ class Followed:
     def reads_bare(self) -> bool:
         """Let the next capture have bare numbers of the host, if the refused one had tracers."""
         had, self._has_counted = self._has_counted, False
-        self._follows_counts &= not had
+        if had:
+            self._follows_counts = False
         return had
 
     def was_in_a_branch(self) -> bool:
@@ -591,6 +603,21 @@ class Followed:
         facts, is_empty = self._facts, self._program is None and not self.tracer.has_answered
         if is_empty and facts.foreseen.is_any and not are_noted():  # the guess was wrong
             facts.foreseen.is_any = facts.has_host_program = False
+        program = self._program
+        if program is None or self._is_following or self._follows_counts is False:
+            return
+        if any(type(value) is int for value in program.read.values):
+            if program.run(lambda: self._facts.earlier):
+                program.restore()
+            elif self._misses_count():
+                self._follows_counts = self._has_varied = True
+                self._conversions |= set(filter(self._could_follow, self._converted))
+                self.numbers.refuse(HOST_READ, "a number of the batch")
+
+    def _misses_count(self) -> bool:
+        """Whether the last program would have read another whole number in the last step."""
+        missed = None if self._program is None else self._program.missed
+        return missed is not None and type(missed[1]) is int
 
     def _computed(self) -> Mechanism | None:
         program, copies = self._program, self._client.copies_on_host
@@ -633,7 +660,9 @@ class Followed:
         if self._awaits:
             self._awaits -= self._facts.foreseen.counts(asked)
         tracer = None if self.tracer is None or self.tracer.has_left else self.tracer
-        if tracer is not None and self._follows_counts and asked.is_called:
+        if tracer is not None and not self._is_following and asked.asks is Asks.INT:
+            self._converted.add((asked.frame.f_globals.get("__name__", ""), int))
+        elif tracer is not None and self._is_following and asked.is_called:
             found = answered(asked, self._count, partial(counted, tracer), self.numbers)
         return self._of_graph().answer(asked) if found is None else found
 

@@ -123,6 +123,30 @@ def test_a_verified_capture_executes_little(
     }
 
 
+class Classes(Net):
+    """It reads a number of the batch, which is the same in each, and needs it bare."""
+
+    def loss(self, batch: Any) -> Any:
+        count = int(batch["y"].clamp(min=2).max()) + 1
+        labels = nn.functional.one_hot(batch["y"], count).float()
+        return nn.functional.cross_entropy(self.net(batch["x"]), labels)
+
+
+class Positives(Net):
+    """It reads another one in each batch."""
+
+    def loss(self, batch: Any) -> Any:
+        return super().loss(batch) / (int((batch["x"] > 0).sum()) + 1)
+
+
+@pytest.mark.parametrize(("module", "attempts"), [(Classes, 1), (Positives, 2)])
+def test_few_attempts_learn_what_the_host_computes(
+    backend: str, tmp_path: Path, module: type[Net], attempts: int
+) -> None:
+    """Numbers are followed in a second one, if they are others for the batch before."""
+    assert executed(backend, tmp_path, module)["attempts"] == attempts
+
+
 @pytest.mark.parametrize(("module", "is_watched"), [(Seen, True), (Packed, True), (Largest, False)])
 def test_bits_that_watching_has_changed_are_no_difference(
     backend: str, tmp_path: Path, module: type[Net], is_watched: bool
