@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.private.exchange import TURN, Member, exchanged, standing_in
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
@@ -22,6 +23,7 @@ from lightning_graphs.watch.tracers import Question, is_of_others, tensors_asked
 
 _READ_ALL = ("tolist", "cpu", "nonzero")
 """Methods whose results are the host's, or have a shape that depends on numbers."""
+_GETITEM = Tensor.__getitem__
 _ELSEWHERE = ("torch.optim.", "torch.amp.")
 """Modules in whose place captures run other code, which reads nothing."""
 
@@ -50,19 +52,26 @@ class ForeseenReads:
             nonlocal questions
             questions += self.counts(asked)
 
-        def member(name: str, reads: Callable[..., bool]) -> Member:
+        def member(name: str) -> Member:
             own = getattr(Tensor, name)
 
             def call(_: FrameType, tensor: Any, *args: Any, **kwargs: Any) -> Any:
                 nonlocal others
-                others += self._is_here(tensor) and reads(*args)
+                others += self._is_here(tensor)
                 return own(tensor, *args, **kwargs)
 
             return Tensor, name, standing_in(own, call, is_of_others)
 
-        reading = [member(name, lambda *_: True) for name in _READ_ALL]
-        reading.append(member("__getitem__", _is_masked))
-        with TURN, tensors_asked(note), exchanged(reading):
+        def see(function: Any, args: Any, kwargs: Any) -> Any:
+            nonlocal others
+            if function is _GETITEM:
+                others += self._is_here(args[0]) and _is_masked(args[1])
+            return function(*args, **kwargs)
+
+        # Exchanged and put back, `__getitem__` would leave the class a slot of sequences, by which
+        # torch.tensor takes each tensor of one number for a list
+        reading = exchanged(map(member, _READ_ALL))
+        with TURN, tensors_asked(note), reading, FunctionMode(see):
             yield
         self.is_any = bool(questions or others)
         self.questions = 0 if others else questions

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_graphs.regions.body import StepBody
+from lightning_graphs.watch.foreseen import ForeseenReads
 from lightning_graphs.watch.host_trace import HostTracer
 from tests.training.costs.test_replayed_steps import Silent
 from tests.training.fits import Net, batches, compare, prepare
@@ -159,3 +160,12 @@ def test_what_follows_the_last_read_is_equal(
         prepare(backend, tmp_path, True, capture=capture, **options),
     )
     compare(*(fit.run() for fit in fits))
+
+
+def test_observing_a_step_leaves_tensors_what_they_are(device: torch.device) -> None:
+    """torch takes what has a slot of sequences for a list, and asks a number for its length."""
+    x, foreseen = torch.arange(4, device=device), ForeseenReads()
+    with foreseen.observing(nn.Linear(2, 2).to(device), x.device):
+        assert len(x[x > 1]) == 2
+    assert foreseen.is_any
+    assert torch.tensor([x[1], x[2]]).tolist() == [1, 2]
