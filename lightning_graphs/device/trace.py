@@ -54,6 +54,7 @@ from lightning_graphs.private.engine import (
 from lightning_graphs.private.torch import (
     asked_without,
     asks_for_shapes,
+    dispatched_directly,
     eager_attention,
     has_memory,
     is_strided,
@@ -415,6 +416,7 @@ def refuse_dead_inputs(dead: Sequence[KnownStorage]) -> None:
         )
 
 
+@dispatched_directly
 class OperatorMode(TorchDispatchMode):
     """Sees every operator of the calling thread, and functions that the dispatcher never shows."""
 
@@ -424,8 +426,7 @@ class OperatorMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._functions = contextlib.ExitStack()
-        self._around = contextlib.ExitStack()
+        self._functions, self._around = contextlib.ExitStack(), contextlib.ExitStack()
         # Called with each error of an operator, which user code may catch
         self.on_error: Callable[[RuntimeError], object] = lambda error: None
 
@@ -550,8 +551,7 @@ class Recorder(OperatorMode):
         self._as_left: list[Tensor] = []  # the states of the generators after the last operator
         self._drawn_at: CallSite | None = None  # where one drew last
         self._strict = strict
-        self._sites = CallSiteFinder()
-        self._scopes = ScopeStack()
+        self._sites, self._scopes = CallSiteFinder(), ScopeStack()
         self._refused: Callable[[], CaptureError] | None = None  # makes the last refusal again
         # After how many nodes of autograd one was made that reads in its backward pass, and where
         self._differentiable: list[tuple[int, CallSite]] = []

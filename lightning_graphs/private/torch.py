@@ -357,16 +357,16 @@ def named_modules_in(*roots: tuple[str, nn.Module]) -> list[tuple[str, nn.Module
         path, module = pending.pop()
         if id(module) not in found:
             found[id(module)] = path, module
-            above = f"{path}." if path else ""
-            inside = reversed([*module._modules.items()])
-            pending += [(above + key, child) for key, child in inside if child is not None]
+            if inside := object.__getattribute__(module, "_modules"):  # watched classes see others
+                above = f"{path}." if path else ""
+                pending += [(above + k, m) for k, m in [*inside.items()][::-1] if m is not None]
     return [*found.values()]
 
 
 def _named(table: str, modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
     found: dict[int, tuple[str, Tensor]] = {}
     for path, module in modules:
-        for key, tensor in getattr(module, table).items():
+        for key, tensor in object.__getattribute__(module, table).items():
             if tensor is not None and id(tensor) not in found:
                 found[id(tensor)] = f"{path}.{key}" if path else key, tensor
     return [*found.values()]
