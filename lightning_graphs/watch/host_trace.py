@@ -24,10 +24,13 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, OURS, outside_of
+from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import innermost_modes
 from lightning_graphs.private.generators import comparable
 from lightning_graphs.private.torch import (
+    PLAIN_TENSORS,
     captured_code_runs,
+    dispatched_directly,
     functions_out_of_sight,
     memory_of,
     out_of_sight,
@@ -98,7 +101,12 @@ def is_made_ahead(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _is_special(func: OpOverload) -> bool:
     """Return whether an operator matters even if the host has no copy of its tensors."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    return draws or func in _COPY_TABLES or name_of(func) in OF_SHAPES
+    makes = func is aten.lift_fresh.default or name_of(func) in OF_SHAPES
+    return draws or makes or func in _COPY_TABLES
+
+
+_PASSING: dict[int, tuple[bool, object]] = {}
+"""Whether an operator passes that is given nothing which is followed, and itself, by its ``id``."""
 
 
 class ArenaFull(CaptureError):
@@ -150,10 +158,49 @@ class Arena:
         return *own, *self.read_in_place
 
 
-class LeftMode(OperatorMode):
-    """Operator mode that may be left while the code under it goes on."""
+@dispatched_directly
+class LightMode(OperatorMode):
+    """Operator mode that looks into few operators, and may be left while code under it goes on."""
 
     has_left = False
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Return whether operators on a tensor are looked into."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = (*args, *kwargs.values()) if kwargs else args
+        is_plain = all(kind in PLAIN_TENSORS for kind in types)
+        if not is_plain or current_autograd_node() is not None or self._looks_into(func, given):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError as error:
+            self.on_error(error)
+            raise
+
+    def _looks_into(self, func: Any, given: Sequence[Any]) -> bool:
+        if id(func) not in _PASSING:  # the hash of an operator is a function of Python
+            is_special = not isinstance(func, OpOverload) or _is_special(func)
+            _PASSING[id(func)] = not is_special, func
+        passes = False
+        for value in given:
+            if isinstance(value, Tensor):
+                passes = True
+                if self.follows(value):
+                    return True
+            elif isinstance(value, (list, tuple)):
+                tensors = [item for item in value if isinstance(item, Tensor)]
+                passes |= bool(tensors)
+                if any(map(self.follows, tensors)):
+                    return True
+        return not (passes and _PASSING[id(func)][0])  # one without tensors may make one
 
     def leave(self) -> None:
         """See no further, unless other modes were entered since."""
@@ -167,7 +214,7 @@ class LeftMode(OperatorMode):
             super().__exit__(*exc)
 
 
-class HostTracer(LeftMode):
+class HostTracer(LightMode):
     """Records, while it is entered, what runs on the host.
 
     On a CPU, where the emulated backend captures, those tensors are the host's that a factory makes
@@ -238,6 +285,9 @@ class HostTracer(LeftMode):
         return program if tape.operations or held else None
 
     # ------------------------------------------------------------------ operators
+
+    def follows(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._shadows or self._is_host(tensor)
 
     def operator(self, call: OperatorCall) -> Any:
         func, kwargs = call.func, call.kwargs

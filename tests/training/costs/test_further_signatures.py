@@ -95,13 +95,13 @@ def counted(counts: Counter[str], owner: type, name: str) -> Any:
 def calls(backend: str, root: Path, layers: int, module: type[Masked] = Masked) -> list[list[int]]:
     """In each step: runs of the author's code by us, and operators that the host looked into.
 
-    These are those that it has followed, and all that it was shown.
+    These are those that it may follow, and all that it was shown.
     """
     counts: Counter[str] = Counter()
-    counting = Calls(counts, "forward", "_follow", "operator")
+    counting = Calls(counts, "forward", "operator", "_looks_into")
     with ExitStack() as stack:
         stack.enter_context(counted(counts, StepBody, "forward"))
-        for name in ("_follow", "operator"):
+        for name in ("operator", "_looks_into"):
             stack.enter_context(counted(counts, HostTracer, name))
         fit = prepare(
             backend,
