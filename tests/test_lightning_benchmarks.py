@@ -26,6 +26,7 @@ HERE = {  # rounds of the fits
     "mixture of experts": 2,
     "15 steps": 1,
     "validation every 20 steps": 1,
+    "ConvNeXt with validation": 1,
     "BERT with a padding collator": 1,
 }
 BY_THE_SCRIPT = {"GPT-2 350M": True, "new length at each step": False}  # whether it has graphs
@@ -138,7 +139,7 @@ def test_limits(
         "max_graphs=16": outcomes(fits, by_hand),
         "slow": outcomes(fits, [9.0, 9.0]),
     }
-    summary = fits.summary("row", found, [], tiny=False)
+    summary = fits.summary("row", found, [], None, tiny=False)
     assert (summary["verdict"], summary["best"]) == (verdict, "max_graphs=16")
     assert summary["wrong"] == (["defaults"] if verdict == "WRONG RESULT" else [])
 
