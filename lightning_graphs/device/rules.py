@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from traceback import walk_stack, walk_tb
 from typing import Any, NoReturn
@@ -477,12 +477,6 @@ CLASSES = Remedy(
     "pass num_classes, which one_hot reads from the largest value otherwise",
     "codes = F.one_hot(labels, num_classes=10)",
 )
-COVARIANCE = Remedy(
-    "give MultivariateNormal a scale_tril: what it checks and computes of a covariance_matrix or a "
-    "precision_matrix, it looks at on the host",
-    "factor = torch.linalg.cholesky_ex(covariance).L\n"
-    "noise = MultivariateNormal(mean, scale_tril=factor)  # for covariance_matrix=covariance",
-)
 NESTED = Remedy(
     "let the encoder make no nested tensors of padded batches, whose sizes are on the host: "
     "enable_nested_tensor=False, or encoder.use_nested_tensor = False",
@@ -491,7 +485,6 @@ NESTED = Remedy(
 _OF_LAYERS = os.path.join("torch", "nn", "modules", "")
 _NESTED = aten._nested_tensor_from_mask_left_aligned, aten._nested_tensor_from_mask
 _CAUSES: dict[tuple[str, str], Remedy] = {
-    ("torch/distributions/multivariate_normal.py", "__init__"): COVARIANCE,
     ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): IS_CAUSAL,
     ("torch/nn/modules/batchnorm.py", "forward"): MOMENTUM,
     ("transformers/integrations/moe.py", "_grouped_mm"): GROUPED,
@@ -547,22 +540,23 @@ def may_follow_values(error: BaseException | None) -> bool:
 
 def with_known_remedy(obstacle: Obstacle) -> Obstacle:
     """Return the obstacle with the remedy for the library function that this thread runs."""
-    found = _remedy_for(walk_stack(sys._getframe(1)))
+    found = _remedy_for([frame for frame, _ in walk_stack(sys._getframe(1))][::-1])
     return obstacle if found is None else replace(obstacle, remedy=found.remedy, code=found.code)
 
 
 def known_remedy(error: BaseException, otherwise: str) -> str:
     """Return the remedy for the library function that raised an error."""
-    frames = [*walk_tb(error.__traceback__)]
-    found = _remedy_for(frames)
-    layers = [frame.f_code for frame, _ in frames if _OF_LAYERS in frame.f_code.co_filename]
-    if found is None and layers[-1:] == [nn.TransformerEncoder.forward.__code__]:
-        found = NESTED  # the function that makes them is in C, and this one calls it
+    found = _remedy_for([frame for frame, _ in walk_tb(error.__traceback__)])
     return otherwise if found is None else found.remedy
 
 
-def _remedy_for(frames: Iterable[tuple[types.FrameType, int]]) -> Remedy | None:
-    return next(filter(None, (_remedy_of(frame.f_code) for frame, _ in frames)), None)
+def _remedy_for(frames: Sequence[types.FrameType]) -> Remedy | None:
+    """Return the remedy for what frames run, of which the last one was called last."""
+    codes = [frame.f_code for frame in frames]
+    layers = [code for code in codes if _OF_LAYERS in code.co_filename]
+    if layers[-1:] == [nn.TransformerEncoder.forward.__code__]:
+        return NESTED  # the function that makes them is in C, and this one calls it
+    return next(filter(None, map(_remedy_of, reversed(codes))), None)
 
 
 def _remedy_of(code: types.CodeType) -> Remedy | None:

@@ -14,6 +14,7 @@ from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.private.exchange import TURN, Member, exchanged, standing_in
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
+    has_memory,
     memory_of,
     named_buffers_in,
     named_modules_in,
@@ -46,7 +47,8 @@ class ForeseenReads:
         """Observe the body, an eager step of this module."""
         questions = others = 0
         self._device = device
-        self._known = {memory_of(b) for _, b in named_buffers_in(named_modules_in(("", module)))}
+        buffers = (buffer for _, buffer in named_buffers_in(named_modules_in(("", module))))
+        self._known = set(map(memory_of, filter(has_memory, buffers)))
 
         def note(asked: Question) -> None:
             nonlocal questions
@@ -80,7 +82,7 @@ class ForeseenReads:
         """Return whether code asks for what only the host could tell."""
         if asked.frame.f_globals.get("__name__", "").startswith(_ELSEWHERE):
             return False
-        here = filter(self._is_here, asked.tensors)
+        here = filter(has_memory, filter(self._is_here, asked.tensors))
         unknown = [tensor for tensor in here if memory_of(tensor) not in self._known]
         return len(unknown) == len(asked.tensors) and is_read(asked)
 

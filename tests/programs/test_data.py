@@ -104,18 +104,14 @@ def keeps_what_was_there(self: Any, batch: Any, batch_idx: int) -> Any:
 
 SETS = "verified; unverified; bf16"
 ROWS = stepping(
-    Fused, normalised, clipped, also=SETS, max_epochs=3, data=lambda: batches(8), replayed=12,
+    Fused, normalised, clipped, returns_what_it_sets, writes_what_it_sets, also=SETS, max_epochs=3,
+    data=lambda: batches(8), replayed=12,
 ) | stepping(
     ByHand, adversarial, sharpness_aware, also=SETS, max_epochs=3, data=lambda: batches(8),
     replayed=12, found=None,
 ) | stepping(
     Fused,
-    each={
-        one: "cannot set the attribute"
-        for one in (
-            keeps_what_it_sets, returns_what_it_sets, writes_what_it_sets, keeps_what_was_there,
-        )
-    },
+    each=dict.fromkeys((keeps_what_it_sets, keeps_what_was_there), "cannot set the attribute"),
     found=None, max_epochs=3, data=lambda: batches(8), placed=False,
 )  # fmt: skip
 

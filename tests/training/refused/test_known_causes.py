@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import MultivariateNormal
 
 from tests.training.fits import Net, compare, examined, fit_twice, prepare
 
@@ -66,28 +65,11 @@ class CodedInThree(Coded):
     options = {"num_classes": 3}  # noqa: RUF012
 
 
-class Correlated(Net):
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return super().loss(batch) + self.noise(self.net[0].weight.T @ self.net[0].weight).mean()
-
-    def noise(self, covariance: Tensor) -> Tensor:
-        mean = torch.zeros(8, device=self.device)
-        return MultivariateNormal(mean, covariance_matrix=covariance).rsample()
-
-
-class Factored(Correlated):
-    def noise(self, covariance: Tensor) -> Tensor:
-        mean = torch.zeros(8, device=self.device)
-        factor = torch.linalg.cholesky_ex(covariance).L
-        return MultivariateNormal(mean, scale_tril=factor).rsample()
-
-
 # A whole step waits for what torch reads from a mask; a submodule alone does not.
 BY_MODULE = {"scope": "modules", "modules": ["encoder"]}
 CASES: list[tuple[type[Net], str, type[Net], dict[str, Any]]] = [
     (Averaged, "give the BatchNorm a momentum", Moving, {}),
     (Masked, "is_causal=True or False", Told, BY_MODULE),
-    (Correlated, "give MultivariateNormal a scale_tril", Factored, {}),
 ]
 
 
