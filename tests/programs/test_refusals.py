@@ -36,7 +36,7 @@ class CatchingAll(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
         try:
-            return loss * len(loss.tolist())
+            return loss * (1.0 + len(loss.reshape(1).tolist()))
         except BaseException:
             return loss
 
@@ -210,9 +210,8 @@ class EmptyTensor(Net):
 TWENTY = {"data": lambda: batches(20), "validation": 0}
 LAYERS = {"capture": {"scope": "modules"}, "found": "rule remedy line", "replayed": 1, **TWENTY}
 ROWS = (
-    table(
-        Catching, CatchingAll, Listing, said=".", placed=False, **TWENTY
-    )
+    table(Catching, Listing, said=".", placed=False, **TWENTY)
+    | table(CatchingAll, said=".", placed=False, found=None, **TWENTY)
     | table(Saving, found=None, **TWENTY)  # saves behind each replay
     | table(ListingLabels, found=None, **TWENTY)  # ahead of the graph
     | table(Copying, said=None, placed=False, found=None, **TWENTY)  # CUDA captures it
