@@ -137,7 +137,8 @@ def test_of_a_further_capture_the_host_looks_at_no_operator_of_the_device(
         for layers in (2, 6)
     )
     assert max(few) > 0
-    assert few == many
+    # One more where a tensor of the device has the `id` of one that is gone
+    assert all(abs(a - b) <= 1 for a, b in zip(few, many, strict=True))
 
 
 def test_the_host_is_shown_no_operator_behind_the_last_read(backend: str, tmp_path: Path) -> None:
