@@ -211,10 +211,9 @@ TWENTY = {"data": lambda: batches(20), "validation": 0}
 LAYERS = {"capture": {"scope": "modules"}, "found": "rule remedy line", "replayed": 1, **TWENTY}
 ROWS = (
     table(Catching, Listing, said=".", placed=False, **TWENTY)
-    | table(CatchingAll, said=".", placed=False, found=None, **TWENTY)
     | table(Saving, found=None, **TWENTY)  # saves behind each replay
     | table(ListingLabels, found=None, **TWENTY)  # ahead of the graph
-    | table(Copying, said=None, placed=False, found=None, **TWENTY)  # CUDA captures it
+    | table(CatchingAll, Copying, said=None, placed=False, found=None, **TWENTY)  # CUDA captures it
     | table(TryingMetric, validation=0)  # the host waits for what it reads
     # What an ``except`` has caught stays refused.
     | table(
