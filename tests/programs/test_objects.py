@@ -461,7 +461,7 @@ ROWS |= {
         partial(Streaming, Sampler, take),
         placed=False,
         validation=0,
-        graphs=2,
+        graphs=range(1, 3),
         also="unverified",
         check=lambda fit: fit.module.stream.calls == fit.trainer.global_step,
     )

@@ -236,7 +236,8 @@ def test_what_is_compiled_elsewhere_is_no_matter_of_a_step(
     fits = []
     for is_captured in (False, True):
         random.seed(5)
-        given: dict[str, Any] = {"module": module, "capture": {"scope": scope}, "max_epochs": 4}
+        options = {"scope": scope, "evaluation": False}  # a rehearsal captures no compiled one
+        given: dict[str, Any] = {"module": module, "capture": options, "max_epochs": 4}
         fits.append(prepare(backend, tmp_path, is_captured, **given).run())
     compare(*fits)
     assert {record.scope for record in fits[1].statistics.graphs} == {"step"}
