@@ -35,6 +35,7 @@ from torch.nn import functional as F
 import lightning_graphs
 
 Found = dict[str, Any]
+COMPARED = 100  # steps; the policy may wait for some dozens, since it cannot know how many follow
 TIMED = 3  # times four batches, in each round
 SEED = 1
 
@@ -373,7 +374,7 @@ def measure(name: str, *, tiny: bool = False) -> Found:
     for _ in range(3):
         torch.manual_seed(SEED)
         learners.append(make(lab))
-        learners[-1].steps = 8 if tiny else 12
+        learners[-1].steps = 8 if tiny else COMPARED
     eager, again, captured = learners
     backend: Any = "emulated" if tiny else "auto"
     parts = captured.function, captured.models, captured.optimizers
