@@ -156,12 +156,12 @@ class WriteWatch(OperatorMode):
         self._made.update(map(memory_of, filter(has_memory, tensors)))
 
     def operator(self, call: OperatorCall) -> Any:
-        if any(dispatches(type(tensor)) for tensor in call.inputs):
+        if any(map(dispatches, {*map(type, call.inputs)})):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         for tensor in filter(has_memory, call.written):
             self._save(tensor)
         result = call.run()
-        if not only_views(call.func):
+        if result is not None and not only_views(call.func):
             returned = set(map(memory_of, filter(has_memory, tensors_in(result))))
             self._made |= returned.difference(map(memory_of, filter(has_memory, call.inputs)))
         return result
