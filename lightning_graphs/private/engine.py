@@ -38,14 +38,19 @@ from lightning_graphs.private.torch import (
 
 def nodes_from(pending: list[Node | None]) -> Iterator[Node]:
     """Yield these autograd nodes and all behind them, once; the list is consumed."""
+    return (node for node, _ in edges_from(pending))
+
+
+def edges_from(pending: list[Node | None]) -> Iterator[tuple[Node, Any]]:
+    """Yield these nodes with their ``next_functions``, which torch makes anew for each reader."""
     seen: set[Node] = set()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        yield node
-        pending += [parent for parent, _ in node.next_functions]
+        yield node, (edges := node.next_functions)
+        pending += [parent for parent, _ in edges if parent not in seen]
 
 
 def nodes_behind(outputs: Sequence[Tensor]) -> Iterator[Node]:
@@ -73,11 +78,12 @@ def uses_of(
 ) -> dict[Tensor, list[tuple[Node, int]]]:
     """Map each leaf to the nodes behind these outputs that use it, and their input index."""
     found: dict[Tensor, list[tuple[Node, int]]] = {leaf: [] for leaf in leaves}
-    for node in nodes_behind(outputs) if found else ():
-        for i, (parent, _) in enumerate(node.next_functions):
+    known = {id(leaf): uses for leaf, uses in found.items()}  # hashing a tensor is Python
+    for node, edges in edges_from([output.grad_fn for output in outputs] if found else []):
+        for i, (parent, _) in enumerate(edges):
             leaf = None if parent is None else leaf_of(parent)
-            if leaf in found:
-                found[leaf].append((node, i))
+            if leaf is not None and id(leaf) in known:
+                known[id(leaf)].append((node, i))
     return found
 
 
