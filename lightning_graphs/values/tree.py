@@ -303,7 +303,7 @@ def flatten(
     return Node(kind, opened.frozen_context, children, tuple(labels))
 
 
-def leaves_of(value: Any, kind: type = object) -> list[Any]:
+def leaves_of(value: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
     """The leaves of a value that are of some kind, depth first."""
     found: list[tuple[str, Any]] = []
     flatten(value, "", found)

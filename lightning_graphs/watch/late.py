@@ -10,9 +10,10 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -285,7 +286,10 @@ class LateCalls:
 
     def keep(self, function: Callable[..., Any], given: Given, use: Use) -> LateValue:
         """Keep a call back; see :data:`Keep`."""
-        if self._is_finished:
+        methods = leaves_of(given, (MethodType, BuiltinFunctionType))
+        # A capture has tracers, and copies, for containers that are state
+        fills = any(isinstance(m.__self__, (Tracer, list, deque, dict, set)) for m in methods)
+        if self._is_finished or fills:
             use.refuse(use.name)
         given = spelled(
             given, lambda pieces: self._late(joined, ((pieces,), {}), use, is_pure=True)
