@@ -284,7 +284,7 @@ def _is_untouched(table: Any, before: Any) -> bool:
     """Return whether a plain dict has the same keys and values, in the same order."""
     if type(table) not in (dict, OrderedDict) or len(table) != len(before):
         return False
-    return all(map(is_, table.values(), before.values())) and all(map(is_, table, before))
+    return not table or all(map(is_, (*table, *table.values()), (*before, *before.values())))
 
 
 def _is_grown(table: dict[Any, Any], before: dict[Any, Any]) -> bool:

@@ -271,11 +271,11 @@ class AttributeGuards(ValueGuards):
         if key not in table and (is_everywhere or not (is_plain(of_class) or is_method)):
             return
         name = f"{path}.{'hparams' if key == '_hparams' else key}"
-        # A method brings its module along, of which nothing else is read here.
-        seen = dict(self._modules)
-        inside = () if isinstance(value, nn.Module) else objects_in(name, value, seen)
-        for label in iterators_in(inside):  # before anything is taken from one
-            _refuse_iterator(label)
+        if not (isinstance(value, nn.Module) or is_plain(value)):
+            # A method brings its module along, of which nothing else is read here.
+            inside = objects_in(name, value, dict(self._modules))
+            for label in iterators_in(inside):  # before anything is taken from one
+                _refuse_iterator(label)
         if key not in table and not is_method:
             self.add(name, partial(getattr, owner), key, owner)
         elif key in table and value is None:  # which a table without it gives as well

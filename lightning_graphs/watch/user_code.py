@@ -81,7 +81,8 @@ class UserCode:
         kinds = (kind.__module__ for kind in type(root).__mro__)  # FSDP2 derives one of torch's
         named = next(n for n in kinds if "torch.distributed" not in n).partition(".")[0]
         self._package = package or named
-        self._judged: dict[str, bool] = {}  # names in `sys.modules`, and whether user code is there
+        self._judged = set[str]()  # names in `sys.modules`
+        self._own: list[str] = []  # those of them where user code is
         # Whether code of this file, in the module of this name, is the author's
         self.has: Callable[[str, str], bool] = cache(self._judge)
         # Whether a module is one of an installed package, but those that every step goes through
@@ -105,14 +106,17 @@ class UserCode:
         Thousands are imported, few by the next call: each is judged once, and those of an installed
         package by that.
         """
-        foreign: dict[str, bool] = {}
-        for name in sys.modules.keys() - self._judged.keys():
-            package = name.partition(".")[0]
-            if package not in foreign:
-                file = getattr(sys.modules.get(package), "__file__", None)
-                foreign[package] = file is not None and not self.has(file, package)
-            self._judged[name] = not foreign[package] and self.has_module(name)
-        found = (sys.modules.get(name) for name, is_own in self._judged.items() if is_own)
+        new = sys.modules.keys() - self._judged
+        packages = {name: name.partition(".")[0] for name in new}
+        foreign = {
+            package
+            for package in {*packages.values()}
+            if (file := getattr(sys.modules.get(package), "__file__", None)) is not None
+            and not self.has(file, package)
+        }
+        self._judged.update(new)
+        self._own += [n for n in new if packages[n] not in foreign and self.has_module(n)]
+        found = map(sys.modules.get, self._own)
         return [module for module in found if isinstance(module, ModuleType)]
 
     def has_module(self, name: str) -> bool:
