@@ -8,6 +8,7 @@ in any order, and their captures take turns (:data:`TURN`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 import warnings
@@ -29,6 +30,16 @@ class Absence(Enum):
 
     def __repr__(self) -> str:
         return self.value
+
+
+_OF_C = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+
+
+def contents_of_c(value: Any) -> Any:
+    """Return the memory of a value of ``ctypes``, as those that processes share; others as is."""
+    if not isinstance(value, _OF_C):
+        return value
+    return memoryview((ctypes.c_char * ctypes.sizeof(value)).from_buffer(value)).cast("B")
 
 
 def in_slot(value: Any, key: str) -> Any:

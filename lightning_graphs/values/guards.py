@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import reprlib
-import sys
 import weakref
 import zlib
 from array import array
@@ -20,7 +19,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from queue import Queue
-from threading import local
+from threading import Event, Semaphore, local
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -40,7 +39,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs.private.callsite import is_library, is_of_library
-from lightning_graphs.private.exchange import Absence, code_of, in_slot
+from lightning_graphs.private.exchange import Absence, code_of, contents_of_c, in_slot
 
 # ------------------ Closures and defaults
 
@@ -150,8 +149,9 @@ _WRITTEN = frozenset(
 """Types of values that nothing changes, and that are equal where their texts are."""
 
 _BUILTINS = vars(builtins)  # which every namespace has that ``exec`` or ``runpy`` has made
-_BUFFERS = (bytearray, array, memoryview)
-_SEQUENCES = (list, tuple, deque)
+_BUFFERS, _BYTE = (bytearray, array, memoryview), numpy.dtype(numpy.uint8)
+_OBJECTS = (SimpleNamespace, local, Event, Semaphore)
+_SEQUENCES = (list, tuple, deque, numpy.flatiter)
 _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do anything
 BARE = frozenset({dict, OrderedDict, list, tuple, set, torch.Tensor, torch.nn.Parameter})
 """Classes of most of what modules hold, which are no author's."""
@@ -290,31 +290,20 @@ def is_still(now: Any, before: Any) -> bool:
         return False
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: Any, most: int = _LARGEST_BYTES) -> bool:
     """Return whether a value is an array of NumPy or Python whose contents a snapshot copies.
 
-    Larger ones are data, and arrays of objects hold addresses only. Subclasses may hold more.
+    Larger ones are data. Subclasses may hold more.
     """
     if type(value) in _BUFFERS:
-        is_plain_view = memoryview(value).ndim == 1 and memoryview(value).contiguous
-        return is_plain_view and _bytes_of(value) <= _LARGEST_BYTES
-    numpy = sys.modules.get("numpy")
-    return (
-        numpy is not None
-        and type(value) in (numpy.ndarray, numpy.memmap)
-        and value.nbytes <= _LARGEST_BYTES
-        and not value.dtype.hasobject
-    )
+        view = memoryview(value)
+        return view.ndim == 1 and view.contiguous and view.nbytes <= most
+    return type(value) in (numpy.ndarray, numpy.memmap) and value.nbytes <= most
 
 
 def is_small_array(value: Any) -> bool:
-    """Return whether a value is an array that is compared by its contents in replays, too."""
-    return is_array(value) and _bytes_of(value) <= _MOST_BYTES
-
-
-def _bytes_of(value: Any) -> int:
-    nbytes: int = (memoryview(value) if isinstance(value, _BUFFERS) else value).nbytes
-    return nbytes
+    """Return whether replays, too, compare a value by contents that are no addresses."""
+    return is_array(value, _MOST_BYTES) and not getattr(value, "dtype", _BYTE).hasobject
 
 
 def is_object(value: Any) -> bool:
@@ -325,7 +314,7 @@ def is_object(value: Any) -> bool:
     kind: Any = type(value)  # what an object says to be its class may be another one
     if kind in BARE:
         return False
-    if issubclass(kind, (SimpleNamespace, local)) or kind in (UserDict, UserList, ChainMap):
+    if issubclass(kind, _OBJECTS) or kind in (UserDict, UserList, ChainMap):
         return True
     if issubclass(kind, (type, nn.Module, Enum)) or is_of_library(kind):
         return False
@@ -373,6 +362,8 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
 
     Sets have nothing inside: what is hashed is compared by value.
     """
+    if is_of_objects(value):
+        value = value.flat
     if isinstance(value, dict):
         named = enumerate(value.items())
         return [(label_of(key, place), key, held) for place, (key, held) in named]
@@ -382,6 +373,12 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
         return [(".queue", "queue", value.queue)]
     own = [*members_of(value).items()] if has_attributes(value) else brought_along(value)
     return None if own is None else [(f".{key}", key, held) for key, held in own]
+
+
+def is_of_objects(value: Any) -> bool:
+    """Return whether a value is an array of NumPy that holds Python's objects, and is no data."""
+    is_array = type(value) is numpy.ndarray and value.dtype == object
+    return is_array and value.size <= MOST_INSIDE
 
 
 def label_of(key: Any, place: int) -> str:
@@ -584,6 +581,9 @@ class ValueGuards:
             self._values.append((name, Identity(value)))
             self._describe(f"{name}.get()", held, depth - 1, most)
             return
+        value = contents_of_c(value)
+        if is_of_objects(value) and depth and len(self._values) + value.size <= most:
+            value = value.flat
         of_set = isinstance(value, (set, frozenset)) and len(value) <= _MOST
         if of_set or is_small_array(value):
             content: Callable[[Any], Any] = frozenset if of_set else ArrayValue.of

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.private.exchange import Absence, bind, bound, is_exchanged
+from lightning_graphs.private.exchange import Absence, bind, bound, contents_of_c, is_exchanged
 from lightning_graphs.private.torch import (
     flattened,
     named_buffers_in,
@@ -178,8 +178,8 @@ class PythonSnapshot:
             elif is_object(value):
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
-        elif is_array(value):
-            self._containers.append((name, value, value, _copy(value)))
+        elif is_array(table := contents_of_c(value)):
+            self._containers.append((name, value, table, _copy(table)))
 
     def add_place(self, name: str, owner: Any, key: str) -> Binding:
         """Add the binding of a key with its present value; a known one keeps its first value."""

@@ -67,19 +67,24 @@ def test_values_are_described_again_only_after_a_change() -> None:
     assert "self.settings['seen'][1]" in dict(reads.now())
 
 
-def test_large_arrays_and_those_of_objects_are_compared_by_identity() -> None:
+def test_large_arrays_are_compared_by_identity_and_objects_one_by_one() -> None:
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.large = numpy.zeros(65537, dtype=numpy.uint8)
-            self.objects = numpy.array([None])
+            self.objects = numpy.array([None, 2])
 
     module, reads = Module(), AttributeGuards()
     with reads.watching(module):
         _ = module.large, module.objects
     before = reads.now()
-    module.large[0], module.objects[0] = 1, 1
+    module.large[0] = 1
     assert reads.now() is before
+    module.objects[0] = 1
+    now = reads.now()
+    assert [name for name, _ in set(now) - set(before)] == ["self.objects[0]"]
+    module.objects[0] = None
+    assert reads.now() == before
     module.large = module.large.copy()
     assert reads.now() != before
 
