@@ -81,11 +81,15 @@ _CALLS = (
     *("builtins.print", "builtins.open", "io.open", "sys.stdout.write", "sys.stderr.write"),
     *("logging.Logger.handle", "rich.console.Console.print", "rich.console.Console.log"),
     *("torch.save", "torch.profiler.profile.step"),
+    *("queue.Queue.put", "queue.Queue.get", "threading.Thread.start", "threading.Condition.notify"),
     *("wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
 )
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"
-_OF_NOW = ("sys.stdout.write", "sys.stderr.write")  # of a stream that may be another one later
+_OF_NOW = ("sys.stdout.write", "sys.stderr.write", "threading.Thread.start")
+"""What no replay can do again: a stream may be another one later, and a thread starts once."""
+_ANYWHERE = ("open", *(path for path in _CALLS if path.startswith(("queue.", "threading."))))
+"""What user code does by functions of any library: events and executors start and wake threads."""
 _LOGGERS = ("logger", "loggers")  # properties that read other ``logger`` properties
 _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 """Packages that print, write and log on behalf of their callers."""
@@ -298,7 +302,7 @@ def effects_watched(client: Client, *, refuses: bool = True) -> AbstractContextM
         return Nothing()
 
     def user(what: str, frame: FrameType) -> FrameType | None:
-        if what == "open":
+        if what in _ANYWHERE:
             return asking(client.own, frame)
         acting = next((f for f in frames_from(frame) if not _passes_on(f)), None)
         return acting if acting is not None and client.own.runs_in(acting) else None

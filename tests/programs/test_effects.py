@@ -9,12 +9,16 @@ import functools
 import io
 import json
 import logging
+import multiprocessing
 import os
 import pickle
 import queue
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -385,20 +389,48 @@ def padded(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+class Worker:
+    """A thread that takes from a queue what steps give it."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.Queue[Any] = queue.Queue()
+        self.done: list[Any] = []
+        self.threads = ThreadPoolExecutor(1)
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def work(self) -> None:
+        for step, loss in iter(self.jobs.get, None):
+            self.done.append((step, float(loss)))
+            self.jobs.task_done()
+
+    def found(self) -> Any:
+        deadline = time.monotonic() + 5  # of a queue that counts more than the thread gets
+        while self.jobs.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.threads.shutdown()
+        return self.jobs.unfinished_tasks, self.done
+
+
 class Held:
-    """What programs hold whose state is in C, and what the last fit has left in it."""
+    """What programs hold whose state is in C or in threads, and what the last fit has left."""
 
     @contextlib.contextmanager
     def opened(self, folder: str) -> Iterator[None]:
         self.text, self.bytes, self.queue = io.StringIO(), io.BytesIO(), queue.SimpleQueue[int]()
+        self.worker, self.permits = Worker(), threading.Semaphore(0)
+        shared = multiprocessing.Value("i", 0, lock=False)
+        vars(self).update(objects=np.array([0, None]), shared=shared)
         vars(self)["array"] = np.memmap(Path(folder) / "mapped", dtype="f8", shape=3, mode="w+")
         with (Path(folder) / "held").open("w+", encoding="utf-8") as self.file:
             yield
+        self.worker.jobs.put(None)
 
     def found(self) -> Any:
         self.file.seek(0)
         size = self.queue.qsize()
-        return self.text.getvalue(), self.bytes.getvalue(), self.file.read(), size, [*self.array]
+        counts = self.objects[0], self.shared.value, self.permits._value
+        texts = self.text.getvalue(), self.bytes.getvalue(), self.file.read()
+        return texts, size, [*self.array], counts, self.worker.found()
 
 
 HELD = Held()
@@ -465,7 +497,42 @@ def dumped(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+def to_a_thread(self: Any, batch: Any, batch_idx: int) -> Any:
+    """A replay does as the step: the queue counts, and wakes the thread that waits for it."""
+    loss = self.loss(batch)
+    HELD.worker.jobs.put((batch_idx, loss.detach()))
+    HELD.permits.release()
+    return loss
+
+
+def by_an_executor(self: Any, batch: Any, batch_idx: int) -> Any:
+    """A capture has another list in its place."""
+    loss = self.loss(batch)
+    HELD.worker.threads.submit(HELD.worker.done.append, loss.detach())
+    return loss
+
+
+def in_a_thread(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss(batch)
+    threading.Thread(target=HELD.worker.jobs.put, args=((0, loss.detach()),)).start()
+    return loss
+
+
+def to_objects(self: Any, batch: Any, batch_idx: int) -> Any:
+    HELD.objects[0] += 1
+    return self.loss(batch) * (1 + HELD.objects[0] / 64)
+
+
+def to_shared_memory(self: Any, batch: Any, batch_idx: int) -> Any:
+    HELD.shared.value += 1
+    return self.loss(batch) * (1 + HELD.shared.value / 64)
+
+
 HELD_STEPS = {
+    by_an_executor: "SimpleQueue.put is used at .* in by_an_executor: HELD",
+    in_a_thread: "threading.Thread.start is used at .* in in_a_thread: threading",
+    to_objects: r"changes HELD\.objects, named at .* in to_objects: HELD",
+    to_shared_memory: r"changes HELD\.shared, named at .* in to_shared_memory: HELD",
     to_memory: "StringIO.write is used at .* in to_memory: HELD",
     to_a_file: "TextIOWrapper.write is used at .* in to_a_file: HELD",
     to_a_queue: "SimpleQueue.put is used at .* in to_a_queue: HELD",
@@ -558,6 +625,7 @@ NOTED = {"around": EFFECTS.noted, "outside": lambda: copied(EFFECTS.found())}
 ROWS = (
     table(each=REFUSED, also="auto", **NOTED)
     | stepping(Net, each={**REFUSED_STEPS, **HELD_STEPS}, **NOTED)
+    | stepping(Net, to_a_thread, max_epochs=3, replayed=15, also="verified", found=None, **NOTED)
     | stepping(Net, dumped, max_epochs=3, replayed=15, also="verified", **NOTED)
     | table(*TOLD, max_epochs=3, replayed=15, also="verified; accumulated", **NOTED)
     | stepping(Net, texts, max_epochs=3, replayed=9, also="verified; accumulated", **NOTED)
