@@ -252,7 +252,8 @@ class CaptureFacts:
         if context.compiled.runs or not context.ranks.are_one:
             yield
             return
-        with self.foreseen.observing(module, module.device):
+        keep = partial(context.watch.keeps_back, reads=())
+        with self.foreseen.observing(module, module.device, keep):
             yield
         if self.foreseen.is_any:
             self.has_host_program = True

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.device.trace import FunctionMode
-from lightning_graphs.private.exchange import TURN, Member, exchanged, standing_in
+from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.callsite import CallSiteFinder, frames_of_region
+from lightning_graphs.private.exchange import TURN
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
     has_memory,
@@ -19,12 +22,14 @@ from lightning_graphs.private.torch import (
     named_buffers_in,
     named_modules_in,
 )
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.assertions import is_read
-from lightning_graphs.watch.tracers import Question, is_of_others, tensors_asked
+from lightning_graphs.watch.tracers import Asks, Question, tensors_asked
 
 _READ_ALL = ("tolist", "cpu", "nonzero")
-"""Methods whose results are the host's, or have a shape that depends on numbers."""
+"""Functions whose results are the host's, or have a shape that depends on numbers."""
 _GETITEM = Tensor.__getitem__
+_NUMBERS = (Asks.ITEM, Asks.INT, Asks.FLOAT, Asks.NUMBER)
 _ELSEWHERE = ("torch.optim.", "torch.amp.")
 """Modules in whose place captures run other code, which reads nothing."""
 
@@ -41,39 +46,51 @@ class ForeseenReads:
         self.questions = 0  # numbers and truths that code has asked for; 0 if that is not all
         self._device = torch.device("cpu")
         self._known: set[int] = set()  # memory of buffers, whose numbers the host may know
+        self._kept: set[tuple[CodeType, int]] = set()  # calls by which code asks that are kept back
 
     @contextlib.contextmanager
-    def observing(self, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Observe the body, an eager step of this module."""
+    def observing(
+        self, module: nn.Module, device: torch.device, keep: Callable[[CaptureError], bool]
+    ) -> Iterator[None]:
+        """Observe the body, an eager step of this module.
+
+        No host knows ahead of a replay what is computed of parameters. Numbers of that are offered
+        to be kept back, as those that a capture is refused for.
+        """
         questions = others = 0
         self._device = device
         buffers = (buffer for _, buffer in named_buffers_in(named_modules_in(("", module))))
         self._known = set(map(memory_of, filter(has_memory, buffers)))
+        trained: set[int] = set()  # memory of what is computed of parameters
+
+        def is_trained(tensor: Tensor) -> bool:
+            return tensor.requires_grad or (has_memory(tensor) and memory_of(tensor) in trained)
 
         def note(asked: Question) -> None:
             nonlocal questions
-            questions += self.counts(asked)
-
-        def member(name: str) -> Member:
-            own = getattr(Tensor, name)
-
-            def call(_: FrameType, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-                nonlocal others
-                others += self._is_here(tensor)
-                return own(tensor, *args, **kwargs)
-
-            return Tensor, name, standing_in(own, call, is_of_others)
+            if not self.counts(asked):
+                return
+            is_number = asked.asks in _NUMBERS and all(map(is_trained, asked.tensors))
+            if is_number and keep(_refusal(asked.frame)):
+                self._kept.add(_call_in(asked.frame))
+            else:
+                questions += 1
 
         def see(function: Any, args: Any, kwargs: Any) -> Any:
             nonlocal others
             if function is _GETITEM:
                 others += self._is_here(args[0]) and _is_masked(args[1])
-            return function(*args, **kwargs)
+            elif getattr(function, "__name__", "") in _READ_ALL:
+                others += any(map(self._is_here, args[:1]))
+            result = function(*args, **kwargs)
+            made = set(map(memory_of, filter(has_memory, leaves_of(result, Tensor))))
+            if made and any(map(is_trained, leaves_of((args, kwargs), Tensor))):
+                trained.update(made)
+            else:  # memory that was freed
+                trained.difference_update(made)
+            return result
 
-        # Exchanged and put back, `__getitem__` would leave the class a slot of sequences, by which
-        # torch.tensor takes each tensor of one number for a list
-        reading = exchanged(map(member, _READ_ALL))
-        with TURN, tensors_asked(note), reading, FunctionMode(see):
+        with TURN, tensors_asked(note), FunctionMode(see):
             yield
         self.is_any = bool(questions or others)
         self.questions = 0 if others else questions
@@ -82,12 +99,27 @@ class ForeseenReads:
         """Return whether code asks for what only the host could tell."""
         if asked.frame.f_globals.get("__name__", "").startswith(_ELSEWHERE):
             return False
+        if _call_in(asked.frame) in self._kept:
+            return False
         here = filter(has_memory, filter(self._is_here, asked.tensors))
         unknown = [tensor for tensor in here if memory_of(tensor) not in self._known]
         return len(unknown) == len(asked.tensors) and is_read(asked)
 
     def _is_here(self, tensor: Any) -> bool:
         return type(tensor) in PLAIN_TENSORS and tensor.device == self._device
+
+
+def _call_in(frame: FrameType) -> tuple[CodeType, int]:
+    return frame.f_code, frame.f_lasti
+
+
+def _refusal(frame: FrameType) -> CaptureError:
+    """Make the error by which a capture would be refused for what a frame asks."""
+    entries: TracebackType | None = None
+    for each in frames_of_region(frame):
+        entries = TracebackType(entries, each, each.f_lasti, each.f_lineno)
+    site = CallSiteFinder().here()
+    return HOST_READ.refused(f"item() or float() at {site.describe()}").with_traceback(entries)
 
 
 def _is_masked(index: Any) -> bool:

@@ -139,7 +139,27 @@ class Positives(Net):
         return super().loss(batch) / (int((batch["x"] > 0).sum()) + 1)
 
 
-@pytest.mark.parametrize(("module", "attempts"), [(Classes, 1), (Positives, 2)])
+class LogsNumber(Net):
+    """It logs a number of its loss, which only the device computes."""
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        self.log("number", loss.detach().item())
+        return loss
+
+
+class LogsBoth(Classes):
+    """The host computes one of its numbers, and only the device the other."""
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        self.log("number", loss.item())
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("module", "attempts"), [(Classes, 1), (Positives, 2), (LogsNumber, 1), (LogsBoth, 1)]
+)
 def test_few_attempts_learn_what_the_host_computes(
     backend: str, tmp_path: Path, module: type[Net], attempts: int
 ) -> None:

@@ -166,7 +166,7 @@ def test_what_follows_the_last_read_is_equal(
 def test_observing_a_step_leaves_tensors_what_they_are(device: torch.device) -> None:
     """torch takes what has a slot of sequences for a list, and asks a number for its length."""
     x, foreseen = torch.arange(4, device=device), ForeseenReads()
-    with foreseen.observing(nn.Linear(2, 2).to(device), x.device):
+    with foreseen.observing(nn.Linear(2, 2).to(device), x.device, lambda _: False):
         assert len(x[x > 1]) == 2
     assert foreseen.is_any
     assert torch.tensor([x[1], x[2]]).tolist() == [1, 2]
