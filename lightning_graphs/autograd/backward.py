@@ -18,12 +18,11 @@ from torch.nn import Parameter
 from lightning_graphs.errors import CaptureError, ReplayError, stop
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, calls_observed
 from lightning_graphs.private.engine import (
-    accumulation_hooks,
     backward_passes_observed,
-    gradient_hooks,
     has_gradient_hooks,
     leaves_behind,
     removed,
+    tensor_hooks,
     uses_of,
     without_hooks,
 )
@@ -188,8 +187,7 @@ class HookedInOrder:
         """Return the parameters; call it once for each call, right before its node is made."""
         if (number := hooks_registered()) != self._hooks_looked_at:
             self._hooks_looked_at = number
-            found = any(gradient_hooks(p) or accumulation_hooks(p) for p in self.own)
-            self._hooked = self._at_capture or found
+            self._hooked = self._at_capture or any(map(tensor_hooks, self.own))
         if not self._hooked:
             return self.own
         given = list(self.own)
@@ -402,8 +400,7 @@ class DirectGradients:
         number = hooks_registered()
         if number == self._hooks_looked_at:
             return
-        parameters = self.parameters
-        if any(map(gradient_hooks, parameters)) or any(map(accumulation_hooks, parameters)):
+        if any(map(tensor_hooks, self.parameters)):
             raise ReplayError(
                 'A graph with param_grads="direct" cannot call hooks on parameters.',
                 "a gradient hook was registered on a parameter after the capture",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
-from operator import attrgetter
 from types import CellType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -144,11 +143,13 @@ Where it lacks the function there seem to be none.
 # ------------------ Hooks
 
 
-gradient_hooks: Callable[[Tensor], object] = attrgetter("_backward_hooks")
-"""The hooks of ``register_hook``; torch has no public reader. Falsy where there are none."""
+def tensor_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
+    """Return the hooks on a tensor and on its gradient, each by the number of its handle.
 
-accumulation_hooks: Callable[[Tensor], object] = attrgetter("_post_accumulate_grad_hooks")
-"""The hooks of ``register_post_accumulate_grad_hook``; torch has no public reader."""
+    These are those of ``register_hook`` and ``register_post_accumulate_grad_hook``, of which torch
+    has no public reader. The numbers are unique among all hooks.
+    """
+    return {**(tensor._backward_hooks or {}), **(tensor._post_accumulate_grad_hooks or {})}
 
 
 def has_gradient_hooks(leaf: Tensor, node: Node | None = None) -> bool:
@@ -157,7 +158,7 @@ def has_gradient_hooks(leaf: Tensor, node: Node | None = None) -> bool:
     Code keeps the node that accumulates a gradient to put hooks on it, as Megatron-LM and apex do.
     Only the handle of one more knows these: where that says nothing, there are some.
     """
-    if gradient_hooks(leaf) or accumulation_hooks(leaf):
+    if tensor_hooks(leaf):
         return True
     if not leaf.requires_grad:
         return False
@@ -178,7 +179,7 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
     ``torch.autograd.grad`` runs them. In a captured backward they would become part of the graph,
     and autograd would then apply them to the replayed gradient once more.
     """
-    hooked = [(p, p._backward_hooks) for p in parameters if gradient_hooks(p)]
+    hooked = [(p, p._backward_hooks) for p in parameters if p._backward_hooks]
     for parameter, _ in hooked:
         parameter._backward_hooks = None
     try:

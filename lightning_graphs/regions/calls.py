@@ -28,7 +28,7 @@ from lightning_graphs.errors import (
     VerificationError,
 )
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
-from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks, has_gradient_hooks
+from lightning_graphs.private.engine import has_gradient_hooks, tensor_hooks
 from lightning_graphs.private.torch import (
     capture_unseen,
     hook_tables,
@@ -282,7 +282,7 @@ class FlagsReader:
         number = hooks_registered()
         if self._hooked or number != self._hooks_looked_at:
             self._hooks_looked_at = number
-            found = [bool(gradient_hooks(p) or accumulation_hooks(p)) for p in self._parameters]
+            found = [bool(tensor_hooks(p)) for p in self._parameters]
             self._hooked = tuple(found) if any(found) else ()
         return Flags(training, required, self._hooked, BackendFlags.now())
 

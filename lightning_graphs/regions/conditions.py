@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import MOVING_VALUE, Obstacle
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import named_at, site_in
-from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks
+from lightning_graphs.private.engine import tensor_hooks
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
 from lightning_graphs.private.torch import hook_tables, hooks_registered, step_hook_tables
@@ -576,8 +576,7 @@ class _Hooks:
         self._number = hooks_registered()
 
     def _now(self) -> list[tuple[object, ...]]:
-        own = [find(p) for p in self._parameters for find in (gradient_hooks, accumulation_hooks)]
-        return [tuple(table or ()) for table in (*self._tables, *own)]  # type: ignore[arg-type]
+        return [*map(tuple, self._tables), *(tuple(tensor_hooks(p)) for p in self._parameters)]
 
     def have_changed(self) -> bool:
         """Whether any was registered or removed since; as a rule it is one comparison."""

@@ -27,11 +27,7 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import CLOCK, DRAWN
 from lightning_graphs.device.trace import FunctionMode, tensors_in
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
-from lightning_graphs.private.engine import (
-    accumulation_hooks,
-    current_autograd_node,
-    gradient_hooks,
-)
+from lightning_graphs.private.engine import current_autograd_node, tensor_hooks
 from lightning_graphs.private.exchange import (
     Absence,
     bind,
@@ -448,9 +444,8 @@ class GlobalReads:
         for _, value in iter_objects(module) if held is None else held:
             self._look_inside(value)
         for parameter in parameters_in(module):  # their hooks run in a thread of autograd's
-            for table in (gradient_hooks(parameter), accumulation_hooks(parameter)):
-                for hook in table.values() if isinstance(table, dict) else ():
-                    self.assume(hook)
+            for hook in tensor_hooks(parameter).values():
+                self.assume(hook)
 
     # ------------------------------------------------------------------ following
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.private.callsite import STANDARD, frames_from, is_installed, is_library
-from lightning_graphs.private.engine import accumulation_hooks, gradient_hooks
+from lightning_graphs.private.engine import tensor_hooks
 from lightning_graphs.private.torch import (
     compiled_code_noticed,
     hides_memory,
@@ -295,8 +295,7 @@ def _of_module(
 
 def _is_bare(tensor: Tensor) -> bool:
     """Return whether a tensor has no attributes and no hooks, as most."""
-    has_hooks = gradient_hooks(tensor) or accumulation_hooks(tensor)
-    return type(tensor) in BARE and not (vars(tensor) or has_hooks)
+    return type(tensor) in BARE and not (vars(tensor) or tensor_hooks(tensor))
 
 
 def _of_tensor(
@@ -304,9 +303,8 @@ def _of_tensor(
 ) -> Iterator[tuple[str, Any]]:
     """Yield what attributes and hooks of a parameter or buffer hold."""
     yield from walk(name, tensor, seen, depth, modules=_of_tree)
-    for table in (gradient_hooks(tensor), accumulation_hooks(tensor)):
-        for hook in table.values() if isinstance(table, dict) else ():
-            yield from walk(f"{name}.{_name_of(hook)}", hook, seen, depth, modules=_of_tree)
+    for hook in tensor_hooks(tensor).values():
+        yield from walk(f"{name}.{_name_of(hook)}", hook, seen, depth, modules=_of_tree)
 
 
 def _name_of(hook: Any) -> str:
