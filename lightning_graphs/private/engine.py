@@ -146,8 +146,7 @@ Where it lacks the function there seem to be none.
 def tensor_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
     """Return the hooks on a tensor and on its gradient, each by the number of its handle.
 
-    These are those of ``register_hook`` and ``register_post_accumulate_grad_hook``, of which torch
-    has no public reader. The numbers are unique among all hooks.
+    The numbers are unique among all hooks of torch, which has no public reader of either.
     """
     return {**(tensor._backward_hooks or {}), **(tensor._post_accumulate_grad_hooks or {})}
 
