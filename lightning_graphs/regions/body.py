@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, update_wrapper
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -139,10 +139,10 @@ class StepBody:
         self, arguments: tuple[Any, ...], recorder: Recorder, keep: Callable[[], None]
     ) -> StepOutputs:
         """Run a step whose own code runs backward passes and optimizer steps."""
-        steps: list[Member] = [
-            (optimizer, "step", partial(self._step_within, recorder, optimizer, optimizer.step))
-            for optimizer in self.optimizers
-        ]
+        steps: list[Member] = []
+        for optimizer in self.optimizers:
+            within = partial(self._step_within, recorder, optimizer, optimizer.step)
+            steps.append((optimizer, "step", update_wrapper(within, optimizer.step, (), ())))
         if (scaler := self._scaler) is not None:
             steps.append((scaler, "step", partial(self._step_scaled, scaler.step)))
         scheduler: Any

@@ -60,7 +60,7 @@ from lightning_graphs.values.tree import leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.scalars import holds_number
-from lightning_graphs.watch.user_code import hidden_in
+from lightning_graphs.watch.user_code import hidden_in, step_brought
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that reads its learning rate on the device."""
@@ -163,7 +163,8 @@ def _has_rates(optimizer: Optimizer, kernel: Kernel, device_type: str) -> bool:
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
-    return type(optimizer).step.__module__.startswith("torch.optim")
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim")
+    return is_torchs and step_brought(optimizer) is None
 
 
 def _why_not_fused(optimizer: Optimizer, kernel: Kernel) -> str:

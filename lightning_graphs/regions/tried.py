@@ -668,7 +668,8 @@ class HostState:
         """List the names of what has another value now."""
         found = list(self._values.changes())
         found = [c for c in found if not isinstance(c.key, Tensor)]  # a parameter's first state
-        names = {str(c.key) if c.key is not Absence.ABSENT else c.name for c in found}
+        own = {c.name.rpartition(".")[2] for c in found if c.key is Absence.ABSENT}
+        names = own | {str(c.key) for c in found if c.key is not Absence.ABSENT}
         with out_of_sight():
             changed = {id(tensor) for tensor, was in self._known if not torch.equal(tensor, was)}
         names |= {str(k) for table in self._tables for k, v in table.items() if id(v) in changed}

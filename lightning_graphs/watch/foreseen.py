@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_graphs.private.exchange import TURN
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
     has_memory,
+    in_transform,
     memory_of,
     named_buffers_in,
     named_modules_in,
@@ -25,6 +26,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.assertions import is_read
 from lightning_graphs.watch.tracers import Asks, Question, tensors_asked
+from lightning_graphs.watch.user_code import steps_of_optimizers
 
 _READ_ALL = ("tolist", "cpu", "nonzero")
 """Functions whose results are the host's, or have a shape that depends on numbers."""
@@ -62,6 +64,7 @@ class ForeseenReads:
         buffers = (buffer for _, buffer in named_buffers_in(named_modules_in(("", module))))
         self._known = set(map(memory_of, filter(has_memory, buffers)))
         trained: set[int] = set()  # memory of what is computed of parameters
+        steps = steps_of_optimizers(module)  # which are left behind the graph where they read
 
         def is_trained(tensor: Tensor) -> bool:
             return tensor.requires_grad or (has_memory(tensor) and memory_of(tensor) in trained)
@@ -70,8 +73,10 @@ class ForeseenReads:
             nonlocal questions
             if not self.counts(asked):
                 return
+            entries = [*frames_of_region(asked.frame)]
             is_number = asked.asks in _NUMBERS and all(map(is_trained, asked.tensors))
-            if is_number and keep(_refusal(asked.frame)):
+            is_kept = is_number and steps.isdisjoint(each.f_code for each in entries)
+            if is_kept and keep(_refusal(entries)):
                 self._kept.add(_call_in(asked.frame))
             else:
                 questions += 1
@@ -83,7 +88,10 @@ class ForeseenReads:
             elif getattr(function, "__name__", "") in _READ_ALL:
                 others += any(map(self._is_here, args[:1]))
             result = function(*args, **kwargs)
-            made = set(map(memory_of, filter(has_memory, leaves_of(result, Tensor))))
+            tensors = leaves_of(result, Tensor)
+            if not tensors or in_transform():  # where they have no memory to know them by
+                return result
+            made = set(map(memory_of, filter(has_memory, tensors)))
             if made and any(map(is_trained, leaves_of((args, kwargs), Tensor))):
                 trained.update(made)
             else:  # memory that was freed
@@ -113,10 +121,10 @@ def _call_in(frame: FrameType) -> tuple[CodeType, int]:
     return frame.f_code, frame.f_lasti
 
 
-def _refusal(frame: FrameType) -> CaptureError:
-    """Make the error by which a capture would be refused for what a frame asks."""
+def _refusal(frames: Iterable[FrameType]) -> CaptureError:
+    """Make the error by which a capture would be refused for what the innermost frame asks."""
     entries: TracebackType | None = None
-    for each in frames_of_region(frame):
+    for each in frames:
         entries = TracebackType(entries, each, each.f_lasti, each.f_lineno)
     site = CallSiteFinder().here()
     return HOST_READ.refused(f"item() or float() at {site.describe()}").with_traceback(entries)

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from inspect import unwrap
 from types import (
     BuiltinFunctionType,
     CodeType,
     FrameType,
+    FunctionType,
     MethodDescriptorType,
     MethodType,
     ModuleType,
@@ -26,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.private.callsite import STANDARD, frames_from, is_installed, is_library
 from lightning_graphs.private.engine import tensor_hooks
+from lightning_graphs.private.exchange import code_of
 from lightning_graphs.private.torch import (
     compiled_code_noticed,
     hides_memory,
@@ -247,7 +250,30 @@ def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
 
     Of what every module has, only the tables of its parameters, buffers and submodules.
     """
-    return _of_tree("self", root, held_elsewhere(root), DEPTH + 1)
+    seen = held_elsewhere(root)
+    optimizers = [one for one in seen.values() if isinstance(one, Optimizer)]
+    yield from _of_tree("self", root, seen, DEPTH + 1)
+    for optimizer in optimizers:
+        name = f"{type(optimizer).__name__}.step"
+        yield from walk(name, step_brought(optimizer), seen, modules=_of_tree)
+
+
+def step_brought(optimizer: Optimizer) -> FunctionType | None:
+    """Return the function that user code has put around the step of its class, if any."""
+    step = vars(optimizer).get("step")
+    while step is not None:  # others may be around it, as those of schedulers
+        function = function_of(step)
+        if isinstance(function, FunctionType) and not is_library(code_of(function).co_filename):
+            return function
+        step = getattr(step, "__wrapped__", None)
+    return None
+
+
+def steps_of_optimizers(root: nn.Module) -> set[CodeType]:
+    """Return the code of the functions that step the optimizers of a module."""
+    optimizers = [one for one in held_elsewhere(root).values() if isinstance(one, Optimizer)]
+    steps = [step for one in optimizers for step in (step_brought(one), unwrap(type(one).step))]
+    return {code_of(step) for step in steps if isinstance(step, FunctionType)}
 
 
 def held_elsewhere(root: nn.Module) -> dict[int, Any]:
