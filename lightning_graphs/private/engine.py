@@ -26,7 +26,9 @@ from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
     hide_modes,
+    is_batched,
     is_composed,
+    is_wrapped,
     local,
     out_of_sight,
     tensor_uses,
@@ -462,7 +464,7 @@ def renew_gradient_nodes(leaves: Iterable[Tensor]) -> None:
         for leaf in leaves
         if type(leaf) in PLAIN_TENSORS and leaf.is_cuda and leaf.is_leaf and leaf.requires_grad
         if tensor_uses(leaf) != 1 and not leaf.is_inference()  # a node that lives is a further one
-        if not _is_wrapped(leaf)
+        if not is_wrapped(leaf)
     )
     for leaf in _of_default_stream(list(found)):
         data, other = leaf.data, torch.float16 if leaf.dtype != torch.float16 else torch.float32
@@ -534,25 +536,16 @@ class Recording:
             _metadata(node)[_IN] = self  # which keeps no node alive, as a set of them would
 
 
-def _asks(name: str) -> Callable[[Tensor], bool]:
-    found: Callable[[Tensor], bool] = getattr(torch._C._functorch, name, lambda tensor: False)
-    return found
-
-
-_is_wrapped, _is_batched = _asks("is_functorch_wrapped_tensor"), _asks("is_legacy_batchedtensor")
-"""Whether a tensor is one of a transform of ``torch.func``, or of ``is_grads_batched``.
-
-Both are private to torch, as what they wrap. Without them double backward passes of such code are
-refused on a GPU, and a leaf that outlives its transform raises.
-"""
-
-
 def _inside(tensor: Tensor) -> Tensor | None:
-    """Return what a tensor wraps that stands for it in a transform, if it is one."""
-    if _is_wrapped(tensor):
+    """Return what a tensor wraps that stands for it in a transform, if it is one.
+
+    What tensors of ``torch.func`` and of ``is_grads_batched`` wrap is private to torch. If they are
+    not known, double backward passes of such code are refused on a GPU.
+    """
+    if is_wrapped(tensor):
         wrapped: Tensor = torch._C._functorch.get_unwrapped(tensor)
         return wrapped
-    if _is_batched(tensor):
+    if is_batched(tensor):
         level = torch._C._vmapmode_increment_nesting() - 1
         torch._C._vmapmode_decrement_nesting()
         return torch._remove_batch_dim(tensor, level, 1, 0)

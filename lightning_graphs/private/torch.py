@@ -175,11 +175,12 @@ def of_class(kind: type[Tensor], tensor: Tensor) -> Tensor:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has one piece of memory; zeros of forward-mode autograd have none.
+    """Return whether a tensor has one piece of memory.
 
-    Nothing public tells these. They are known by their kind, and torch computes with them so.
+    Zeros of forward-mode autograd have none, nor do tensors of ``torch.func``. Nothing public tells
+    these. They are known by their kind, and torch computes with them so.
     """
-    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+    return tensor.layout is torch.strided and not (tensor._is_zerotensor() or is_wrapped(tensor))
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -482,8 +483,9 @@ def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None
 # ------------------ Transforms and compiled code
 
 
-_innermost_transform: Callable[[], object] = getattr(
-    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+_innermost_transform, is_wrapped, is_batched = (
+    getattr(torch._C._functorch, name, lambda *tensors: None)
+    for name in ("peek_interpreter_stack", "is_functorch_wrapped_tensor", "is_legacy_batchedtensor")
 )
 
 

@@ -163,8 +163,7 @@ def _has_rates(optimizer: Optimizer, kernel: Kernel, device_type: str) -> bool:
 
 
 def _steps_as_torch(optimizer: Optimizer) -> bool:
-    is_torchs = type(optimizer).step.__module__.startswith("torch.optim")
-    return is_torchs and step_brought(optimizer) is None
+    return type(optimizer).step.__module__.startswith("torch.optim") and not step_brought(optimizer)
 
 
 def _why_not_fused(optimizer: Optimizer, kernel: Kernel) -> str:

@@ -18,7 +18,6 @@ from lightning_graphs.private.exchange import TURN
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
     has_memory,
-    in_transform,
     memory_of,
     named_buffers_in,
     named_modules_in,
@@ -88,10 +87,7 @@ class ForeseenReads:
             elif getattr(function, "__name__", "") in _READ_ALL:
                 others += any(map(self._is_here, args[:1]))
             result = function(*args, **kwargs)
-            tensors = leaves_of(result, Tensor)
-            if not tensors or in_transform():  # where they have no memory to know them by
-                return result
-            made = set(map(memory_of, filter(has_memory, tensors)))
+            made = set(map(memory_of, filter(has_memory, leaves_of(result, Tensor))))
             if made and any(map(is_trained, leaves_of((args, kwargs), Tensor))):
                 trained.update(made)
             else:  # memory that was freed

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.private.callsite import OURS, instruction_at
-from lightning_graphs.private.torch import plain, version_of
+from lightning_graphs.private.torch import is_wrapped, plain, version_of
 from lightning_graphs.values.memory import Given, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.texts import joined, spelled
@@ -289,7 +289,8 @@ class LateCalls:
         methods = leaves_of(given, (MethodType, BuiltinFunctionType))
         # A capture has tracers, and copies, for containers that are state
         fills = any(isinstance(m.__self__, (Tracer, list, deque, dict, set)) for m in methods)
-        if self._is_finished or fills:
+        ends = any(map(is_wrapped, leaves_of(given, Tensor)))  # before the call could be made
+        if self._is_finished or fills or ends:
             use.refuse(use.name)
         given = spelled(
             given, lambda pieces: self._late(joined, ((pieces,), {}), use, is_pure=True)

@@ -27,7 +27,7 @@ from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, refus
 from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import OURS, CallSiteFinder, frames_from, is_library
 from lightning_graphs.private.exchange import FOR_A_WHILE, Member, exchanged, nothing, standing_in
-from lightning_graphs.private.torch import PLAIN_TENSORS
+from lightning_graphs.private.torch import PLAIN_TENSORS, is_wrapped
 from lightning_graphs.values.tree import leaves_of
 
 # ------------------ Tracers that refuse every use
@@ -646,7 +646,7 @@ def _asking() -> Iterator[Member]:
 
         def ask(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
             found = None
-            if args and type(args[0]) in PLAIN_TENSORS:
+            if args and type(args[0]) in PLAIN_TENSORS and not is_wrapped(args[0]):
                 found = _answered(question(frame, *args, **kwargs))
             return own(*args, **kwargs) if found is None else found
 

@@ -91,8 +91,13 @@ IN_STEPS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
     "jacfwd": lambda head, x: torch.func.jacfwd(head)(x),
     "hessian": lambda head, x: vmap_of(torch.func.hessian(lambda row: head(row).tanh().sum()))(x),
     "jvp": lambda head, x: torch.func.jvp(head, (x,), (torch.ones_like(x),))[1],
+    "item in grad": lambda head, x: torch.func.grad(lambda x: reading(head(x).sum()))(x),
 }
 vmap_of = torch.func.vmap
+
+
+def reading(loss: Tensor) -> Tensor:
+    return loss * (1.0 if loss.item() > 0 else 2.0)  # read
 
 
 class Summed(Net):
@@ -118,7 +123,11 @@ ROWS = {
     )
     for way in WAYS for n in (1, 3)
 }  # fmt: skip
-ROWS |= {way: row(partial(Summed, way), ignored=".torch.jit", found=None) for way in IN_STEPS}
+REFUSED = {"item in grad": r"item\(\), float\(\) or an if .* in reading"}
+ROWS |= {
+    way: row(partial(Summed, way), ignored=".torch.jit", found=None, said=REFUSED.get(way, ""))
+    for way in IN_STEPS
+}
 
 
 class TestTransforms(Promises):
