@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.device.emulated import RecordingCapture
 from lightning_graphs.device.inspect import GraphInfo, GraphNode, capture_frontier, short_name
-from lightning_graphs.device.schedule import MAIN, SIDE, UPDATE, Part, Schedule, Work, schedule
+from lightning_graphs.device.schedule import MAIN, SIDE, UPDATE, Schedule, Work, WorkPart, schedule
 from lightning_graphs.device.trace import (
     Operation,
     OperatorCall,
@@ -179,7 +179,7 @@ _VIEWS = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "ate
 _MOVES = ("aten::resize_", "aten::resize_as_", "aten::set_")
 
 
-class Use(NamedTuple):
+class SeenOperator(NamedTuple):
     """An operator that a capture has seen, with the numbers of storages; see :class:`Work`."""
 
     func: OpOverload
@@ -188,7 +188,7 @@ class Use(NamedTuple):
     born: tuple[int, ...]
 
 
-class _Seen(OperatorMode):
+class _StorageUses(OperatorMode):
     """Sees the operators of a capture, and the storages that they use.
 
     Args:
@@ -305,12 +305,12 @@ class _Seen(OperatorMode):
         return tuple(found)
 
 
-class DataFlow(_Seen):
+class DataFlow(_StorageUses):
     """Records the data flow of a capture, which is not kept."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__(device_type)
-        self.uses: list[Use] = []
+        self.operators: list[SeenOperator] = []
         # Weights with the type that they are cast to, by the number of the use
         self.casts: dict[int, tuple[Tensor, torch.dtype]] = {}
         self._works: list[Work] = []
@@ -321,9 +321,9 @@ class DataFlow(_Seen):
         (reads, writes), wants = self.used(call), _parts_of(call)
         result = call.run()
         born = self.born(call, result)
-        name, number = call.func._schema.name, len(self.uses)
+        name, number = call.func._schema.name, len(self.operators)
         is_barrier = call.func.namespace not in _KNOWN
-        self.uses.append(Use(call.func, reads, writes, born))
+        self.operators.append(SeenOperator(call.func, reads, writes, born))
         if _is_cast(call, result) and not (in_backward or self._made.intersection(reads)):
             self.casts[number] = call.inputs[0], result.dtype
         self._made.update(writes, born)
@@ -335,7 +335,7 @@ class DataFlow(_Seen):
                 work.tensors = self._by_tensor(call)
             self._works.append(work)
             return result
-        for part, names in ((Part.FIRST, born[:1]), (Part.REST, born[1:])):
+        for part, names in ((WorkPart.FIRST, born[:1]), (WorkPart.REST, born[1:])):
             self._works.append(Work(number, name, reads, (), names, in_backward, part=part))
         return result
 
@@ -380,9 +380,9 @@ def _parts_of(call: OperatorCall) -> list[bool]:
 
 def _part(call: OperatorCall, work: Work) -> OperatorCall:
     part = work.part
-    if part is Part.WHOLE:
+    if part is WorkPart.WHOLE:
         return call
-    if part is Part.SHARE:
+    if part is WorkPart.SHARE:
         shares = (
             [a[i] for i in work.share] if isinstance(a, (list, tuple)) and a else a
             for a in call.args
@@ -390,12 +390,12 @@ def _part(call: OperatorCall, work: Work) -> OperatorCall:
         return OperatorCall(call.func, tuple(shares), call.kwargs)
     args, position = list(call.args), _PARTED[call.func]
     first, *rest = args[position]
-    is_first = part is Part.FIRST
+    is_first = part is WorkPart.FIRST
     args[position] = [is_first and first, *(not is_first and one for one in rest)]
     return OperatorCall(call.func, tuple(args), call.kwargs)
 
 
-class Overlapping(_Seen):
+class Overlapping(_StorageUses):
     """Launches what a schedule lets run beside on the side stream of the capture.
 
     Where the capture sees something else than its data flow was, it goes on as a chain.
@@ -413,7 +413,7 @@ class Overlapping(_Seen):
         copy: Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None = None,
     ) -> None:
         super().__init__(device_type)
-        self._expected, self._found = flow.uses, found
+        self._expected, self._found = flow.operators, found
         self._works, self._marks = found.of_operators(), found.marks
         # On the main stream, whose order is theirs: no other one waits for a cast made ahead
         on_main = (n for n in flow.casts if found.streams[self._works[n][0]] == MAIN)
@@ -448,7 +448,7 @@ class Overlapping(_Seen):
         others for a few, of the same kernels.
         """
         ours, theirs = [*chain.nodes], [*beside.nodes]
-        shared = {w.operator for w in self._found.works if w.part is Part.SHARE}
+        shared = {w.operator for w in self._found.works if w.part is WorkPart.SHARE}
         for operator in sorted({*shared, *self._weights}, reverse=True):
             here, there = self._alone[operator], self.ranges[operator]
             names = ({n.name for n in x} for x in (ours[_slice(here)], theirs[_slice(there)]))
@@ -475,7 +475,7 @@ class Overlapping(_Seen):
         self._count += 1
         results = [self._run(work, call) for work in self._works[number]]
         result = results[0]
-        if self._found.works[self._works[number][-1]].part is Part.REST:
+        if self._found.works[self._works[number][-1]].part is WorkPart.REST:
             result = (result[0], *results[1][1:])
         if self.born(call, result) != expected.born:
             self.refuse(f"{call.func} makes something else than before")

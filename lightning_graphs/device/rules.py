@@ -125,7 +125,7 @@ _IN_WORDS = dict.fromkeys(
 )
 
 
-def in_words(operator: str) -> str:
+def worded(operator: str) -> str:
     """Name an operator as user code calls it, where the two differ."""
     words = _IN_WORDS.get(operator)
     return operator if words is None else f"{words} ({operator})"
@@ -133,7 +133,7 @@ def in_words(operator: str) -> str:
 
 def as_operator(words: str) -> str:
     """Return the operator that was named in words; other words are returned."""
-    return next((operator for operator in _IN_WORDS if in_words(operator) == words), words)
+    return next((operator for operator in _IN_WORDS if worded(operator) == words), words)
 
 
 HOST_READ = Obstacle(

@@ -33,7 +33,7 @@ _BUCKETS = 4
 _NO_KERNEL = ("aten::empty", "aten::new_empty")
 
 
-class Part(enum.Enum):
+class WorkPart(enum.Enum):
     """What of an operator is a piece of work."""
 
     WHOLE = enum.auto()
@@ -56,7 +56,7 @@ class Work:
     born: tuple[int, ...] = ()  # those that it makes
     in_backward: bool = False
     is_barrier: bool = False  # nothing is known of what it reads and writes
-    part: Part = Part.WHOLE
+    part: WorkPart = WorkPart.WHOLE
     # Of an update of many tensors, each by itself: the storages of each, of which a part has these
     tensors: tuple[tuple[int, ...], ...] = ()
     share: tuple[int, ...] = ()
@@ -140,7 +140,7 @@ def _chosen(works: Sequence[Work]) -> list[bool]:
         work = works[i]
         if 0 < heights[i] <= _HIGHEST and not work.is_barrier:
             makers = [maker[name] for name in work.reads if name in maker]
-            is_worth_it = work.name in _HEAVY or work.part is Part.REST
+            is_worth_it = work.name in _HEAVY or work.part is WorkPart.REST
             beside[i] = is_worth_it or (bool(makers) and all(beside[m] for m in makers))
         if work.launches:
             maker.update(dict.fromkeys(work.made, i))
@@ -149,7 +149,7 @@ def _chosen(works: Sequence[Work]) -> list[bool]:
             break
         beside[i] = False
     for i in reversed(window):  # what is made for nothing else
-        is_whole = works[i].launches and works[i].part is Part.WHOLE and not works[i].is_barrier
+        is_whole = works[i].launches and works[i].part is WorkPart.WHOLE and not works[i].is_barrier
         if is_whole and users[i] and heights[i] <= _HIGHEST:
             beside[i] |= all(beside[user] for user in users[i])
     return beside
@@ -177,7 +177,7 @@ def _joined(works: Sequence[Work], beside: Sequence[bool]) -> tuple[list[Work], 
     streams: list[int] = []
     for work, is_beside in zip(works, beside, strict=True):
         stream = SIDE if is_beside else MAIN
-        if work.part is Part.REST and streams[-1] == stream:
+        if work.part is WorkPart.REST and streams[-1] == stream:
             first = found.pop()
             streams.pop()
             work = Work(
@@ -215,7 +215,7 @@ def _updated_early(
                 maker.update(dict.fromkeys(part.made, len(found)))
             found.append(part)
             placed.append(stream)
-    is_parted = any(work.part is Part.SHARE for work in found)
+    is_parted = any(work.part is WorkPart.SHARE for work in found)
     return (found, placed) if is_parted else ([*works], [*streams])
 
 
@@ -252,7 +252,7 @@ def _share(work: Work, share: Sequence[int], common: tuple[int, ...]) -> Work:
         work.name,
         (*names, *common),
         tuple(name for name in names if name in writes),
-        part=Part.SHARE,
+        part=WorkPart.SHARE,
         share=tuple(share),
     )
 

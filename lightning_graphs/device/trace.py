@@ -36,12 +36,12 @@ from lightning_graphs.device.rules import (
     WITH_TWO_FORMULAS,
     Obstacle,
     has_other_tangents,
-    in_words,
     name_of_node,
     operator_obstacle,
     reads_in_backward,
     refuse,
     with_known_remedy,
+    worded,
 )
 from lightning_graphs.errors import CaptureError, ReplayError, stop
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, inside_compiled_module
@@ -581,7 +581,7 @@ class Recorder(OperatorMode):
         )
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
-        observed = f"{in_words(operator)} at {(site or self._sites.of_refusal()).describe()}"
+        observed = f"{worded(operator)} at {(site or self._sites.of_refusal()).describe()}"
         self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
         if obstacle is MOVED_STORAGE:  # which no capture could undo
             stop(self._refused())

@@ -21,11 +21,11 @@ from lightning_graphs.lightning.fit import (
     FitSummary,
     StepRate,
     fit_context,
+    rate_shown,
     reason_to_stay_out,
     refused,
     runner_for,
     save_nothing,
-    shown,
 )
 from lightning_graphs.lightning.loop import evaluations_looped, replays_looped
 from lightning_graphs.lightning.private import untested
@@ -251,7 +251,7 @@ class GraphCapture(Callback):
                 evaluation.take_over(trainer.strategy)
                 stack.enter_context(evaluations_looped(trainer, pl_module, evaluation))
             logs = self.options.log_metrics and bool(trainer.loggers)
-            self._rate = stack.enter_context(shown(self, trainer, summary.counted, logs=logs))
+            self._rate = stack.enter_context(rate_shown(self, trainer, summary.counted, logs=logs))
             stack.enter_context(replays_looped(trainer, pl_module, handler))
             self._fit = stack.pop_all()
         self._handler, self._summary, self._assertions = handler, summary, fit.assertions

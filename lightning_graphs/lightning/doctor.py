@@ -108,7 +108,7 @@ class JudgedModules(ModuleGraphs):
         return MOVING_VALUE.refused(listed(moved[-1]) + named_at(moved[-1][0], self._codes))
 
 
-class JudgedCalls(ModuleRunner):
+class JudgedSubmodules(ModuleRunner):
     """Observes steps, and captures what submodules they call."""
 
     graphs = JudgedModules
@@ -222,7 +222,7 @@ class Doctor:
         with contextlib.ExitStack() as stack:
             fit = self._context(options, stack)
             self._judge = self._judged(fit)
-            self._submodules = JudgedCalls(fit, 0, True) if self._only_submodules else None
+            self._submodules = JudgedSubmodules(fit, 0, True) if self._only_submodules else None
             fit.recovery.runner = self._submodules or self._judge
             given = reason, no_whole_step, self._only_submodules, options.backend == "emulated"
             self._judge_fit(*given, options.optimizer_kernel)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.errors import CODE, GraphError
 from lightning_graphs.lightning.oom import OomRecovery
-from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, Ranks, StepCollectives
+from lightning_graphs.lightning.ranks import COLLECTIVE_ALONE, StepCollectives, TrainerRanks
 from lightning_graphs.lightning.runner import StepRunner, StrategyHandler
 from lightning_graphs.lightning.strategy import calls_of
 from lightning_graphs.lightning.trainer import (
@@ -224,7 +224,7 @@ class EvaluationHandler(StrategyHandler):
         raises = options.on_failure == "raise"
         self._ranks_of_fit = ranks = fit.ranks
         if not ranks.are_one:
-            ranks = Ranks(trainer, alone=True)
+            ranks = TrainerRanks(trainer, alone=True)
             ranks.on_leave = self._leave
         recovery = OomRecovery(trainer, calls, statistics, fit.budget, ranks, raises=raises)
         timed = fit.pool.backend.name == "cuda"

@@ -18,7 +18,7 @@ from lightning_graphs.device.graph import Backend, GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts, step_of_loggers, updates_loggers
-from lightning_graphs.lightning.ranks import Ranks, why_not_captured
+from lightning_graphs.lightning.ranks import TrainerRanks, why_not_captured
 from lightning_graphs.lightning.runner import ModuleRunner, Runner, StepRunner
 from lightning_graphs.lightning.strategy import (
     BatchTransfer,
@@ -117,7 +117,7 @@ def fit_context(
     pool.annotates = options.annotate and backend is None
     stack.callback(pool.close)
     is_fit = trainer.state.fn == TrainerFn.FITTING
-    budget, ranks = MemoryBudget(device, options.memory), Ranks(trainer, alone=not is_fit)
+    budget, ranks = MemoryBudget(device, options.memory), TrainerRanks(trainer, alone=not is_fit)
     pool.is_roomy = lambda: budget.is_roomy
     stack.callback(ranks.close)
     assertions = OpenAssertions(
@@ -286,7 +286,7 @@ SHARE, TIME = "graphs/replayed_percent", "graphs/ms_per_step"
 
 
 @contextlib.contextmanager
-def shown(
+def rate_shown(
     callback: Callback, trainer: Trainer, count: Callable[[], tuple[int, int]], *, logs: bool
 ) -> Iterator[StepRate | None]:
     """Let the bar show ``graphs=98 %`` and, if asked, the loggers the time of a step.

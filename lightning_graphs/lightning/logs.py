@@ -38,10 +38,10 @@ from lightning_graphs.private.callsite import CallSite, CallSiteFinder, definiti
 from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import exchanged, replaced, subclassed
 from lightning_graphs.regions.conditions import in_turn
-from lightning_graphs.regions.context import Recorder
+from lightning_graphs.regions.context import StepRecorder
 from lightning_graphs.values.memory import Given, clone_all
 from lightning_graphs.watch.kept import KeptCalls
-from lightning_graphs.watch.late import LateCall, LateCalls, LateValue, Use
+from lightning_graphs.watch.late import LateCall, LateCalls, LatePolicy, LateValue
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.places import NumberMovedError
@@ -250,7 +250,7 @@ class LogUpdate:
         ]
 
 
-class LogRecorder(Recorder):
+class LogRecorder(StepRecorder):
     """Collects the calls of ``self.log`` and of metrics in one captured ``training_step``."""
 
     def __init__(
@@ -372,10 +372,10 @@ class LogRecorder(Recorder):
         self, metric: nn.Module, function: Callable[..., Any], name: str
     ) -> Callable[..., Any]:
         refuse = partial(self._metrics.refuse_use, metric)
-        use = Use(f"the value of {name}", refuse, self._kept.own.runs_in, self.keep)
+        policy = LatePolicy(f"the value of {name}", refuse, self._kept.own.runs_in, self.keep)
 
         def record(*args: Any, **kwargs: Any) -> Any:
-            result, give = results_of(metric, use)
+            result, give = metric_results(metric, policy)
             self._dtype = torch.get_default_dtype()
             call = self._late.add(function, (args, kwargs), name)
             call.take = give
@@ -384,10 +384,10 @@ class LogRecorder(Recorder):
 
         return record
 
-    def keep(self, function: Callable[..., Any], given: Given, use: Use) -> LateValue:
+    def keep(self, function: Callable[..., Any], given: Given, policy: LatePolicy) -> LateValue:
         """Keep a call back; see :data:`Keep`."""
         self._dtype = torch.get_default_dtype()
-        return self._late.keep(function, given, use)
+        return self._late.keep(function, given, policy)
 
     def finish(self) -> None:
         """Capture copies to the host of what the progress bar shows; find changed tensors."""
@@ -678,13 +678,14 @@ def _reads_noted(metric: Metric, name: str, read: Callable[[str], object]) -> di
     return {"__getattribute__": get}
 
 
-def results_of(owner: object, use: Use) -> tuple[Any, Callable[[Any], object]]:
+def metric_results(owner: object, policy: LatePolicy) -> tuple[Any, Callable[[Any], object]]:
     """Return tracers for the result of a metric that is kept back, and what gives them values."""
     if not isinstance(owner, MetricCollection):
-        late = LateValue(use)
+        late = LateValue(policy)
         return late, late.give
     keys = owner.keys(keep_base=False)
-    several = {k: LateValue(dataclasses.replace(use, name=f"{use.name}[{k!r}]")) for k in keys}
+    of_key = partial(dataclasses.replace, policy)
+    several = {k: LateValue(of_key(name=f"{policy.name}[{k!r}]")) for k in keys}
 
     def give(values: Any) -> None:
         for key, value in (values or {}).items():

@@ -16,7 +16,7 @@ from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_option
 from lightning_graphs.lightning.trainer import wrapper_of
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.distributed import FsdpModules, collectives_called
-from lightning_graphs.regions import lifecycle
+from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.reduction import Collectives, why_not_reduced
 from lightning_graphs.watch.user_code import is_lightnings
 
@@ -108,7 +108,7 @@ class StepCollectives(Collectives):
 # ------------------ Decisions of all ranks
 
 
-class Ranks(lifecycle.Ranks):
+class TrainerRanks(Ranks):
     """Decisions of the ranks of one fit, which also hear of signals.
 
     Args:

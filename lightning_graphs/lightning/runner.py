@@ -27,7 +27,7 @@ from lightning_graphs.lightning.private import (
     skipping_backward,
     takes_no_closure,
 )
-from lightning_graphs.lightning.ranks import Ranks
+from lightning_graphs.lightning.ranks import TrainerRanks
 from lightning_graphs.lightning.strategy import NAMES
 from lightning_graphs.lightning.trainer import LightningContext, client_guards, wrapper_of
 from lightning_graphs.lightning.words import OPTIMIZER, why_no_whole_step
@@ -60,7 +60,7 @@ class StepRunner(StepRegion):
     no_update = OPTIMIZER
     _fit: LightningContext
     _recovery: OomRecovery
-    _ranks: Ranks
+    _ranks: TrainerRanks
 
     def __init__(self, fit: LightningContext) -> None:
         self._trainer = fit.trainer

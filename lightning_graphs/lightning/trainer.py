@@ -54,8 +54,7 @@ from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
 from lightning_graphs.regions.context import Client, TrainingContext
 from lightning_graphs.regions.gradients import cast_together
 from lightning_graphs.regions.optimizer import scaler_of
-from lightning_graphs.regions.reduction import syncs as buffers_synced
-from lightning_graphs.regions.reduction import unseen_by
+from lightning_graphs.regions.reduction import buffers_synced, unseen_by
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.guards import is_object, is_plain

@@ -25,7 +25,7 @@ from lightning_graphs.loops.program import (
     Program,
     ProgramWatch,
     Several,
-    name_of,
+    argument_name,
 )
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.private.callsite import LIBRARIES, calls_observed, definition_of
@@ -63,7 +63,7 @@ class FunctionCapture(StepCapture):
         return {
             key: partial(self.client.number_now, key)
             for key, value in batch.items()
-            if type(value) in REALS and name_of(key) in unread
+            if type(value) in REALS and argument_name(key) in unread
         }
 
     def _outputs(self, returned: Any) -> StepOutputs:

@@ -16,7 +16,7 @@ from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.reduction import (
     NOT_REDUCED,
     OF_A_FORWARD,
-    syncs,
+    buffers_synced,
     unseen_by,
     why_not_reduced,
 )
@@ -126,11 +126,11 @@ class Processes:
 
     def sync(self) -> bool:
         """Tell whether the coming forward pass of a wrapper gets the buffers of rank 0."""
-        return any(map(syncs, self.wrappers))
+        return any(map(buffers_synced, self.wrappers))
 
     def key(self) -> tuple[tuple[bool, bool], ...]:
         """Return whether each wrapper gets buffers in the coming call, and reduces gradients."""
-        return tuple((syncs(ddp), ddp.require_backward_grad_sync) for ddp in self.wrappers)
+        return tuple((buffers_synced(ddp), ddp.require_backward_grad_sync) for ddp in self.wrappers)
 
 
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}

@@ -46,7 +46,7 @@ from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.loops.processes import Processes
 from lightning_graphs.private.callsite import add_line, returned_by
 from lightning_graphs.private.engine import backward_passes_noted
-from lightning_graphs.regions.context import Client, Recorder
+from lightning_graphs.regions.context import Client, StepRecorder
 from lightning_graphs.values.guards import REALS, is_object
 from lightning_graphs.values.tree import item_label, leaves_of, stepping
 from lightning_graphs.watch.environment import AsRead, Effect, Environment, effects_watched
@@ -99,7 +99,7 @@ _FURTHER = "*"
 """The key of arguments for which the function has no name."""
 
 
-def name_of(key: str) -> str:
+def argument_name(key: str) -> str:
     """Return the name of one of several arguments in signatures."""
     return f"batch{item_label(key)}"
 
@@ -278,7 +278,7 @@ class ProgramWatch(Client):
         """Return the names of arguments whose use as a number was refused, as in ``n - 1``."""
         keys = [*self.given] if isinstance(self.given, Several) else []
         words = set(re.findall(r"\w+", error.observed.partition(" is ")[0]))
-        return [name_of(key) for key in keys if key in words]
+        return [argument_name(key) for key in keys if key in words]
 
     def environment(self, modules: Sequence[nn.Module] | None = None) -> Environment:
         found = Environment(self._program, self, modules=modules)
@@ -295,8 +295,8 @@ class ProgramWatch(Client):
     def calling(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def recorder(self) -> Recorder:
-        return HostReads(self._program, self._kept, self.processes.wrappers)
+    def recorder(self) -> StepRecorder:
+        return ReadRecorder(self._program, self._kept, self.processes.wrappers)
 
     def learns(self) -> bool:
         return self._kept.learns()
@@ -304,8 +304,8 @@ class ProgramWatch(Client):
     def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
         return not self.waits_for_gradients() and self._kept.calls.learn(error, reads)
 
-    def mute(self) -> Undone:
-        return Undone(self._kept, self)
+    def mute(self) -> MutedRecorder:
+        return MutedRecorder(self._kept, self)
 
     def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Any) -> Any:
         return self._kept.calls.effect(frame, function, given)
@@ -368,7 +368,7 @@ class RepeatedReads:
         return learned
 
 
-class Undone(Recorder):
+class MutedRecorder(StepRecorder):
     """Of a run that is undone: calls that nothing has the result of are left out."""
 
     def __init__(self, kept: RepeatedReads, program: ProgramWatch) -> None:
@@ -379,7 +379,7 @@ class Undone(Recorder):
         return self._calls.left_out(self._watching)
 
 
-class HostReads(Recorder):
+class ReadRecorder(StepRecorder):
     """Keeps reads on the host back, and leaves in wrappers of DDP what the function leaves there.
 
     Args:

@@ -86,7 +86,7 @@ _GENERATED = ("<frozen ", "<eval_with_key>")
 """Code without a file that is not the user's own either, unlike ``<stdin>`` or a notebook cell."""
 
 
-def shown(file: str) -> str:
+def file_shown(file: str) -> str:
     """Return a file's name in messages: a notebook's cell as in its tracebacks."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     name_of = getattr(getattr(shell, "compile", None), "format_code_name", lambda _: None)
@@ -110,7 +110,7 @@ class CallSite:
     in_backward: bool = False  # a backward pass ran, where no line is known
 
     def __str__(self) -> str:
-        return f"{shown(self.file)}:{self.line}"
+        return f"{file_shown(self.file)}:{self.line}"
 
     @property
     def source(self) -> str:

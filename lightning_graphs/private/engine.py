@@ -513,7 +513,7 @@ def _metadata(node: Node) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-class Recording:
+class RecordedNodes:
     """Tells the nodes that autograd records from now on from older ones.
 
     Autograd numbers the nodes of each thread apart. A pass with ``create_graph`` records nodes too,
@@ -574,7 +574,7 @@ def backward_passes_noted(goes_outside: Callable[[], object]) -> Iterator[list[o
     through nodes from before the body, which it frees.
     """
     passes: list[object] = []
-    recorded, is_inside = Recording(), False
+    recorded, is_inside = RecordedNodes(), False
 
     def run(
         engine: Callable[..., Any], roots: Sequence[Any], gradients: Any, keep: Any, create: Any,

@@ -89,7 +89,7 @@ class WayMissed(HeadMissed):
     """A step goes another way at a fork than its graphs."""
 
 
-class Undone(NamedTuple):
+class UndoneHead(NamedTuple):
     """A run of a head that is undone."""
 
     arguments: list[Any]  # of the step, its own ones
@@ -260,7 +260,7 @@ class StepHead:
                 raise self._bound(f"{name} {how}")
 
     def given(
-        self, undone: Undone, signature: Signature, tensors: Sequence[Tensor]
+        self, undone: UndoneHead, signature: Signature, tensors: Sequence[Tensor]
     ) -> dict[int, Tensor]:
         """Return, by index, the tensors that the code behind the head has in callers' variables.
 
@@ -307,7 +307,7 @@ class StepHead:
 
     # ------------------------------------------------------------------ running it
 
-    def look(self, undone: Undone) -> None:
+    def look(self, undone: UndoneHead) -> None:
         """At its end, let the places be known in which a head has stored something."""
         undone.quiet.close()
         watch = self.context.watch
@@ -316,7 +316,7 @@ class StepHead:
         self._places.learn_ahead([place for place in found if place is not None])
 
     @contextlib.contextmanager
-    def undone(self, args: Sequence[Any], *, tensors: bool = True) -> Iterator[Undone]:
+    def undone(self, args: Sequence[Any], *, tensors: bool = True) -> Iterator[UndoneHead]:
         """Undo what the body does, which runs the head of a step; yield arguments for that.
 
         Logs are discarded, and metrics are not updated. Without ``tensors`` the caller puts those
@@ -347,7 +347,7 @@ class StepHead:
             made = quiet.enter_context(Made(own))
             arguments = [substitute(args[0], own), *args[1:]]
             stack.callback(made.tensors.clear)
-            yield Undone(arguments, contents, quiet, made)
+            yield UndoneHead(arguments, contents, quiet, made)
 
     def modes(self) -> AbstractContextManager[object]:
         """Set the modes of the loop in the body, which is at the end of a run that is undone."""

@@ -36,7 +36,7 @@ from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import scaling_states, version_of
 from lightning_graphs.regions.conditions import Observers, Phase
-from lightning_graphs.regions.context import Recorder, TrainingContext
+from lightning_graphs.regions.context import StepRecorder, TrainingContext
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepOutputs
@@ -86,7 +86,7 @@ class StepBody:
     @contextlib.contextmanager
     def surrounded(
         self,
-        recorder: Recorder,
+        recorder: StepRecorder,
         places: StepState,
         held: Sequence[tuple[str, Any]],  # what modules hold, by name
         generators: Generators,
@@ -112,7 +112,7 @@ class StepBody:
         self,
         arguments: tuple[Any, ...],
         phase: Phase,
-        recorder: Recorder,
+        recorder: StepRecorder,
         *,
         # Called with the name of the next part, if hooks run in between
         cut: Callable[[str], None] = lambda _: None,
@@ -136,7 +136,7 @@ class StepBody:
         return output
 
     def _run_all(
-        self, arguments: tuple[Any, ...], recorder: Recorder, keep: Callable[[], None]
+        self, arguments: tuple[Any, ...], recorder: StepRecorder, keep: Callable[[], None]
     ) -> StepOutputs:
         """Run a step whose own code runs backward passes and optimizer steps."""
         steps: list[Member] = []
@@ -157,7 +157,7 @@ class StepBody:
     @stopping()
     def _step_within(
         self,
-        recorder: Recorder,
+        recorder: StepRecorder,
         optimizer: Optimizer,
         own: Callable[..., Any],
         closure: Callable[[], Any] | None = None,
@@ -181,7 +181,7 @@ class StepBody:
             self.step_behind(recorder, optimizer)
         return returned
 
-    def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
+    def step_behind(self, recorder: StepRecorder, optimizer: Optimizer) -> None:
         """Leave out the step of an optimizer that no graph can step; replays take it behind."""
 
     def _step_scaled(self, own: Callable[..., Any], optimizer: Optimizer, *given: Any) -> Any:
@@ -194,7 +194,7 @@ class StepBody:
             return own(optimizer, *given)
 
     def schedule(
-        self, recorder: Recorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
+        self, recorder: StepRecorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
     ) -> None:
         """Leave out a step of a scheduler, which the step's own code calls."""
 
@@ -207,7 +207,7 @@ class StepBody:
         return rates_exchanged(self.client.schedulers, optimizer, rates)
 
     def forward(
-        self, arguments: tuple[Any, ...], recorder: Recorder
+        self, arguments: tuple[Any, ...], recorder: StepRecorder
     ) -> tuple[StepOutputs, Tensor | None]:
         """Run the step's own code; return what it returns, and the loss that is to be reduced."""
         returned = self._call(arguments)

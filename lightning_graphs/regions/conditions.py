@@ -23,7 +23,7 @@ from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
 from lightning_graphs.private.torch import hook_tables, hooks_registered, step_hook_tables
 from lightning_graphs.report.messages import listed
-from lightning_graphs.values.guards import in_words, is_list, is_number, is_tensor
+from lightning_graphs.values.guards import change_words, is_list, is_number, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
 from lightning_graphs.values.tree import OF_TENSORS, held_in_containers, tensors_inside
@@ -41,7 +41,7 @@ def moved_values(before: Values, now: Values) -> list[str]:
     """Describe changed values, a line each; two of them may have one name."""
     gone = dict((Counter(before) - Counter(now)).keys())
     new = Counter(now) - Counter(before)
-    return [f"{name}: {in_words(gone[name], value)}" for name, value in new if name in gone]
+    return [f"{name}: {change_words(gone[name], value)}" for name, value in new if name in gone]
 
 
 def tensors_moved(before: Values, now: Values) -> list[str]:
@@ -126,7 +126,7 @@ def _bare(name: str) -> str:
     return path[2:-2] if is_key else name
 
 
-def differences(before: Signature, after: Signature) -> list[str]:
+def key_changes(before: Signature, after: Signature) -> list[str]:
     """Describe what tells two captures apart, a line each."""
     lines = [line for line in before.diff(after) if not line.startswith("extra: ")]
     lines += conditions_of(before).diff(conditions_of(after)) + stored_changes(before, after)

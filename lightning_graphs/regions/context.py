@@ -35,7 +35,7 @@ from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.user_code import CompiledCode, Held, held_elsewhere
 
 
-class Recorder:
+class StepRecorder:
     """Records what a step logs: nothing, unless a client derives from it."""
 
     # Gives what reads the present value of something that is logged; None if it is constant
@@ -136,12 +136,12 @@ class Client(environment.Client):
         return NO_OBSERVERS
 
     @abstractmethod
-    def recorder(self) -> Recorder:
+    def recorder(self) -> StepRecorder:
         """Record what a step logs, for replays."""
 
-    def mute(self) -> Recorder:
+    def mute(self) -> StepRecorder:
         """Discard what a step logs that is compared with its replay."""
-        return Recorder()
+        return StepRecorder()
 
     @abstractmethod
     def learns(self) -> bool:

@@ -34,7 +34,7 @@ from lightning_graphs.private.torch import (
     without_ownership,
 )
 from lightning_graphs.regions.conditions import Observers, Phase
-from lightning_graphs.values.memory import ReferenceGuard, clone_all, uses_of
+from lightning_graphs.values.memory import ReferenceGuard, clone_all, reference_counts
 from lightning_graphs.values.tree import parameters_of
 
 # ------------------ Gradients of parameters
@@ -232,7 +232,7 @@ class GradientBuffers:
         before = [] if bound else [(p, p.grad) for p, b in self.pairs() if p.grad is not b]
         if before:
             self._bind_fitting()
-        found = uses_of(self.buffers, self.storages)
+        found = reference_counts(self.buffers, self.storages)
         for parameter, gradient in before:
             parameter.grad = gradient
         return found

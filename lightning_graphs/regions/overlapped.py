@@ -278,7 +278,7 @@ class Overlap:
         self._steps.release(loser)
         said = winner.record.overlap
         words = _WORDS[bool(said)]
-        winner.record.overlap = "; ".join(filter(None, (said, in_words(*times, *words))))
+        winner.record.overlap = "; ".join(filter(None, (said, figure_words(*times, *words))))
         return winner is rival
 
 
@@ -318,7 +318,7 @@ def is_faster(first: Sequence[float], second: Sequence[float]) -> bool:
     return median(second) < _FASTER * median(first)
 
 
-def in_words(first: Sequence[float], second: Sequence[float], what: str, other: str) -> str:
+def figure_words(first: Sequence[float], second: Sequence[float], what: str, other: str) -> str:
     """Say which of two graphs is kept, and why, for a report.
 
     Args:

@@ -37,7 +37,7 @@ from lightning_graphs.watch.side_effects import SideEffects
 from lightning_graphs.watch.tracers import LateTracer, Tracer
 
 
-class Part(NamedTuple):
+class PlanPart(NamedTuple):
     """One graph of a plan, with what a replay does around it."""
 
     graph: CUDAGraph
@@ -47,7 +47,7 @@ class Part(NamedTuple):
     @classmethod
     def of(
         cls, graph: CUDAGraph, before: Iterable[Instruction], after: Iterable[Instruction]
-    ) -> Part:
+    ) -> PlanPart:
         return cls(graph, (*before, graph.launch), (*after,))
 
 
@@ -66,7 +66,7 @@ class Plan:
     checks: tuple[Check, ...] = ()
     # Compute and copy in what a call brings; one that gives False ends it: another way is taken
     takes: tuple[Callable[[Any], object], ...] = ()
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, PlanPart] = field(default_factory=dict)
     uses: int = 0  # how often it was replayed
     unverified: bool = False  # it is yet to be compared with the eager region
     is_launched: bool = False  # the replay that was compared is the coming one
@@ -336,7 +336,7 @@ class StepPlan(Plan):
             self.forked.begin([*self._of_all("before"), *self.loads_ahead], cancels)
             self.takes = (*self.takes, self.forked.take)
         self.parts = {
-            name: Part.of(graph, self._before(name), self._after(name))
+            name: PlanPart.of(graph, self._before(name), self._after(name))
             for name, graph in self.graphs.items()
         }
 

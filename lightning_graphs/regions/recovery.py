@@ -29,7 +29,7 @@ from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.memory import clone_all
-from lightning_graphs.values.snapshot import Gradients, Part, PythonSnapshot, Snapshot
+from lightning_graphs.values.snapshot import Gradients, PythonSnapshot, Snapshot, SnapshotPart
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects, objects_in
 
@@ -85,7 +85,7 @@ class StateBefore(Snapshot):
         *,
         gradients: bool,
         tensors: Iterable[Tensor] = (),
-        outside: Sequence[Part] = (),
+        outside: Sequence[SnapshotPart] = (),
     ) -> None:
         self.args, self._outside = args, outside
         # Attributes of modules that stand for methods while graphs or their code run
@@ -122,7 +122,7 @@ class StateBefore(Snapshot):
             part.restore()
 
 
-class Holder(Protocol):
+class MemoryHolder(Protocol):
     """Holds memory that eager code may lack."""
 
     @property
@@ -145,8 +145,8 @@ class MemoryRecovery:
         raises: The error is raised in any case.
     """
 
-    runner: Holder  # what runs the steps at present
-    beside: Holder | None = None  # what runs other steps, with graphs of its own
+    runner: MemoryHolder  # what runs the steps at present
+    beside: MemoryHolder | None = None  # what runs other steps, with graphs of its own
     lent: Callable[[], bool | None] = nothing  # whether graphs of those lend their memory
     step, who = "step", "GraphCapture"  # in messages
     exchanged: Collection[str] = ()  # see :class:`StateBefore`
@@ -162,7 +162,7 @@ class MemoryRecovery:
     ) -> None:
         self._module = module
         # Take snapshots of what else a step changes; whether that includes gradients
-        self._outside: Sequence[Callable[[], Part]] = ()
+        self._outside: Sequence[Callable[[], SnapshotPart]] = ()
         self._adds = False
         self._statistics, self._budget, self._ranks = statistics, budget, ranks
         self._is_alone = ranks.are_one  # read here: ranks that have switched graphs off act as one

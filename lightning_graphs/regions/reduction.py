@@ -48,7 +48,7 @@ def why_not_reduced(hook: object, *, finds_unused: bool, remedy: str) -> str:
     return ""
 
 
-def syncs(ddp: DistributedDataParallel) -> bool:
+def buffers_synced(ddp: DistributedDataParallel) -> bool:
     """Tell whether the coming forward pass gets the buffers of rank 0.
 
     It does after a step that has reduced gradients, but not within an accumulation window or right

@@ -42,7 +42,7 @@ from lightning_graphs.regions.conditions import (
     conditions_of,
     refuse_new_seeds,
 )
-from lightning_graphs.regions.context import CaptureFacts, Recorder, TrainingContext
+from lightning_graphs.regions.context import CaptureFacts, StepRecorder, TrainingContext
 from lightning_graphs.regions.forked import Forked, WatchedState
 from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
@@ -541,7 +541,7 @@ class StepCapture(Attempts):
     def _captured_optimizers(self) -> list[CapturableOptimizer]:
         return [one for one in self.optimizers.values() if one is not None]
 
-    def _begin(self, given: Given, phase: Phase, recorder: Recorder) -> _Begun:
+    def _begin(self, given: Given, phase: Phase, recorder: StepRecorder) -> _Begun:
         """Prepare a capture of this call."""
         (batch, *rest), tensors = given.arguments, given.tensors
         present = Present(batch=batch)
@@ -571,7 +571,7 @@ class StepCapture(Attempts):
         )  # fmt: skip
 
     def _watched(
-        self, begun: _Begun, given: Given, recorder: Recorder, segments: Segments
+        self, begun: _Begun, given: Given, recorder: StepRecorder, segments: Segments
     ) -> list[Watcher]:
         """List what is watched for, from the outside to the inside."""
         effects, environment, targets = begun.effects, begun.environment, begun.targets
@@ -643,12 +643,12 @@ class StepCapture(Attempts):
         return made(before=found) if found else None
 
     def schedule(
-        self, recorder: Recorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
+        self, recorder: StepRecorder, scheduler: Any, own: Callable[..., Any], *given: Any, **k: Any
     ) -> None:
         self._numbers.schedule(scheduler, given, k)
         recorder.at_end(partial(own, *given, **k))
 
-    def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
+    def step_behind(self, recorder: StepRecorder, optimizer: Optimizer) -> None:
         targets = self._begun.targets
         assert isinstance(targets, OwnGradients), "the step's own code takes steps"
         shown = targets.shown()
@@ -662,7 +662,7 @@ class StepCapture(Attempts):
         return self._numbers.rates_of(optimizer)
 
     def forward(
-        self, arguments: tuple[Any, ...], recorder: Recorder
+        self, arguments: tuple[Any, ...], recorder: StepRecorder
     ) -> tuple[StepOutputs, Tensor | None]:
         with contextlib.ExitStack() as self._inside:
             result = super().forward(arguments, recorder)
@@ -693,6 +693,6 @@ class StepCapture(Attempts):
         return capture_unseen(self._asked) if self._facts.is_unseen else nullcontext()
 
 
-def _logged(recorder: Recorder) -> Mechanism:
+def _logged(recorder: StepRecorder) -> Mechanism:
     last = recorder.last
     return Mechanism(after=(recorder.reissue,), last=() if last is None else (last,))

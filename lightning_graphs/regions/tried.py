@@ -228,7 +228,7 @@ def kept_in_place(
     return stepped
 
 
-class _Held(NamedTuple):
+class _HeldEntry(NamedTuple):
     """What an entry of a table held: its structure and leaves, and what puts containers back."""
 
     table: dict[Any, Any]
@@ -239,7 +239,7 @@ class _Held(NamedTuple):
     contents: PythonSnapshot
 
     @classmethod
-    def at(cls, table: dict[Any, Any], key: Any) -> _Held:
+    def at(cls, table: dict[Any, Any], key: Any) -> _HeldEntry:
         value, leaves = table[key], list[tuple[str, Any]]()
         structure = flatten(value, "", leaves)
         contents = PythonSnapshot(iter_inside([("", value)]))
@@ -268,7 +268,7 @@ class _HeldTensors:
         held = parameters_of(optimizer)
         held += [p.grad for p in held if p.grad is not None]
         self._places = [
-            _Held.at(table, key)
+            _HeldEntry.at(table, key)
             for table in (*_tables_of(optimizer), own)
             for key, value in table.items()
             if not (key == "params" or (table is own and key in OF_TENSORS))
@@ -436,12 +436,12 @@ def _tables_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:
     return (table for table in held if isinstance(table, dict))
 
 
-def is_number(value: Any) -> bool:
+def is_host_number(value: Any) -> bool:
     """Return whether a value is a number of the host, or a tensor with one."""
     return type(value) in REALS or holds_number(value)
 
 
-def numbers_of(optimizer: Optimizer, of: Callable[[Any], bool] = is_number) -> set[str]:
+def numbers_of(optimizer: Optimizer, of: Callable[[Any], bool] = is_host_number) -> set[str]:
     """Return the names of numbers on the host, in its groups and its state.
 
     To a rehearsal a tensor is none that has more elements for other parameters.
@@ -451,7 +451,7 @@ def numbers_of(optimizer: Optimizer, of: Callable[[Any], bool] = is_number) -> s
     return {k for k, v in entries if of(v)} - others
 
 
-class Place:
+class OptimizerNumber:
     """Where a number of the host is: an entry of a table, or a tensor of a CPU in one."""
 
     def __init__(self, table: dict[Any, Any], key: Any) -> None:
@@ -517,11 +517,11 @@ class Counters:
         ways: BothWays,
     ) -> None:
         # Name, kind, and value, which tells types apart -> places
-        self._alike: dict[tuple[str, Any, str], list[Place]] = {}
+        self._alike: dict[tuple[str, Any, str], list[OptimizerNumber]] = {}
         for table in _tables_of(optimizer) if number is not None else ():
             for key in (table.keys() & names) - {"lr"}:
-                if is_number(table[key]):
-                    place = Place(table, key)
+                if is_host_number(table[key]):
+                    place = OptimizerNumber(table, key)
                     self._alike.setdefault((key, place.kind, repr(place.read())), []).append(place)
         self._number, self._ways = number, ways
         # What a scaler tells the captured step, by which that has no effect
@@ -540,12 +540,12 @@ class Counters:
             if is_plain(value) and not key.startswith("_")
         }
         # What a step makes of them, and where it puts that
-        self._moves: dict[str, tuple[Any, list[Place]]] = {}
+        self._moves: dict[str, tuple[Any, list[OptimizerNumber]]] = {}
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
         """Let the body, a step, have tracers; afterwards every number is as before."""
-        given: list[tuple[Place, Any]] = []
+        given: list[tuple[OptimizerNumber, Any]] = []
         scalars: dict[int, HostScalar] = {}  # by address: some may share a tensor
         for n, ((key, *_), places) in enumerate(self._alike.items()):
             assert self._number is not None, "there are none without"

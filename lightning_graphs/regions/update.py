@@ -36,7 +36,7 @@ from lightning_graphs.regions.optimizer import (
     state_undone,
     why_cycles_stay,
 )
-from lightning_graphs.regions.plan import Part, Plan
+from lightning_graphs.regions.plan import Plan, PlanPart
 from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.tree import parameters_of
@@ -193,7 +193,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
             checks=tuple(counters.checks if counters else ()),
             parts={
                 # It unscales and clips them if no hook runs in between, and takes the step.
-                "step": Part.of(
+                "step": PlanPart.of(
                     captured,
                     (
                         capturable.refreshing,

@@ -36,10 +36,10 @@ from lightning_graphs.private.torch import (
     modules_in,
     storage_reference,
 )
-from lightning_graphs.regions.behind import HeadMissed, StepHead, Undone, WayMissed
+from lightning_graphs.regions.behind import HeadMissed, StepHead, UndoneHead, WayMissed
 from lightning_graphs.regions.body import StepBody
 from lightning_graphs.regions.conditions import CaptureKey
-from lightning_graphs.regions.context import Recorder
+from lightning_graphs.regions.context import StepRecorder
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.plan import StepOutputs, StepPlan, UpdateBehind
@@ -48,11 +48,11 @@ from lightning_graphs.report.messages import Messages
 from lightning_graphs.values.memory import StaticInputs, bytes_of, storage_address
 from lightning_graphs.values.snapshot import (
     Fingerprint,
-    Part,
     PythonSnapshot,
     RegionState,
     Result,
     Snapshot,
+    SnapshotPart,
     fingerprints_of,
 )
 from lightning_graphs.values.tree import parameters_of, substitute
@@ -146,7 +146,7 @@ class Comparison:
     state: RegionState  # what both may change
     eager: Callable[[], list[Result] | None]
     replayed: Callable[[], list[Result] | None]
-    parts: Sequence[Part] = ()  # what else is put back, as it is now
+    parts: Sequence[SnapshotPart] = ()  # what else is put back, as it is now
     written: WrittenMemory | None = None  # what both write outside of that state
     spare: Sequence[Tensor] = ()  # memory that is overwritten before it is read again
     beside: int = 0  # bytes that the eager run takes next to copies of the state
@@ -445,7 +445,7 @@ class Verification(StepBody):
         stored = PythonSnapshot()
         for owner, name, _ in chain.from_iterable(plan.stores.values()):
             stored.add_place(name, owner, name)
-        parts: list[Part] = [m.state for m in plan.mechanisms if m.state is not None]
+        parts: list[SnapshotPart] = [m.state for m in plan.mechanisms if m.state is not None]
         parts.append(stored)
         is_whole = plan.head is None and len(plan.captured) == 1
         state = self._state(plan)
@@ -524,7 +524,7 @@ class Verification(StepBody):
         shown, self._shown = self._shown, []
         return plan.outputs.results(output.hand_out()) + stored + _logged(recorder.logged()) + shown
 
-    def step_behind(self, recorder: Recorder, optimizer: Optimizer) -> None:
+    def step_behind(self, recorder: StepRecorder, optimizer: Optimizer) -> None:
         for step in itertools.islice(self._behind, 1):
             self._shown += step.results(eager=True)
 
@@ -551,14 +551,14 @@ class Verification(StepBody):
     def _outputs(self, returned: Any) -> StepOutputs:
         return StepOutputs(returned, self._comes_late)
 
-    def _as_captured(self, plan: StepPlan, recorder: Recorder) -> AbstractContextManager[None]:
+    def _as_captured(self, plan: StepPlan, recorder: StepRecorder) -> AbstractContextManager[None]:
         """Set up what surrounds a capture, but for its tracers: here every value is real."""
         assert self._places is not None, "whole steps have places"
         seen = next((m.draws for m in plan.mechanisms if m.draws is not None), None)
         generators = Generators(self._held, self.module.device, seen=seen)
         return self.surrounded(recorder, self._places, [*self._held], generators)
 
-    def _undone(self, args: tuple[Any, ...]) -> AbstractContextManager[Undone]:
+    def _undone(self, args: tuple[Any, ...]) -> AbstractContextManager[UndoneHead]:
         assert self._head is not None, "the step has a head"
         return self._head.undone(args, tensors=False)
 

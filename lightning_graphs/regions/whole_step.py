@@ -31,7 +31,7 @@ from lightning_graphs.regions.conditions import (
     Phase,
     ReplayGuards,
     conditions_of,
-    differences,
+    key_changes,
     moving,
     numbers_moved,
     signature_in_words,
@@ -497,7 +497,7 @@ class StepMessages:
 
     def _differences(self, before: Signature, after: Signature) -> list[str]:
         """Describe what tells two steps apart; arguments of a call are no entries of a batch."""
-        lines = differences(before, after)
+        lines = key_changes(before, after)
         return [_ARGUMENT.sub(r"\1", each) for each in lines] if self._step == "call" else lines
 
     def explain_wait(

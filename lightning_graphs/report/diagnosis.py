@@ -7,9 +7,9 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from lightning_graphs.device.rules import Obstacle, in_words
+from lightning_graphs.device.rules import Obstacle, worded
 from lightning_graphs.errors import OF_PACKAGE
-from lightning_graphs.private.callsite import CallSite, package_of, shown
+from lightning_graphs.private.callsite import CallSite, file_shown, package_of
 
 _Remark = Literal[
     "further graph",
@@ -64,7 +64,7 @@ class Finding:
         if not self.file:
             return ""
         inside = self.file.startswith(os.path.join(os.getcwd(), ""))
-        file = os.path.relpath(self.file) if inside else shown(self.file)
+        file = os.path.relpath(self.file) if inside else file_shown(self.file)
         package = package_of(self.file)
         whose = f" ({OF_PACKAGE} {package})" if package else ""
         return f"{file}:{self.line} in {self.function}{whose}: {self.source}"
@@ -168,7 +168,7 @@ def _in_groups(findings: list[Finding], label: str) -> list[str]:
         first = alike[0]
         lines += ["", f"{first.kind}: {first.rule}"]
         for finding in alike:
-            lines.append(f"  {in_words(finding.operator)} ({finding.details})")
+            lines.append(f"  {worded(finding.operator)} ({finding.details})")
             lines += [f"    {finding.place}"] * bool(finding.place)
         lines.append(f"  {label}: {first.remedy}")
         lines += [f"    {line}" for line in first.code.splitlines()]

@@ -179,7 +179,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def in_words(before: Any, now: Any) -> str:
+def change_words(before: Any, now: Any) -> str:
     """Describe the change of a value, given its texts."""
     a, b = repr(before), repr(now)
     return f"another {b}" if a == b else f"{a} -> {b}"
@@ -681,7 +681,7 @@ class Inside(NamedTuple):
         old, new = dict(self.values), dict(other.values)
         absent = Absence.ABSENT
         pairs = {key: (old.get(key, absent), new.get(key, absent)) for key in {**old, **new}}
-        return [f"{key}: {in_words(a, b)}" for key, (a, b) in pairs.items() if a != b]
+        return [f"{key}: {change_words(a, b)}" for key, (a, b) in pairs.items() if a != b]
 
 
 _CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own

@@ -385,7 +385,7 @@ def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def uses_of(tensors: list[Tensor], storages: list[int]) -> list[int]:
+def reference_counts(tensors: list[Tensor], storages: list[int]) -> list[int]:
     """Count references to each tensor and to its storage, given as addresses."""
     of_tensors = map(add, map(getrefcount, tensors), map(tensor_uses, tensors))
     return list(map(add, of_tensors, map(uses_at, storages)))
@@ -407,7 +407,7 @@ class ReferenceGuard:
             return not self.is_noticed
         are_bound = all(map(is_, map(_GRADIENT, tracked.parameters), tracked.buffers))
         return (
-            are_bound and uses_of(tracked.buffers, tracked.storages) == self._uses
+            are_bound and reference_counts(tracked.buffers, tracked.storages) == self._uses
         ) or not self.has_external_references()
 
     def has_external_references(self) -> bool:

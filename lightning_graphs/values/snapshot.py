@@ -358,7 +358,7 @@ def is_of_transformers(value: Any) -> bool:
 # ------------------------------------------------------------------ tensors, and all parts
 
 
-class Part(Protocol):
+class SnapshotPart(Protocol):
     """Snapshot of state that is no tensor, taken at construction."""
 
     def restore(self) -> object:
@@ -382,7 +382,7 @@ class Snapshot:
     def __init__(
         self,
         tensors: Iterable[Tensor],
-        *parts: Part,
+        *parts: SnapshotPart,
         room: Callable[[int], float] = float,
     ) -> None:
         self._parts = [*parts]
@@ -424,7 +424,7 @@ class Snapshot:
         view = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         return view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
-    def add(self, part: Part) -> None:
+    def add(self, part: SnapshotPart) -> None:
         """Add one more part to restore."""
         self._parts.append(part)
 
@@ -655,12 +655,12 @@ class RegionState:
         tensors |= {f"tensor `{name}`": tensor for name, tensor in written.items()}
         return cls(tensors, named, unseen, optimizers, scaler, renewed, counted)
 
-    def take(self, room: Callable[[int], float], *parts: Part) -> Snapshot:
+    def take(self, room: Callable[[int], float], *parts: SnapshotPart) -> Snapshot:
         """Take a snapshot, with further parts; see :class:`Snapshot`."""
         gradients = Gradients(self.parameters.values())
         tensors = [*self.tensors.values(), *self.unseen, *self.parameters.values()]
         tensors += gradients.without(self.renewed)
-        own: list[Part] = [gradients]
+        own: list[SnapshotPart] = [gradients]
         for optimizer in self.optimizers:
             known = OptimizerState(optimizer, self.scaler)
             tensors += known.tensors

@@ -538,10 +538,10 @@ def numbers_exchanged(
 
 def _reading(table: dict[str, Any], key: str, *index: int) -> Callable[[], Any]:
     """Return a reader of a table's entry, or of an item in that."""
-    return (lambda: table[key][index[0]]) if index else Entry(table, key)
+    return (lambda: table[key][index[0]]) if index else TableReader(table, key)
 
 
-class Entry:
+class TableReader:
     """Reads an entry of a table: as it was ahead of a replay that sets it."""
 
     def __init__(self, table: dict[str, Any], key: str) -> None:
@@ -560,7 +560,7 @@ class Settings:
 
     def __init__(self) -> None:
         self._all: dict[tuple[int, str], tuple[dict[str, Any], str, Callable[[], Any]]] = {}
-        self._entries: list[Entry] = []
+        self._entries: list[TableReader] = []
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -568,7 +568,7 @@ class Settings:
     def reads(self, places: NumberPlaces) -> None:
         """Let the tracers in these places read what is there ahead of a replay."""
         reads = (value._read for *_, value in places if isinstance(value, Tracer))
-        self._entries += [read for read in reads if isinstance(read, Entry)]
+        self._entries += [read for read in reads if isinstance(read, TableReader)]
 
     def follow(self, change: Change) -> bool:
         """Let replays set an entry; False if they have no such value."""

@@ -256,14 +256,14 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-def name_of(func: OpOverload) -> str:
+def operator_name(func: OpOverload) -> str:
     """Return an operator's name without the underscore of in-place variants."""
     return func._schema.name.removeprefix("aten::").rstrip("_")
 
 
 def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool:
     """Return whether an operator is small and gives equal bits on every device."""
-    name = name_of(func)
+    name = operator_name(func)
     if "empty" in name or name in _TIES or func.namespace != "aten" or not outputs:
         return False
     if torch.Tag.nondeterministic_seeded in func.tags:

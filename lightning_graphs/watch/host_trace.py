@@ -53,8 +53,8 @@ from lightning_graphs.watch.host import (
     HostTape,
     fully_written,
     is_exact,
-    name_of,
     numbers,
+    operator_name,
 )
 from lightning_graphs.watch.tracers import ScalarTracer
 
@@ -101,7 +101,7 @@ def is_made_ahead(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 def _is_special(func: OpOverload) -> bool:
     """Return whether an operator matters even if the host has no copy of its tensors."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
-    makes = func is aten.lift_fresh.default or name_of(func) in OF_SHAPES
+    makes = func is aten.lift_fresh.default or operator_name(func) in OF_SHAPES
     return draws or makes or func in _COPY_TABLES
 
 
@@ -358,7 +358,7 @@ class HostTracer(LightMode):
     def _follow(self, call: OperatorCall, result: Any) -> Any:
         """Run a device operator on the host as well, if that is exact."""
         outputs = list(tensors_in(result))
-        if name_of(call.func) in OF_SHAPES:
+        if operator_name(call.func) in OF_SHAPES:
             call = call.mapped(self.tape.of_shape)
         changes = any(self.tape.changes(t) for t in map(self._shadow, call.inputs) if t is not None)
         if (

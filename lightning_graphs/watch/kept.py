@@ -42,7 +42,7 @@ from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.memory import RETURNED, Given
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import RULE as ON_HOST
-from lightning_graphs.watch.late import ITEM, OF_ONE_SHAPE, Keep, LateValue, Use
+from lightning_graphs.watch.late import ITEM, OF_ONE_SHAPE, Keep, LatePolicy, LateValue
 from lightning_graphs.watch.texts import (
     forget_parts,
     function_called,
@@ -67,7 +67,7 @@ Site = tuple[CodeType, object]
 """Code that calls, and where in it: a call has several instructions, of which each may fail."""
 
 
-Entry = tuple[FrameType, int, int]
+RaisedAt = tuple[FrameType, int, int]
 """A frame of a stack, with the offset of its instruction and its line."""
 
 
@@ -80,7 +80,7 @@ class CallAt(NamedTuple):
     module: str  # whose code it is
 
     @classmethod
-    def of(cls, entry: Entry) -> CallAt:
+    def of(cls, entry: RaisedAt) -> CallAt:
         frame, offset, line = entry
         return cls(frame.f_code, offset, line, frame.f_globals.get("__name__", ""))
 
@@ -193,7 +193,7 @@ class KeptCalls:
             self._unfit.add(site)
         return bool(used)
 
-    def learn_call(self, frames: Sequence[Entry], error: Texts, *, anyway: bool) -> str:
+    def learn_call(self, frames: Sequence[RaisedAt], error: Texts, *, anyway: bool) -> str:
         """Keep back the innermost call from user code; its name, empty if that cannot be.
 
         Args:
@@ -227,7 +227,7 @@ class KeptCalls:
             return known.name if new else ""
         return self._keep_at(CallAt.of((frame, offset, line)), error, functions)
 
-    def _learn_text(self, entry: Entry, error: Texts) -> str:
+    def _learn_text(self, entry: RaisedAt, error: Texts) -> str:
         """Keep back a text that code makes, and the calls that get it, if all of them can be."""
         frame, offset, line = entry
         code, own = frame.f_code, CallAt.of(entry)
@@ -257,8 +257,8 @@ class KeptCalls:
         frame: FrameType,
     ) -> str | None:
         """Return a part of a text, if all that gets the text is kept back; else None."""
-        use, code = self.use_at(frame, keep), frame.f_code
-        if use is None:
+        policy, code = self.policy_at(frame, keep), frame.f_code
+        if policy is None:
             return None
         for teller in tellers(code, frame.f_lasti, frame.f_lineno):
             known = self.known.get((code, position_of(teller)))
@@ -266,7 +266,7 @@ class KeptCalls:
             is_kept = type(called) is LateValue or is_exchanged(called)
             if known is None or not (is_kept or called in known.functions):
                 return None
-        return part_for(keep(function, ((value, *args), {}), replace(use, is_pure=True)))
+        return part_for(keep(function, ((value, *args), {}), replace(policy, is_pure=True)))
 
     def _learn_reads(self, error: CaptureError, reads: Iterable[CallAt]) -> bool:
         texts = error.rule, error.observed, error.remedy
@@ -344,10 +344,10 @@ class KeptCalls:
 
         def number(asked: Question) -> LateValue | None:
             (tensor, *_) = asked.tensors
-            use = self.use_at(asked.frame, keep) if asked.asks is Asks.NUMBER else None
-            if use is None or tensor.numel() != 1:
+            policy = self.policy_at(asked.frame, keep) if asked.asks is Asks.NUMBER else None
+            if policy is None or tensor.numel() != 1:
                 return None
-            late = keep(ITEM, ((tensor,), {}), replace(use, is_pure=True))
+            late = keep(ITEM, ((tensor,), {}), replace(policy, is_pure=True))
             is_real = tensor.dtype is not torch.bool and not tensor.is_complex()
             if type(late) is LateValue and is_real:
                 late.kind = float if tensor.is_floating_point() else int
@@ -361,46 +361,46 @@ class KeptCalls:
         with calls_followed(conversions), tensors_asked(number), exchanged(chosen), reads:
             yield
 
-    def use_at(self, frame: FrameType, keep: Keep) -> Use | None:
+    def policy_at(self, frame: FrameType, keep: Keep) -> LatePolicy | None:
         """Return what is to be kept back of the call that a frame makes; None for another call."""
         if frame.f_code not in {code for code, _ in self.known}:
             return None
         kept = self.known.get(_site(frame.f_code, frame.f_lasti))
         if kept is None:
             return None
-        return Use(kept.name, functools.partial(_refuse, kept), self.own.runs_in, keep)
+        return LatePolicy(kept.name, functools.partial(_refuse, kept), self.own.runs_in, keep)
 
     def _instead(
         self, keep: Keep, function: Callable[..., Any], frame: FrameType, *args: Any, **kwargs: Any
     ) -> Any:
-        use = self.use_at(frame, keep)
-        if use is None:
+        policy = self.policy_at(frame, keep)
+        if policy is None:
             return function(*args, **kwargs)
         known = self.known[_site(frame.f_code, frame.f_lasti)]
         if not known.acts:
-            return keep(function, (args, kwargs), use)
+            return keep(function, (args, kwargs), policy)
         if args and is_object(args[0]) and not isinstance(args[0], (nn.Module, Tracer)):
             self.called[id(args[0])] = args[0]
-        _refuse_histories(function, (args, kwargs), use)
-        return keep(called_from(frame, function), (args, kwargs), use)
+        _refuse_histories(function, (args, kwargs), policy)
+        return keep(called_from(frame, function), (args, kwargs), policy)
 
     def effect(self, frame: FrameType, function: Callable[..., Any], given: Given) -> Any:
         """Keep back a call that prints or logs; None if it is not known to be kept back."""
-        use = None if self._keep is None else self.use_at(frame, self._keep)
-        if use is None or self._keep is None:
+        policy = None if self._keep is None else self.policy_at(frame, self._keep)
+        if policy is None or self._keep is None:
             return None
-        _refuse_histories(function, given, use)
-        return self._keep(called_from(frame, function), given, use)
+        _refuse_histories(function, given, policy)
+        return self._keep(called_from(frame, function), given, policy)
 
 
 _SHOWING = ("builtins", "logging", "rich", "tqdm", "lightning", "pytorch_lightning")
 
 
-def _refuse_histories(function: Any, given: Given, use: Use) -> None:
+def _refuse_histories(function: Any, given: Given, policy: LatePolicy) -> None:
     """Refuse to show tensors whose text names what has computed them: no replay has that."""
     shows = (getattr(function, "__module__", None) or "").partition(".")[0] in _SHOWING
     if shows and any(tensor.requires_grad for tensor in leaves_of(given, Tensor)):
-        use.refuse(use.name)
+        policy.refuse(policy.name)
 
 
 _READING = frozenset(
@@ -442,14 +442,14 @@ class _CallsOfTorch(FunctionMode):
     def _called(self, function: Any, frame: Any, args: Any, kwargs: Any) -> Any:
         passing = ("torch.",) if function == _FORMAT else ()
         frame = outside_of(frame, OURS, *passing)  # past what passes calls of tensors' methods on
-        use = self._kept.use_at(frame, self._keep)
+        policy = self._kept.policy_at(frame, self._keep)
         name = getattr(function, "__name__", "").removeprefix("linalg_")
         if function == _FORMAT:
             text = self._kept.text_of(self._keep, args[0], format, args[1:], frame)
             return function(*args, **kwargs) if text is None else text
-        if use is None or name not in _READING:
+        if policy is None or name not in _READING:
             return function(*args, **kwargs)
-        late = self._keep(function, (args, kwargs), replace(use, is_pure=True))
+        late = self._keep(function, (args, kwargs), replace(policy, is_pure=True))
         if name in OF_ONE_SHAPE and type(late) is LateValue:  # the doctor makes the call
             late.sizes = tuple(args[0].shape)
         return late
@@ -470,7 +470,7 @@ def _refuse(kept: _Kept, _: str) -> NoReturn:
     stop(CaptureError(*kept.error))
 
 
-def _entries(error: BaseException) -> Iterator[Entry]:
+def _entries(error: BaseException) -> Iterator[RaisedAt]:
     """Yield the entries of a traceback, outer ones first."""
     traceback = error.__traceback__
     while traceback is not None:

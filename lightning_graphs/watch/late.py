@@ -25,23 +25,23 @@ from lightning_graphs.values.memory import Given, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.texts import joined, spelled
 from lightning_graphs.watch.tracers import (
-    OPERATIONS,
+    METHODS,
     Kind,
-    Operation,
+    Method,
     Tracer,
     present,
     special,
 )
 
-Keep = Callable[[Callable[..., Any], Given, "Use"], "LateValue"]
+Keep = Callable[[Callable[..., Any], Given, "LatePolicy"], "LateValue"]
 """Keeps a call back: its function, its arguments and what its result is; gives the tracer."""
 
 # ------------------ What a kept call gives
 
 
 @dataclass(frozen=True)
-class Use:
-    """What a capture says of a value that it does not have."""
+class LatePolicy:
+    """Policy for a value that a capture does not have: what may be done with it."""
 
     name: str
     refuse: Callable[[str], NoReturn]  # raises the refusal of a use, given the name
@@ -60,19 +60,19 @@ class LateValue(Tracer):
     sizes: Sequence[int] = ()  # of its dimensions, as far as the capture knows them
     _sizes_given: Sequence[int] = ()  # those of what it gives if it is called
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, policy: LatePolicy) -> None:
         self._value: Any = None
-        self._use = use
+        self._policy = policy
         self.kind: type | None = None  # ``float`` or ``int``, where it is known to be one
         itself = weakref.ref(self)  # no cycle: a pure call is dropped once its tracer is gone
-        super().__init__(use.name, lambda: getattr(itself(), "_value", None), use.refuse)
+        super().__init__(policy.name, lambda: getattr(itself(), "_value", None), policy.refuse)
 
     def give(self, value: Any) -> None:
         """Take the value of the present replay."""
         self._value = value
 
     def class_for(self, frame: FrameType) -> type:
-        if not self._use.is_own(frame):
+        if not self._policy.is_own(frame):
             return type(self)
         if self.kind is None:  # the code goes one way or the other by the type
             self.refuse()
@@ -83,23 +83,23 @@ class LateValue(Tracer):
         if function is self.kind:
             return self
         frame = _caller_past(OURS)
-        if frame is None or not self._use.is_own(frame):
+        if frame is None or not self._policy.is_own(frame):
             self.refuse()
-        return self._use.keep(function, (args, {}), self._use)
+        return self._policy.keep(function, (args, {}), self._policy)
 
-    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def use(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Keep back what a special method does, but for those that need the value."""
-        if operation.kind not in _LATER and operation.name not in ("__getitem__", "__round__"):
-            return super().use(operation, args, kwargs)
-        operands = (*args, self) if operation.is_swapped else (self, *args)
-        return self._kept(operation.function, *operands, depth=3)
+        if method.kind not in _LATER and method.name not in ("__getitem__", "__round__"):
+            return super().use(method, args, kwargs)
+        operands = (*args, self) if method.is_swapped else (self, *args)
+        return self._kept(method.function, *operands, depth=3)
 
     def _kept(
         self, function: Callable[..., Any], *args: Any, depth: int = 2, **kwargs: Any
     ) -> LateValue:
-        if not self._use.is_own(sys._getframe(depth)):
+        if not self._policy.is_own(sys._getframe(depth)):
             self.refuse()
-        return self._use.keep(function, (args, kwargs), self._use)
+        return self._policy.keep(function, (args, kwargs), self._policy)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # torch and copy ask whether there is such a protocol
@@ -130,10 +130,11 @@ class LateValue(Tracer):
         frame = sys._getframe(1)
         unpacks = instruction_at(frame)
         rows = unpacks.arg if unpacks.opname == "UNPACK_SEQUENCE" else (*self.sizes, None)[0]
-        if rows is None or rows > _MOST_ROWS or not self._use.is_own(frame):
+        if rows is None or rows > _MOST_ROWS or not self._policy.is_own(frame):
             self.refuse()
         found = [
-            self._use.keep(operator.getitem, ((self, i), {}), self._use) for i in range(rows or 0)
+            self._policy.keep(operator.getitem, ((self, i), {}), self._policy)
+            for i in range(rows or 0)
         ]
         for row in found:
             row.sizes = self.sizes[1:]
@@ -146,11 +147,11 @@ class LateValue(Tracer):
         """Keep back what user code computes with it and with tensors, in functions of torch."""
         late = leaves_of((args, kwargs), LateValue)[0]
         frame = _caller_past("torch.", OURS)
-        if frame is None or not late._use.is_own(frame):
+        if frame is None or not late._policy.is_own(frame):
             late.refuse()
         if _acts(getattr(function, "__name__", ""), kwargs or {}):
             late.refuse()
-        return late._use.keep(function, (args, kwargs or {}), late._use)
+        return late._policy.keep(function, (args, kwargs or {}), late._policy)
 
     def __array_function__(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -165,7 +166,7 @@ class LateValue(Tracer):
         return self._kept(getattr(ufunc, method), *inputs, **kwargs)
 
 
-LateValue.__rmatmul__ = special(OPERATIONS["__rmatmul__"])  # type: ignore[attr-defined]
+LateValue.__rmatmul__ = special(METHODS["__rmatmul__"])  # type: ignore[attr-defined]
 _LATER = (Kind.ARITHMETIC, Kind.COMPARISON, Kind.UNARY)
 OF_ONE_SHAPE = ("cpu", "to", "detach", "clone", "float", "numpy", "astype", "tolist")
 """Methods whose result has the shape of what they are called on."""
@@ -284,24 +285,24 @@ class LateCalls:
         self._versions: list[tuple[str, Tensor, int]] = []
         self._is_finished = False  # the forward pass is over, and with it what may be kept back
 
-    def keep(self, function: Callable[..., Any], given: Given, use: Use) -> LateValue:
+    def keep(self, function: Callable[..., Any], given: Given, policy: LatePolicy) -> LateValue:
         """Keep a call back; see :data:`Keep`."""
         methods = leaves_of(given, (MethodType, BuiltinFunctionType))
         # A capture has tracers, and copies, for containers that are state
         fills = any(isinstance(m.__self__, (Tracer, list, deque, dict, set)) for m in methods)
         ends = any(map(is_wrapped, leaves_of(given, Tensor)))  # before the call could be made
         if self._is_finished or fills or ends:
-            use.refuse(use.name)
+            policy.refuse(policy.name)
         given = spelled(
-            given, lambda pieces: self._late(joined, ((pieces,), {}), use, is_pure=True)
+            given, lambda pieces: self._late(joined, ((pieces,), {}), policy, is_pure=True)
         )
-        return self._late(function, given, use, is_pure=use.is_pure)
+        return self._late(function, given, policy, is_pure=policy.is_pure)
 
     def _late(
-        self, function: Callable[..., Any], given: Given, use: Use, *, is_pure: bool
+        self, function: Callable[..., Any], given: Given, policy: LatePolicy, *, is_pure: bool
     ) -> LateValue:
-        late = LateValue(use)
-        self.add(function, given, use.name).give(late, is_pure=is_pure)
+        late = LateValue(policy)
+        self.add(function, given, policy.name).give(late, is_pure=is_pure)
         return late
 
     def add(self, function: Callable[..., Any], given: Given, name: str) -> LateCall:

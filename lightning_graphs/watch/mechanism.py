@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lightning_graphs.private.exchange import nothing
-from lightning_graphs.values.snapshot import Part as SnapshotPart
+from lightning_graphs.values.snapshot import SnapshotPart
 
 Check = tuple[Callable[[], Any], Any]
 """Compare: a function that reads something, and what it has given at the capture."""

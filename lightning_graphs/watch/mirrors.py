@@ -98,7 +98,7 @@ def held_numbers(named: Iterable[tuple[str, Tensor]]) -> dict[int, Mirror]:
     return found
 
 
-class _Moved(LateError):
+class _MirrorMoved(LateError):
     """The error for a number that was written past torch's sight."""
 
     def __init__(self, name: str) -> None:
@@ -194,7 +194,7 @@ class FollowedState:
             if isinstance(number, ScalarTracer):
                 memory = self._numbers.tensor_of(number, torch.int64)
                 same = mirror.tensor.detach().reshape(()) == memory
-                self._require(same, CallSiteFinder().here(), _Moved(mirror.name))
+                self._require(same, CallSiteFinder().here(), _MirrorMoved(mirror.name))
         if self._found[mirror] is _UNKNOWN:
             HOST_READ.refuse_here(f"{mirror.name} is read")
             return None

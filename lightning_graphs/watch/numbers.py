@@ -346,7 +346,7 @@ _CLIPPING = "torch.nn.utils.clip_grad"
 _ROOM_FOR_HOST = 2**20  # bytes for what the host hands to the graph, to begin with
 
 
-class Facts(Protocol):
+class FollowedFacts(Protocol):
     """What captures have learned of a fit."""
 
     reads: AttributeGuards
@@ -394,7 +394,7 @@ class Followed:
         self,
         module: Any,
         client: Client,
-        facts: Facts,
+        facts: FollowedFacts,
         compiled: CompiledCode,
         fit: OpenAssertions,
         refusal: Callable[[RuntimeError], CaptureError | None],

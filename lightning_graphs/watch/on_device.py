@@ -23,7 +23,7 @@ from lightning_graphs.private.exchange import standing_in
 from lightning_graphs.private.torch import PLAIN_TENSORS, out_of_sight
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.forms import Numbers, inverse
-from lightning_graphs.watch.tracers import Kind, Operation, ScalarTracer
+from lightning_graphs.watch.tracers import Kind, Method, ScalarTracer
 
 
 class Owner(Protocol):
@@ -74,9 +74,9 @@ class DeviceNumber(ScalarTracer):
         is_captured = self._owner is not None and self._owner.is_captured
         return self.tensor.item() if is_captured else self.value
 
-    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if operation.kind is not Kind.TRUTH:
-            return super().use(operation, args, kwargs)
+    def use(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if method.kind is not Kind.TRUTH:
+            return super().use(method, args, kwargs)
         found = None if self._owner is None else self._owner.holds(self.tensor, sys._getframe(2))
         return self.seen(bool) if found is None else found
 

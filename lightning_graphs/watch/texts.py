@@ -25,7 +25,7 @@ from lightning_graphs.private.callsite import (
     tree_of,
     value_of,
 )
-from lightning_graphs.watch.tracers import MAKES_TEXT
+from lightning_graphs.watch.tracers import MAKES_TEXT, Method
 
 Position = tuple[int | None, ...]
 """First and last line, first and last column."""
@@ -80,8 +80,8 @@ _MAKING = ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE")
 
 def is_asked_for_text(callee: FrameType) -> bool:
     """Return whether a function that code has called makes a text of a value."""
-    operation = callee.f_locals.get("operation")
-    return getattr(operation, "function", None) in MAKES_TEXT or callee.f_code in _OF_TENSORS
+    methods = [value for value in callee.f_locals.values() if type(value) is Method]
+    return any(m.function in MAKES_TEXT for m in methods) or callee.f_code in _OF_TENSORS
 
 
 _OF_TENSORS = {getattr(Tensor, f"__{f.__name__}__").__code__ for f in (format, repr)}

@@ -88,10 +88,10 @@ class Tracer:
         ours = frame.f_globals.get("__name__", "").startswith(OURS)
         return type(self) if ours else self._kind
 
-    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def use(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Refuse what a special method would do, or else let the value itself do it."""
         self.refuse()
-        return getattr(self.now(), operation.name)(*args, **kwargs)
+        return getattr(self.now(), method.name)(*args, **kwargs)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         self.refuse()
@@ -112,7 +112,7 @@ class Tracer:
         return function(*present(args), **present(kwargs or {}))
 
 
-class Operation(NamedTuple):
+class Method(NamedTuple):
     """What a special method of a value does."""
 
     name: str  # of the method
@@ -138,18 +138,18 @@ def texts_made(make: MakesText) -> Iterator[None]:
         _makes_text.pop()
 
 
-def special(operation: Operation) -> Callable[..., Any]:
+def special(method: Method) -> Callable[..., Any]:
     """Make a special method of tracers."""
-    is_text = operation.function in MAKES_TEXT
+    is_text = method.function in MAKES_TEXT
 
-    def method(self: Tracer, *args: Any, **kwargs: Any) -> Any:
+    def use(self: Tracer, *args: Any, **kwargs: Any) -> Any:
         if is_text and _makes_text:
-            text = _makes_text[-1](self, operation.function, args, sys._getframe(1))
+            text = _makes_text[-1](self, method.function, args, sys._getframe(1))
             if text is not None:
                 return text
-        return self.use(operation, args, kwargs)
+        return self.use(method, args, kwargs)
 
-    return method
+    return use
 
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%"}
@@ -161,27 +161,27 @@ _BARE = operator.index, hash, str, repr, format
 _OTHERS = "divmod rdivmod iter getitem len array array_ufunc"
 
 
-def _operations() -> Iterator[Operation]:
+def _methods() -> Iterator[Method]:
     for name, symbol in _SYMBOLS.items():
         function = pow if name == "pow" else vars(operator)[f"__{name}__"]
         is_comparison = symbol[0] in "<>=!" and symbol not in ("<<", ">>")
         kind = Kind.COMPARISON if is_comparison else Kind.ARITHMETIC
-        yield Operation(f"__{name}__", kind, function, symbol)
+        yield Method(f"__{name}__", kind, function, symbol)
         if not is_comparison:
-            yield Operation(f"__r{name}__", kind, function, symbol, is_swapped=True)
+            yield Method(f"__r{name}__", kind, function, symbol, is_swapped=True)
     for kind, functions in ((Kind.UNARY, _UNARY), (Kind.BARE, _BARE)):
-        yield from (Operation(f"__{f.__name__}__", kind, f) for f in functions)
-    yield from (Operation(f"__{f.__name__}__", Kind.CONVERSION, f) for f in (float, int))
-    yield Operation("__bool__", Kind.TRUTH, bool)
+        yield from (Method(f"__{f.__name__}__", kind, f) for f in functions)
+    yield from (Method(f"__{f.__name__}__", Kind.CONVERSION, f) for f in (float, int))
+    yield Method("__bool__", Kind.TRUTH, bool)
     for name in _OTHERS.split():
-        yield Operation(f"__{name}__", function=getattr(operator, name, nothing))
+        yield Method(f"__{name}__", function=getattr(operator, name, nothing))
 
 
-OPERATIONS = {operation.name: operation for operation in _operations()}
+METHODS = {method.name: method for method in _methods()}
 """What tracers see of the use of a value, by the names of methods."""
-for _operation in OPERATIONS.values():
-    if _operation.name != "__rmatmul__":  # a tensor is asked first
-        setattr(Tracer, _operation.name, special(_operation))
+for _method in METHODS.values():
+    if _method.name != "__rmatmul__":  # a tensor is asked first
+        setattr(Tracer, _method.name, special(_method))
 
 
 class Nothing:
@@ -297,15 +297,15 @@ class ScalarTracer(Tracer):
         """Return the number's class, for which ``F.interpolate`` asks of sizes."""
         return type(self.value)
 
-    def use(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def use(self, method: Method, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Follow what a special method does."""
-        kind, function = operation.kind, operation.function
+        kind, function = method.kind, method.function
         if kind in (Kind.ARITHMETIC, Kind.COMPARISON) and function is not operator.matmul:
             other, *rest = args
             if not (type(other) in _PLAIN or isinstance(other, ScalarTracer)):
                 return NotImplemented
-            pair = (other, self) if operation.is_swapped else (self, other)
-            name = f" {operation.symbol} ".join(map(_operand, pair))
+            pair = (other, self) if method.is_swapped else (self, other)
+            name = f" {method.symbol} ".join(map(_operand, pair))
             own = next((n for n in _numbers_among(pair) if n.is_of_device), self)
             if kind is Kind.ARITHMETIC:
                 return own.computed(name, function, *pair, *rest)
@@ -316,12 +316,12 @@ class ScalarTracer(Tracer):
             return self.applied(function, (self, *args))
         if kind is Kind.CONVERSION:
             module = sys._getframe(2).f_globals.get("__name__", "")
-            return self.converted(operation.function, module)  # type: ignore[arg-type]
+            return self.converted(method.function, module)  # type: ignore[arg-type]
         if kind is Kind.BARE:
             return self.seen(function, *args)
         if kind is Kind.TRUTH:
             return self.outcome(f"bool({self.name})", bool, self)
-        return super().use(operation, args, kwargs)
+        return super().use(method, args, kwargs)
 
     def __len__(self) -> int:
         if self.obstacle is DRAWN:

@@ -13,7 +13,7 @@ from lightning_graphs.autograd.backward import write_all
 from lightning_graphs.device import overlap
 from lightning_graphs.device.graph import BackendName, CUDAGraph, GraphPool
 from lightning_graphs.device.overlap import DataFlow, Overlapping
-from lightning_graphs.device.schedule import MAIN, SIDE, Part, Schedule, Work, schedule
+from lightning_graphs.device.schedule import MAIN, SIDE, Schedule, Work, WorkPart, schedule
 
 EVERYTHING = 2**40
 
@@ -98,7 +98,7 @@ def test_several_streams_compute_what_one_does(
     found = flow.schedule(room)
     beside = {w.name for w, stream in zip(found.works, found.streams, strict=True) if stream}
     assert {"aten::mm", "aten::sum", "aten::_to_copy"} <= beside
-    assert {w.part for w in found.works} == {*Part} - ({Part.SHARE} if clips else set())
+    assert {w.part for w in found.works} == {*WorkPart} - ({WorkPart.SHARE} if clips else set())
     assert flow.casts
     for copy in (None, write_all):
         mode = Overlapping(flow, found, device.type, copy)
@@ -162,7 +162,7 @@ def test_a_capture_that_sees_something_else_goes_on_as_a_chain(
     chain = step.results(*step.captured(backend, nullcontext()))
     flow = DataFlow(device.type)
     step.captured(backend, flow)
-    del flow.uses[len(flow.uses) // 2]
+    del flow.operators[len(flow.operators) // 2]
     mode = Overlapping(flow, flow.schedule(EVERYTHING), device.type)
     several = step.results(*step.captured(backend, mode))
     assert "is not what it was before" in mode.why_not

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_graphs import VerificationError
-from lightning_graphs.lightning.ranks import Ranks
+from lightning_graphs.lightning.ranks import TrainerRanks
 from lightning_graphs.policy.worth import MemoryBudget
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Comparison, Verifier
@@ -24,7 +24,7 @@ NOTHING = RegionState({}, {})
 
 def verifier() -> Verifier:
     trainer: Any = SimpleNamespace(world_size=1, strategy=SimpleNamespace(model=None))
-    parts = MemoryBudget(CPU), Ranks(trainer), Messages(Statistics())
+    parts = MemoryBudget(CPU), TrainerRanks(trainer), Messages(Statistics())
     return Verifier(True, Tolerance("cpu", None), *parts, lambda: 3)
 
 
