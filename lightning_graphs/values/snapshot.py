@@ -49,9 +49,9 @@ from lightning_graphs.values.tree import flatten, held_in_containers, tensors_in
 
 # ------------------------------------------------------------------ fingerprints
 
-_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
-"""Words at a time: what a CPU keeps in its cache, and what keeps a GPU busy longer than launches
-take. A fingerprint needs 80 MiB next to the tensors at most."""
+_CHUNK = {"cpu": 1 << 17, "cuda": 1 << 20}
+"""Words at a time: what a CPU keeps in its cache, and what keeps a GPU busy about as long as
+launches take. Fingerprints need 32 MiB next to the tensors at most."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _WORD = 4
