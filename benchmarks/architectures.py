@@ -160,10 +160,10 @@ def tokens(vocabulary: int = VOCABULARY, length: int = LENGTH) -> Tensor:
     return torch.randint(8, min(vocabulary, VOCABULARY) - 8, (BATCH, length))
 
 
-def padding(length: int = LENGTH) -> Tensor:
+def padding() -> Tensor:
     """A mask as a tokenizer makes it; texts of a batch differ in length."""
-    mask = torch.ones(BATCH, length, dtype=torch.long)
-    mask[-1, length - int(torch.randint(2, length // 2, ())) :] = 0
+    mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+    mask[-1, LENGTH - int(torch.randint(2, LENGTH // 2, ())) :] = 0
     return mask
 
 

@@ -58,9 +58,9 @@ def program(name: str, data: Callable[[], DataLoader[Any]], **trainer: Any) -> A
 class Samples(Dataset[Any]):
     """Samples that are made by a function of a generator and an index."""
 
-    def __init__(self, sample: Callable[[torch.Generator, int], Any], count: int = SAMPLES) -> None:
+    def __init__(self, sample: Callable[[torch.Generator, int], Any]) -> None:
         generator = torch.Generator().manual_seed(5)
-        self._samples = [sample(generator, i) for i in range(count)]
+        self._samples = [sample(generator, i) for i in range(SAMPLES)]
 
     def __len__(self) -> int:
         return len(self._samples)

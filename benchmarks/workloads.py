@@ -157,9 +157,9 @@ class Residual(nn.Module):
 class Denoiser(nn.Module):
     """A U-Net of three resolutions, with attention at the lowest, that predicts noise (DDPM)."""
 
-    def __init__(self, width: int, steps: int = 1000) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        widths, time = (width, 2 * width, 4 * width), 4 * width
+        widths, time, steps = (width, 2 * width, 4 * width), 4 * width, 1000
         self.embed = nn.Sequential(
             nn.Embedding(steps, width), nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time)
         )

@@ -171,11 +171,11 @@ def test_a_capture_that_sees_something_else_goes_on_as_a_chain(
 
 # ------------------ Waits
 
-GRADIENT, WEIGHT, SCRATCH = 0, 1, 2
-"""Storages: what flows through the backward pass, the gradient of a weight, and another one."""
+GRADIENT, WEIGHT = 0, 1
+"""Storages: what flows through the backward pass, and the gradient of a weight."""
 
 
-def planned(*later: Work, room: int = EVERYTHING) -> Schedule:
+def planned(*later: Work) -> Schedule:
     """A backward pass with one product beside it, and what follows."""
     back = {"in_backward": True}
     works = [
@@ -184,7 +184,7 @@ def planned(*later: Work, room: int = EVERYTHING) -> Schedule:
         *(Work(2 + i, "aten::gelu_backward", (GRADIENT,), (GRADIENT,), **back) for i in range(6)),
         *later,
     ]
-    found = schedule(works, [8] * 9, room)
+    found = schedule(works, [8] * 9, EVERYTHING)
     assert found.streams == [MAIN, SIDE, *[MAIN] * (len(works) - 2)]
     return found
 

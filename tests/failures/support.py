@@ -14,8 +14,6 @@ from tests.training.fits import (
     Fit,
     Hidden,
     Net,
-    Optimizers,
-    adamw,
     assert_nothing_left,
     batches,
     close,
@@ -89,8 +87,8 @@ class _CallInBackward(torch.autograd.Function):
 class Tripping(Net):
     """A network with a tripwire, and nothing that the forward pass changes for good."""
 
-    def __init__(self, trip: Trip, where: str = "forward", optimizers: Optimizers = adamw) -> None:
-        super().__init__(optimizers)
+    def __init__(self, trip: Trip, where: str = "forward") -> None:
+        super().__init__()
         self.net = nn.Sequential(
             nn.Linear(8, 16), Tripwire(trip, where), nn.GELU(), nn.Dropout(0.25), nn.Linear(16, 3)
         )

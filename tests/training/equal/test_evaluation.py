@@ -44,8 +44,8 @@ def counts(fit: Fit, name: str = "validation_step") -> tuple[int, int, int]:
     return found.eager, found.replayed, sum(record.captures for record in found.graphs)
 
 
-def said_of(fit: Fit, name: str = "validation_step") -> list[str]:
-    found = fit.capture.report.evaluation[name]
+def said_of(fit: Fit) -> list[str]:
+    found = fit.capture.report.evaluation["validation_step"]
     return [*found.fallbacks, *found.recaptures]
 
 

@@ -251,7 +251,7 @@ class Overwriting(nn.Linear):
         return super().forward(x)
 
 
-def with_middle(middle: Callable[[], nn.Module], when: int = 12) -> Callable[[], Chain]:
+def with_middle(middle: Callable[[], nn.Module]) -> Callable[[], Chain]:
     class Wrong(Chain):
         """The block in the middle is the wrong one; a hook moves the global once."""
 
@@ -261,7 +261,7 @@ def with_middle(middle: Callable[[], nn.Module], when: int = 12) -> Callable[[],
             self.blocks[1] = middle()
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-            if self.trainer.global_step == when:
+            if self.trainer.global_step == 12:
                 HIDDEN["scale"] = 2.0
 
     return Wrong

@@ -100,7 +100,6 @@ def many(backend: str, tmp_path: Path) -> Fit:
 
 
 # (kind, text of the line, operator in a rehearsal, operator on CUDA, part of remedy and code)
-_SCALAR = "aten._local_scalar_dense.default"
 EXPECTED = [
     ("host-read", "item", "a number of the device", "", "torch.where(condition, a, b)"),
     ("host-read", "tolist", "tolist", "tolist", "keep the value on the device"),
