@@ -19,10 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_graphs.device.emulated import UndoingBackend
-from lightning_graphs.device.rules import (
-    MOVING_VALUE,
-    noting,
-)
+from lightning_graphs.device.rules import MOVING_VALUE, noting
 from lightning_graphs.errors import CODE, CaptureError, GraphError
 from lightning_graphs.lightning import words
 from lightning_graphs.lightning.evaluation_runner import (
@@ -38,17 +35,10 @@ from lightning_graphs.lightning.strategy import NAMES, calls_of
 from lightning_graphs.lightning.trainer import LightningContext
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import MemoryBudget
-from lightning_graphs.private.callsite import (
-    add_line,
-    definition_of,
-    named_at,
-)
+from lightning_graphs.private.callsite import add_line, definition_of, named_at
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.regions.calls import CallRefused, CapturedStep, StepCall
-from lightning_graphs.regions.conditions import (
-    Values,
-    moved_values,
-)
+from lightning_graphs.regions.conditions import Values, moved_values
 from lightning_graphs.regions.judged import Findings, JudgedSteps, options_of_notes
 from lightning_graphs.regions.submodules import ModuleGraphs
 from lightning_graphs.report.diagnosis import Diagnosis, Effect

@@ -155,8 +155,7 @@ WORDS = {
         "self.scale.fill_(number)  # in on_train_batch_start",
     },
     GRADIENTS_CHANGED: {
-        "remedy": "use torch.autograd.grad(...), which returns gradients; or write "
-        "evaluation=False",
+        "remedy": "use torch.autograd.grad(...), which returns gradients; or write evaluation=False"
     },
     FILLED: {
         "remedy": "compute with the list in on_train_batch_end, or keep the last few entries in a "

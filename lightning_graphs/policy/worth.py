@@ -310,11 +310,7 @@ class CapturePolicy:
 
     # ------------------------------------------------------------------ captures
 
-    def why_not(
-        self,
-        history: History,
-        outlook: Callable[[], Outlook],
-    ) -> str:
+    def why_not(self, history: History, outlook: Callable[[], Outlook]) -> str:
         """Why a signature is not worth a capture yet; empty if it is."""
         if history.lost > FEW + history.uses / self.break_even:
             return (

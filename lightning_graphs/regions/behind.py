@@ -364,11 +364,7 @@ class Behind:
     """What follows the head of a step."""
 
     def __init__(
-        self,
-        found: StepHead,
-        arguments: Sequence[Any],
-        key_of: KeyOf,
-        step: CallSite,
+        self, found: StepHead, arguments: Sequence[Any], key_of: KeyOf, step: CallSite
     ) -> None:
         assert found.now is not None
         self.head = found.now

@@ -79,10 +79,7 @@ def scaler_of(plugin: object) -> torch.amp.GradScaler | None:
 
 
 def capture_obstacle(
-    module: nn.Module,
-    optimizer: Optimizer,
-    device_type: str,
-    kernel: Kernel = "fused",
+    module: nn.Module, optimizer: Optimizer, device_type: str, kernel: Kernel = "fused"
 ) -> str | None:
     """Why the step of this optimizer cannot be captured, in one sentence; None if it can."""
     name = type(optimizer).__name__

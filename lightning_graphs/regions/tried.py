@@ -29,12 +29,7 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
 from lightning_graphs.private.callsite import IN_LIBRARIES, is_result_dropped, line_of_class
 from lightning_graphs.private.exchange import Absence, replaced
-from lightning_graphs.private.torch import (
-    compiled_code_noticed,
-    hides_memory,
-    out_of_sight,
-    plain,
-)
+from lightning_graphs.private.torch import compiled_code_noticed, hides_memory, out_of_sight, plain
 from lightning_graphs.values.guards import REALS, is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
@@ -510,11 +505,7 @@ class Counters:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        names: frozenset[str],
-        number: MakeNumber | None,
-        ways: BothWays,
+        self, optimizer: Optimizer, names: frozenset[str], number: MakeNumber | None, ways: BothWays
     ) -> None:
         # Name, kind, and value, which tells types apart -> places
         self._alike: dict[tuple[str, Any, str], list[OptimizerNumber]] = {}

@@ -21,12 +21,7 @@ from torch.optim import Optimizer
 from lightning_graphs.autograd.graphed import set_again
 from lightning_graphs.device.emulated import WriteWatch
 from lightning_graphs.device.graph import without_garbage_collection
-from lightning_graphs.errors import (
-    GraphError,
-    VerificationError,
-    first_line,
-    is_out_of_memory,
-)
+from lightning_graphs.errors import GraphError, VerificationError, first_line, is_out_of_memory
 from lightning_graphs.policy.worth import MemoryBudget, MemoryKept
 from lightning_graphs.private.callsite import is_raised_by_user
 from lightning_graphs.private.generators import Generators, RandomState

@@ -57,12 +57,7 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery, defragment
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verification, Verifier
-from lightning_graphs.report.messages import (
-    FEW,
-    capture_cost,
-    listed,
-    padding_for,
-)
+from lightning_graphs.report.messages import FEW, capture_cost, listed, padding_for
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import Gradients, RegionState
 from lightning_graphs.values.tree import parameters_of, tensors_inside

@@ -380,10 +380,7 @@ class Snapshot:
     """
 
     def __init__(
-        self,
-        tensors: Iterable[Tensor],
-        *parts: SnapshotPart,
-        room: Callable[[int], float] = float,
+        self, tensors: Iterable[Tensor], *parts: SnapshotPart, room: Callable[[int], float] = float
     ) -> None:
         self._parts = [*parts]
         self._tensors = [t for t in plain(tensors) if t.layout is torch.strided]

@@ -50,12 +50,7 @@ from lightning_graphs.watch.forks import (
 )
 from lightning_graphs.watch.forms import Numbers
 from lightning_graphs.watch.on_device import DeviceNumber
-from lightning_graphs.watch.tracers import (
-    Asks,
-    Question,
-    ScalarTracer,
-    Tracer,
-)
+from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, Tracer
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
 

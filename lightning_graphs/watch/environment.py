@@ -166,11 +166,7 @@ class Environment:
     """
 
     def __init__(
-        self,
-        root: Any,
-        client: Client,
-        *,
-        modules: Sequence[nn.Module] | None = None,
+        self, root: Any, client: Client, *, modules: Sequence[nn.Module] | None = None
     ) -> None:
         self._root = root
         self._client = client

@@ -23,13 +23,7 @@ from torch.autograd.graph import Node
 
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import (
-    CallSite,
-    CallSiteFinder,
-    compiled,
-    lines_in,
-    tree_of,
-)
+from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, lines_in, tree_of
 from lightning_graphs.private.engine import leaf_of
 from lightning_graphs.watch.branches import (
     LateError,

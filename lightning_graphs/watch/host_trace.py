@@ -16,12 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lightning_graphs.device.rules import HOST_READ, has_other_tangents
-from lightning_graphs.device.trace import (
-    OperatorCall,
-    OperatorMode,
-    mapped,
-    tensors_in,
-)
+from lightning_graphs.device.trace import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, OURS, outside_of
 from lightning_graphs.private.engine import current_autograd_node

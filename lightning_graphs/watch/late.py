@@ -24,14 +24,7 @@ from lightning_graphs.private.torch import is_wrapped, plain, version_of
 from lightning_graphs.values.memory import Given, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.texts import joined, spelled
-from lightning_graphs.watch.tracers import (
-    METHODS,
-    Kind,
-    Method,
-    Tracer,
-    present,
-    special,
-)
+from lightning_graphs.watch.tracers import METHODS, Kind, Method, Tracer, present, special
 
 Keep = Callable[[Callable[..., Any], Given, "LatePolicy"], "LateValue"]
 """Keeps a call back: its function, its arguments and what its result is; gives the tracer."""
