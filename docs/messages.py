@@ -230,10 +230,10 @@ class Messages:
         """Name of an obstacle -> what the client says in place of the obstacle's own words."""
         tables = [m.constants["WORDS"] for m in self.modules if "WORDS" in m.constants]
         return {
-            name.id: {ast.unparse(k).strip("'"): v for k, v in _items(row)}
+            name_of(name): {ast.unparse(k).strip("'"): v for k, v in _items(row)}
             for table in tables
             for name, row in _items(table)
-            if isinstance(name, ast.Name)
+            if name_of(name)
         }
 
     # ------------------------------------------------------------------ reading

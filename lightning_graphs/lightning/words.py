@@ -10,33 +10,8 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_graphs.device.rules import (
-    BATCH_CHANGED,
-    CLOCK,
-    COLLECTIVE,
-    COMPILED,
-    COUNTER,
-    CTC_LOSS,
-    DRAWN,
-    FILLED,
-    GRADIENTS_CHANGED,
-    GROUPED,
-    HOST_DATA,
-    HOST_READ,
-    LINEAR_ALGEBRA,
-    MOVED_STORAGE,
-    MOVING_VALUE,
-    NOT_RECORDED,
-    OLD_GRADIENTS,
-    OPTIMIZER_SET,
-    READ_IN_BACKWARD,
-    SCHEDULED,
-    SIDE_EFFECT,
-    STORED,
-    STORED_OUTSIDE,
-    Obstacle,
-    speak,
-)
+from lightning_graphs.device import rules
+from lightning_graphs.device.rules import Obstacle, speak
 from lightning_graphs.errors import USER_OPTIONS
 from lightning_graphs.lightning.private import counts_manual_steps, overrides
 from lightning_graphs.private.callsite import LIBRARIES, definition_of, is_library
@@ -54,76 +29,76 @@ _OF_A_READ = (
     "loss = torch.where(condition, a, b)  # in place of an if"
 )
 WORDS = {
-    HOST_READ: {"code": _OF_A_READ},
-    NOT_RECORDED: {"code": _OF_A_READ},
-    LINEAR_ALGEBRA: {
+    rules.HOST_READ: {"code": _OF_A_READ},
+    rules.NOT_RECORDED: {"code": _OF_A_READ},
+    rules.LINEAR_ALGEBRA: {
         "remedy": "use inv_ex, solve_ex, cholesky_ex or lu_factor_ex, which leave the check out; "
         "for svd, eigh, eig and matrix_exp use scope='modules', and call them between submodules",
     },
-    CTC_LOSS: {
+    rules.CTC_LOSS: {
         "remedy": "compute the lengths from the batch alone, and pass targets of 64 bits; or use "
         "scope='modules', and call ctc_loss between submodules",
     },
-    HOST_DATA: {
+    rules.HOST_DATA: {
         "code": 'self.register_buffer("weights", torch.tensor([1.0, 2.0]))  # in __init__\n'
         "loss = losses @ self.weights  # in training_step",
     },
-    COLLECTIVE: {
+    rules.COLLECTIVE: {
         "remedy": "call the collective outside of the submodule, or capture the whole step "
         "(scope='step')",
         "code": 'self.log("loss", loss, sync_dist=True)  # in place of all_reduce(loss)',
     },
-    COMPILED: {"code": "GraphCapture()  # on a GPU, where the compiled module is captured"},
-    MOVED_STORAGE: {
+    rules.COMPILED: {"code": "GraphCapture()  # on a GPU, where the compiled module is captured"},
+    rules.MOVED_STORAGE: {
         "code": 'self.register_buffer("memory", torch.zeros(size))  # in __init__\n'
         "self.memory[: len(x)].copy_(x)  # in training_step",
     },
-    READ_IN_BACKWARD: {
+    rules.READ_IN_BACKWARD: {
         "remedy": "use operators whose backward pass reads nothing: exp, sum and cumsum of "
         "logarithms in place of prod and cumprod, torch.where in place of masked_fill with a "
         "trained value; or leave that line to code between submodules (scope='modules')",
     },
-    GROUPED: {
+    rules.GROUPED: {
         "remedy": "train weights in bfloat16 (precision='bf16-true'): torch multiplies those of "
         "all experts in one kernel, which reads nothing on the host",
         "code": 'Trainer(precision="bf16-true")',
     },
-    STORED: {
+    rules.STORED: {
         "remedy": "set the attribute in on_train_batch_end, from the values that training_step "
         "returns; change buffers in place",
         "code": "def on_train_batch_end(self, outputs, batch, batch_idx):\n    self.calls += 1",
     },
-    STORED_OUTSIDE: {
+    rules.STORED_OUTSIDE: {
         "remedy": "set the variable in on_train_batch_end, from the values that training_step "
         "returns",
         "code": "def on_train_batch_end(self, outputs, batch, batch_idx):\n"
         "    LOSSES.append(outputs['loss'])  # what training_step returns",
     },
-    SIDE_EFFECT: {
+    rules.SIDE_EFFECT: {
         "remedy": "move that code to on_train_batch_end, with what training_step returns; "
         "self.log may stay",
         "code": "def on_train_batch_end(self, outputs, batch, batch_idx):\n"
         "    print(outputs['loss'])  # what training_step returns",
     },
-    DRAWN: {
+    rules.DRAWN: {
         "remedy": "draw on the device (torch.rand(..., device=...)), or in the data loader; "
         "replays can follow a number that training_step only adds, multiplies, compares or logs, "
         "or makes a tensor of",
     },
-    CLOCK: {
+    rules.CLOCK: {
         "remedy": "compute and decide with times in a hook; training_step may log and store them: "
         "every replay reads the clock again for that",
         "code": "def on_train_batch_start(self, batch, batch_idx):\n"
         "    self.share.fill_(time.monotonic() - self.began)  # a buffer, for the step",
     },
-    COUNTER: {
+    rules.COUNTER: {
         "remedy": "move code that needs the value to a hook, or make the value a tensor that a "
         "hook fills; replays can follow a counter that training_step only adds, multiplies, "
         "divides, compares or logs",
         "code": 'self.register_buffer("scale", torch.ones(()))  # in __init__\n'
         "self.scale.fill_(1.0 / (1 + batch_idx))  # in on_train_batch_start",
     },
-    OLD_GRADIENTS: {
+    rules.OLD_GRADIENTS: {
         "remedy": "clip with Trainer(gradient_clip_val=...), which is captured; use and log "
         "gradients in on_before_optimizer_step, and keep what the next step needs of them in a "
         "buffer",
@@ -132,32 +107,32 @@ WORDS = {
         '    self.log("norm", norm)\n'
         "    self.norm.copy_(norm)  # a buffer, for the next step",
     },
-    SCHEDULED: {
+    rules.SCHEDULED: {
         "remedy": "call its step at the end of training_step; that of a scheduler which takes a "
         "value, in on_train_epoch_end",
         "code": "def on_train_epoch_end(self):\n"
         '    self.lr_schedulers().step(self.trainer.callback_metrics["loss"])',
     },
-    BATCH_CHANGED: {
+    rules.BATCH_CHANGED: {
         "remedy": "return the value from training_step, and use it in on_train_batch_end",
         "code": "def on_train_batch_end(self, outputs, batch, batch_idx):\n"
         '    batch["info"].score = outputs["score"]  # what training_step returns',
     },
-    OPTIMIZER_SET: {
+    rules.OPTIMIZER_SET: {
         "remedy": "set the value in on_train_batch_start or another hook, or with a scheduler",
         "code": "def on_train_batch_start(self, batch, batch_idx):\n"
         '    self.optimizers().param_groups[0]["weight_decay"] = 0.1',
     },
-    MOVING_VALUE: {
+    rules.MOVING_VALUE: {
         "remedy": "keep the value in a buffer that a hook fills: register_buffer(...) in __init__, "
         "and fill_(...) on it in on_train_batch_start",
         "code": 'self.register_buffer("scale", torch.ones(()))  # in __init__\n'
         "self.scale.fill_(number)  # in on_train_batch_start",
     },
-    GRADIENTS_CHANGED: {
+    rules.GRADIENTS_CHANGED: {
         "remedy": "use torch.autograd.grad(...), which returns gradients; or write evaluation=False"
     },
-    FILLED: {
+    rules.FILLED: {
         "remedy": "compute with the list in on_train_batch_end, or keep the last few entries in a "
         "deque",
         "code": "self.last = deque(maxlen=10)  # in __init__\n"
@@ -317,7 +292,7 @@ def judge_fit(
             add(OPTIMIZER, name, configured, observed=why, effect=effect)
     for path, child in module.named_modules():
         if rehearsal and is_compiled(child):
-            add(COMPILED, path or "self")
+            add(rules.COMPILED, path or "self")
         for hook in module_hooks(child) if only_submodules else ():
             if not is_library((site := definition_of(hook)).file):
                 add(HOOK, f"hook of {path or 'self'}", site, effect="further graph")
