@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from lightning_graphs.device.emulated import UndoingBackend
 from lightning_graphs.device.rules import MOVING_VALUE, noting
-from lightning_graphs.errors import CODE, CaptureError, GraphError
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.lightning import words
 from lightning_graphs.lightning.evaluation_runner import (
     EvaluationRunner,
     EvaluationWatch,
-    remedy_for,
+    name_evaluation,
 )
 from lightning_graphs.lightning.fit import fit_context
 from lightning_graphs.lightning.oom import OomRecovery
@@ -169,9 +169,7 @@ class EvaluationFindings(Findings):
         self._name = name
 
     def add(self, error: CaptureError, effect: Effect | None = "eager step") -> None:
-        code = CODE.get(error.remedy, "")
-        error.remedy = remedy_for(self._name, error.remedy)
-        CODE.setdefault(error.remedy, remedy_for(self._name, code))
+        name_evaluation(error, self._name)
         super().add(error, effect)
 
 

@@ -42,10 +42,14 @@ def _in_words(name: str) -> str:
     return name.replace("_", " ").replace("predict", "prediction")
 
 
-def remedy_for(name: str, remedy: str) -> str:
-    """Write a remedy with the names of an evaluation's methods in place of those of training."""
-    hook = f"on_{name.removesuffix('_step')}_batch"
-    return remedy.replace("training_step", name).replace("on_train_batch", hook)
+def name_evaluation(error: GraphError, name: str) -> None:
+    """Give an error's remedy the names of an evaluation's methods in place of those of training."""
+    code, hook = CODE.get(error.remedy, ""), f"on_{name.removesuffix('_step')}_batch"
+    error.remedy, code = (
+        text.replace("training_step", name).replace("on_train_batch", hook)
+        for text in (error.remedy, code)
+    )
+    CODE.setdefault(error.remedy, code)
 
 
 class EvaluationWatch(TrainerWatch):
@@ -183,9 +187,7 @@ class EvaluationRunner(EvaluationSteps, StepRunner):
 
     def refuse(self, error: GraphError) -> None:
         """Tell that such steps run eagerly, or raise, with remedies for an evaluation."""
-        code, name = CODE.get(error.remedy, ""), self.client.name
-        error.remedy = remedy_for(name, error.remedy)
-        CODE.setdefault(error.remedy, remedy_for(name, code))
+        name_evaluation(error, self.client.name)
         super().refuse(error)
 
     def _replay(self, plan: StepPlan) -> Any:

@@ -9,7 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_graphs.device.rules import Obstacle
-from lightning_graphs.private.distributed import FsdpModules, is_within_backward, renew_reducer
+from lightning_graphs.private.distributed import FsdpModules, renew_reducer
 from lightning_graphs.private.exchange import exchanged
 from lightning_graphs.private.torch import local
 from lightning_graphs.regions.lifecycle import Ranks
@@ -110,10 +110,6 @@ class Processes:
         if self._is_joined():
             return JOINED
         return NOT_REDUCED if self._units is not None and not self._units.shard() else ""
-
-    def wait_for_gradients(self) -> bool:
-        """Tell whether a backward pass has failed that a reducer of DDP still waits for."""
-        return any(map(is_within_backward, self.wrappers))
 
     def renew(self) -> None:
         """Let DDP accumulate gradients on the present stream, where calls are captured."""
