@@ -593,12 +593,12 @@ class StepMetrics:
         self._asked.append(metric)
         stop(used(METRIC_VALUE, what))
 
-    def learn(self) -> bool:
+    def learn(self, used: Iterable[nn.Module] = ()) -> bool:
         """Let captured steps compute metrics whose values were used; whether anything is new.
 
         All that is inside of one goes with it, and so does what it is inside of.
         """
-        asked, self._asked = set(map(id, self._asked)), []
+        asked, self._asked = set(map(id, (*self._asked, *used))), []
         known = len(self._inside) + len(self.copied)
         self.copied.update(self._changed)
         self._changed.clear()

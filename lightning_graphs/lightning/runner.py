@@ -276,6 +276,8 @@ class StepRunner(StepRegion):
             self._facts.earlier = self._fit.watch.copies_on_host(given)
             with self._observing(is_last=not self._warmup_left):
                 returned = self._run_step(*args, **kwargs)
+                if self._ranks.are_one and not self._warmup_left:
+                    self._fit.watch.look(returned)
             watch = self._fit.watch
             watch.logged.returned(returned, watch.function)
             return returned
@@ -289,7 +291,7 @@ class StepRunner(StepRegion):
             if not (is_last and self._ranks.are_one and self._policy.is_likely):
                 yield
                 return
-            with self._facts.places.observing(), self._facts.foreseeing():
+            with self._facts.places.observing(self._facts.foreseen.used), self._facts.foreseeing():
                 yield
 
     def _replay(self, plan: StepPlan) -> Any:

@@ -47,7 +47,7 @@ from lightning_graphs.lightning.strategy import (
 from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library
 from lightning_graphs.private.distributed import is_within_backward
-from lightning_graphs.private.engine import runs_code
+from lightning_graphs.private.engine import nodes_behind, runs_code
 from lightning_graphs.private.exchange import Absence, exchanged, replaced, subclassed
 from lightning_graphs.private.torch import parameters_in
 from lightning_graphs.regions.conditions import ClientGuards, Observers, Phase
@@ -58,6 +58,7 @@ from lightning_graphs.regions.reduction import buffers_synced, unseen_by
 from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.guards import is_object, is_plain
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.environment import (
     AsRead,
     Effect,
@@ -198,6 +199,13 @@ class TrainerWatch(Client):
 
     def learns(self) -> bool:
         return self.metrics.learn()
+
+    def look(self, returned: Any) -> None:
+        """Let captures compute metrics of whose values a step of the warm-up has returned one."""
+        behind = set(nodes_behind(leaves_of(returned, Tensor)))
+        values = [(m, getattr(m, "_forward_cache", None)) for _, m in self.metrics.apart()]
+        found = ((m, leaves_of(value, Tensor)) for m, value in values)
+        self.metrics.learn(m for m, made in found if any(t.grad_fn in behind for t in made))
 
     def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
         if self.waits_for_gradients():

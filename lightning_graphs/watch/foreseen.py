@@ -45,6 +45,7 @@ class ForeseenReads:
     def __init__(self) -> None:
         self.is_any = False
         self.questions = 0  # numbers and truths that code has asked for; 0 if that is not all
+        self.used: set[int] = set()  # the ``id`` of tensors that functions of torch were given
         self._device = torch.device("cpu")
         self._known: set[int] = set()  # memory of buffers, whose numbers the host may know
         self._kept: set[tuple[CodeType, int]] = set()  # calls by which code asks that are kept back
@@ -60,6 +61,7 @@ class ForeseenReads:
         """
         questions = others = 0
         self._device = device
+        self.used.clear()
         buffers = (buffer for _, buffer in named_buffers_in(named_modules_in(("", module))))
         self._known = set(map(memory_of, filter(has_memory, buffers)))
         trained: set[int] = set()  # memory of what is computed of parameters
@@ -82,6 +84,7 @@ class ForeseenReads:
 
         def see(function: Any, args: Any, kwargs: Any) -> Any:
             nonlocal others
+            self.used.update(map(id, leaves_of((args, kwargs), Tensor)))
             if function is _GETITEM:
                 others += self._is_here(args[0]) and _is_masked(args[1])
             elif getattr(function, "__name__", "") in _READ_ALL:

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -366,18 +366,21 @@ class StepState:
         self.learn(found)
 
     @contextlib.contextmanager
-    def observing(self) -> Iterator[None]:
+    def observing(self, used: Container[int]) -> Iterator[None]:
         """Learn the numbers that the body counts, an eager step, and the lists that it fills.
 
-        A capture would learn them at its end, and begin again.
+        A capture would learn them at its end, and begin again. So it would with tensors that it
+        computes with and exchanges: those whose ``id`` is among the used ones in the end.
         """
-        contents = self._take([*iter_objects(self._module)])
-        trained = trained_parameters(self._optimizers())
+        held = [*iter_objects(self._module)]
+        contents, trained = self._take(held), trained_parameters(self._optimizers())
         yield
-        found = [place_of(change, contents, trained) for change in self._changes(contents)]
-        if None not in found:
-            places = [place for place in found if place is not None]
-            self.learn([p for p in places if isinstance(p, Number) or p.is_filled()])
+        self._find_apart(held)
+        changes = self._changes(contents)
+        found = [(place_of(each, contents, trained), each.before) for each in changes]
+        if all(place is not None for place, _ in found):
+            pairs = [(p, id(was) in used) for p, was in found if p is not None]
+            self.learn([p for p, read in pairs if read or isinstance(p, Number) or p.is_filled()])
 
     def adopt(self) -> list[tuple[Place, Any]]:
         """Add attributes that the code under watch has set and not read; with what they held.
@@ -398,9 +401,12 @@ class StepState:
         return [*new]
 
     def _take(self, held: Sequence[tuple[str, Any]]) -> PythonSnapshot:
+        self._find_apart(held)
+        return PythonSnapshot(held)
+
+    def _find_apart(self, held: Sequence[tuple[str, Any]]) -> None:
         modules = ((name, value) for name, value in held if isinstance(value, nn.Module))
         self._apart = {name for name, module in modules if self._reads.is_apart(module)}
-        return PythonSnapshot(held)
 
     def _changes(self, contents: PythonSnapshot) -> Iterator[Change]:
         """List changes of the body, but for those in modules that run later than captured code."""

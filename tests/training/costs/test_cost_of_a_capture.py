@@ -90,12 +90,14 @@ class Packed(Largest):
             return super().loss(batch)
 
 
-def executed(backend: str, root: Path, module: type[Net]) -> dict[str, int]:
-    """Count what the one step executes that captures and verifies."""
+def executed(
+    backend: str, root: Path, module: type[Net], data: Any = lambda: batches(6)
+) -> list[dict[str, int]]:
+    """Count what the steps execute that capture and verify: as a rule one does both."""
     counts: Counter[str] = Counter()
     names = [name for _, name in COUNTED.values()]
     counting = Calls(counts, *names)
-    options: dict[str, Any] = {"module": module, "data": lambda: batches(6), "trace": Silent}
+    options: dict[str, Any] = {"module": module, "data": data, "trace": Silent}
     with ExitStack() as stack:
         for owner, name in COUNTED.values():
             stack.enter_context(counted(counts, owner, name))
@@ -104,8 +106,7 @@ def executed(backend: str, root: Path, module: type[Net]) -> dict[str, int]:
         ).run()
     assert captured.statistics.fallbacks == []
     compare(prepare(backend, root, False, validation=0, max_epochs=1, **options).run(), captured)
-    (steps,) = [step for step in counting.steps if any(step)]
-    return dict(zip(COUNTED, steps, strict=True))
+    return [dict(zip(COUNTED, step, strict=True)) for step in counting.steps if any(step)]
 
 
 @pytest.mark.parametrize(("module", "attempts"), [(Net, 1), (Storing, 1), (Reading, 1)])
@@ -113,14 +114,16 @@ def test_a_verified_capture_executes_little(
     backend: str, tmp_path: Path, module: type[Net], attempts: int
 ) -> None:
     """In each attempt the capture runs the code, which executes nothing on a GPU."""
-    assert executed(backend, tmp_path, module) == {
-        "attempts": attempts,
-        "runs": attempts + 1,
-        "updates": attempts + 1,
-        "replays": 1,
-        "copies": 1,
-        "restorations": 1,
-    }
+    assert executed(backend, tmp_path, module) == [
+        {
+            "attempts": attempts,
+            "runs": attempts + 1,
+            "updates": attempts + 1,
+            "replays": 1,
+            "copies": 1,
+            "restorations": 1,
+        }
+    ]
 
 
 class Classes(Net):
@@ -164,7 +167,46 @@ def test_few_attempts_learn_what_the_host_computes(
     backend: str, tmp_path: Path, module: type[Net], attempts: int
 ) -> None:
     """Numbers are followed in a second one, if they are others for the batch before."""
-    assert executed(backend, tmp_path, module)["attempts"] == attempts
+    assert sum(each["attempts"] for each in executed(backend, tmp_path, module)) == attempts
+
+
+class Averaging(Net):
+    """It computes with a tensor that it exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = torch.zeros(())
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        self.average = self.average.to(loss.device) * 0.9 + 0.1 * loss.detach()
+        return loss + self.average
+
+
+class Metric(Net):
+    """The value of a metric is its loss, which looks at no number of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = torchmetrics.MeanSquaredError()
+
+    def loss(self, batch: Any) -> Any:
+        target = nn.functional.one_hot(batch["y"], 3).float()
+        self.log("error", error := self.error(self.net(batch["x"]), target))
+        return error * 2
+
+
+def labelled() -> list[dict[str, Any]]:
+    return [{**batch, "name": f"number {i}"} for i, batch in enumerate(batches(8))]
+
+
+@pytest.mark.parametrize("module", [Averaging, Metric])
+def test_the_first_attempt_knows_what_eager_steps_show(
+    backend: str, tmp_path: Path, module: type[Net]
+) -> None:
+    """State, and the metric of a loss."""
+    found = executed(backend, tmp_path, module, labelled)
+    assert sum(each["attempts"] for each in found) == 1
 
 
 @pytest.mark.parametrize(("module", "is_watched"), [(Seen, True), (Packed, True), (Largest, False)])
@@ -175,7 +217,7 @@ def test_bits_that_watching_has_changed_are_no_difference(
 
     A backward pass that can only write gradients is not watched in the first place.
     """
-    found = executed(backend, tmp_path, module)
+    (found,) = executed(backend, tmp_path, module)
     expected = (3, 2) if is_watched and backend == "emulated" else (2, 1)
     assert (found["runs"], found["replays"]) == expected
 
