@@ -122,7 +122,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             self._fit.watch.function, VARIABLES, is_callers
         )  # of what leaves the head from now on
         self._cache.clear()
-        self._facts.has_host_program, self._facts.is_unseen = False, True
+        self._facts.has_host_program, self._facts.is_unseen = self._facts.foreseen.makes_late, True
         return True
 
     def _key_behind(self, leaving: dict[str, Any]) -> tuple[Signature, list[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import CallSiteFinder, frames_of_region
+from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder, frames_of_region
 from lightning_graphs.private.exchange import TURN
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
@@ -24,6 +25,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.assertions import is_read
+from lightning_graphs.watch.host_trace import FROM_PYTHON
 from lightning_graphs.watch.tracers import Asks, Question, tensors_asked
 from lightning_graphs.watch.user_code import steps_of_optimizers
 
@@ -45,6 +47,7 @@ class ForeseenReads:
     def __init__(self) -> None:
         self.is_any = False
         self.questions = 0  # numbers and truths that code has asked for; 0 if that is not all
+        self.makes = self.makes_late = False  # tensors of Python values; behind a use of parameters
         self.used: set[int] = set()  # the ``id`` of tensors that functions of torch were given
         self._device = torch.device("cpu")
         self._known: set[int] = set()  # memory of buffers, whose numbers the host may know
@@ -60,6 +63,7 @@ class ForeseenReads:
         to be kept back, as those that a capture is refused for.
         """
         questions = others = 0
+        is_last = False  # code makes tensors of Python values behind what it asks for
         self._device = device
         self.used.clear()
         buffers = (buffer for _, buffer in named_buffers_in(named_modules_in(("", module))))
@@ -71,9 +75,10 @@ class ForeseenReads:
             return tensor.requires_grad or (has_memory(tensor) and memory_of(tensor) in trained)
 
         def note(asked: Question) -> None:
-            nonlocal questions
+            nonlocal questions, is_last
             if not self.counts(asked):
                 return
+            is_last = False
             entries = [*frames_of_region(asked.frame)]
             is_number = asked.asks in _NUMBERS and all(map(is_trained, asked.tensors))
             is_kept = is_number and steps.isdisjoint(each.f_code for each in entries)
@@ -83,24 +88,27 @@ class ForeseenReads:
                 questions += 1
 
         def see(function: Any, args: Any, kwargs: Any) -> Any:
-            nonlocal others
+            nonlocal others, is_last
             self.used.update(map(id, leaves_of((args, kwargs), Tensor)))
             if function is _GETITEM:
                 others += self._is_here(args[0]) and _is_masked(args[1])
             elif getattr(function, "__name__", "") in _READ_ALL:
                 others += any(map(self._is_here, args[:1]))
             result = function(*args, **kwargs)
-            made = set(map(memory_of, filter(has_memory, leaves_of(result, Tensor))))
-            if made and any(map(is_trained, leaves_of((args, kwargs), Tensor))):
-                trained.update(made)
+            if self._is_here(result) and _is_of_python(function, args, kwargs, sys._getframe(2)):
+                self.makes = is_last = True
+                self.makes_late |= bool(trained)
+            new = set(map(memory_of, filter(has_memory, leaves_of(result, Tensor))))
+            if new and any(map(is_trained, leaves_of((args, kwargs), Tensor))):
+                trained.update(new)
             else:  # memory that was freed
-                trained.difference_update(made)
+                trained.difference_update(new)
             return result
 
         with TURN, tensors_asked(note), FunctionMode(see):
             yield
-        self.is_any = bool(questions or others)
-        self.questions = 0 if others else questions
+        self.is_any = bool(questions or others or self.makes)
+        self.questions = 0 if others or is_last else questions
 
     def counts(self, asked: Question) -> bool:
         """Return whether code asks for what only the host could tell."""
@@ -131,5 +139,17 @@ def _refusal(frames: Iterable[FrameType]) -> CaptureError:
 
 def _is_masked(index: Any) -> bool:
     """Return whether an index chooses as many entries as a mask is true."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts)
+    return any(isinstance(i, Tensor) and i.dtype is torch.bool for i in _parts(index))
+
+
+def _is_of_python(function: Any, args: Any, kwargs: Any, frame: FrameType) -> bool:
+    """Return whether a function that code calls there copies Python values to the device."""
+    if function is _GETITEM:
+        return any(isinstance(part, list) for part in _parts(args[1]))
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    is_made = getattr(function, "__name__", "") in FROM_PYTHON and "device" in kwargs
+    return is_made and package not in LIBRARIES.framework  # whose logs a replay makes otherwise
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)

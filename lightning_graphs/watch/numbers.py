@@ -601,7 +601,8 @@ class Followed:
             return
         self._program, self._learns_generators = self.tracer.finish(), True
         facts, is_empty = self._facts, self._program is None and not self.tracer.has_answered
-        if is_empty and facts.foreseen.is_any and not are_noted():  # the guess was wrong
+        is_wrong = is_empty and facts.foreseen.is_any and not facts.foreseen.makes
+        if is_wrong and not are_noted():
             facts.foreseen.is_any = facts.has_host_program = False
         program = self._program
         if program is None or self._is_following or self._follows_counts is False:

@@ -196,15 +196,26 @@ class Metric(Net):
         return error * 2
 
 
+class Weighted(Net):
+    """It makes a tensor of numbers behind the last one that it asks for."""
+
+    def loss(self, batch: Any) -> Any:
+        if (batch["x"] > 99).any():
+            raise ValueError("too large")
+        scores = self.net(batch["x"])
+        weight = torch.tensor([1.0, 2.0, 3.0], device=scores.device)
+        return nn.functional.cross_entropy(scores, batch["y"], weight)
+
+
 def labelled() -> list[dict[str, Any]]:
     return [{**batch, "name": f"number {i}"} for i, batch in enumerate(batches(8))]
 
 
-@pytest.mark.parametrize("module", [Averaging, Metric])
+@pytest.mark.parametrize("module", [Averaging, Metric, Weighted])
 def test_the_first_attempt_knows_what_eager_steps_show(
     backend: str, tmp_path: Path, module: type[Net]
 ) -> None:
-    """State, and the metric of a loss."""
+    """State, the metric of a loss, and a host program that goes on to the end."""
     found = executed(backend, tmp_path, module, labelled)
     assert sum(each["attempts"] for each in found) == 1
 
