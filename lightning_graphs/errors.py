@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType, MappingProxyType
 from typing import NoReturn
 
 FIX = "\n  Fix: "  # begins the second line of a message
@@ -71,6 +72,8 @@ class CaptureError(GraphError):
 
     others: Sequence[CaptureError] = ()  # all refusals of a capture that takes notes, this first
     is_noted = False  # the captured code went on
+    # Of one that is foreseen: the line in each function of user code that leads there
+    lines: Mapping[CodeType, int] = MappingProxyType({})
 
     def __init__(self, rule: str, observed: str = "", remedy: str = "") -> None:
         super().__init__(rule, observed, remedy)

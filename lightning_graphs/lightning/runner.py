@@ -254,6 +254,8 @@ class StepRunner(StepRegion):
             ranks.leave(NOT_REDUCED)
         if self.has_backward and ranks.lost:
             self._rebind(ranks.lost)
+        if (shape := self._facts.foreseen.shape) is not None:
+            self._foresee_head(args, shape)
         if self._head.now is not None:
             self._begins_with_head = True
             return None

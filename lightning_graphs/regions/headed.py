@@ -113,6 +113,13 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
             self._gave_way = True
         return may and bool(self._gave_way)
 
+    def _foresee_head(self, args: tuple[Any, ...], error: CaptureError) -> None:
+        """Look for a head ahead of the first capture, which would be refused by this error."""
+        self._call, self._facts.foreseen.shape = args, None
+        with self._fit.policy.spending():
+            if self._gives_way(error):
+                self._finds_head(error)
+
     def _learns_head(self, error: GraphError) -> bool:
         if not self._head.learn(error, self._call):
             if self._head.now is None and self._values.name == VARIABLES:

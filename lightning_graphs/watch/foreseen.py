@@ -11,10 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_graphs.device.rules import HOST_READ
+from lightning_graphs.device.rules import DYNAMIC_SHAPE, HOST_READ
 from lightning_graphs.device.trace import FunctionMode
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES, CallSiteFinder, frames_of_region
+from lightning_graphs.private.callsite import (
+    LIBRARIES,
+    CallSiteFinder,
+    frames_of_region,
+    is_library,
+)
 from lightning_graphs.private.exchange import TURN
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
@@ -29,8 +34,15 @@ from lightning_graphs.watch.host_trace import FROM_PYTHON
 from lightning_graphs.watch.tracers import Asks, Question, tensors_asked
 from lightning_graphs.watch.user_code import steps_of_optimizers
 
-_READ_ALL = ("tolist", "cpu", "nonzero")
-"""Functions whose results are the host's, or have a shape that depends on numbers."""
+_READ_ALL = ("tolist", "cpu")
+"""Functions whose results are the host's."""
+_SHAPED = ("nonzero", "argwhere", "masked_select")
+"""Functions whose results have a shape that depends on numbers, as entries under a mask have."""
+_ROUNDING = frozenset(
+    {"sum", "mean", "std", "var", "norm", "cumsum", "prod", "softmax", "sigmoid", "exp", "log"}
+    | {"sqrt", "pow", "matmul", "__matmul__", "einsum", "rand", "rand_like", "randn", "bernoulli"}
+)
+"""Functions that round real numbers, or draw them, otherwise on a host."""
 _GETITEM = Tensor.__getitem__
 _NUMBERS = (Asks.ITEM, Asks.INT, Asks.FLOAT, Asks.NUMBER)
 _ELSEWHERE = ("torch.optim.", "torch.amp.")
@@ -47,6 +59,9 @@ class ForeseenReads:
     def __init__(self) -> None:
         self.is_any = False
         self.questions = 0  # numbers and truths that code has asked for; 0 if that is not all
+        # The refusal of a shape that code computes with, and that depends on numbers which no host
+        # has, but the device has ahead of its parameters
+        self.shape: CaptureError | None = None
         self.makes = self.makes_late = False  # tensors of Python values; behind a use of parameters
         self.used: set[int] = set()  # the ``id`` of tensors that functions of torch were given
         self._device = torch.device("cpu")
@@ -69,7 +84,9 @@ class ForeseenReads:
         buffers = (buffer for _, buffer in named_buffers_in(named_modules_in(("", module))))
         self._known = set(map(memory_of, filter(has_memory, buffers)))
         trained: set[int] = set()  # memory of what is computed of parameters
+        rounded: set[int] = set()  # and of what no host computes to the bit
         steps = steps_of_optimizers(module)  # which are left behind the graph where they read
+        shaped: dict[int, tuple[Tensor, CaptureError]] = {}  # with the refusals of their shapes
 
         def is_trained(tensor: Tensor) -> bool:
             return tensor.requires_grad or (has_memory(tensor) and memory_of(tensor) in trained)
@@ -89,20 +106,30 @@ class ForeseenReads:
 
         def see(function: Any, args: Any, kwargs: Any) -> Any:
             nonlocal others, is_last
-            self.used.update(map(id, leaves_of((args, kwargs), Tensor)))
-            if function is _GETITEM:
-                others += self._is_here(args[0]) and _is_masked(args[1])
-            elif getattr(function, "__name__", "") in _READ_ALL:
-                others += any(map(self._is_here, args[:1]))
             result = function(*args, **kwargs)
+            given, found = leaves_of((args, kwargs), Tensor), leaves_of(result, Tensor)
+            before, new = ({memory_of(t) for t in some if has_memory(t)} for some in (given, found))
+            self.used.update(map(id, given))
+            name = getattr(function, "__name__", "")
+            is_shape = _is_masked(args[1]) if function is _GETITEM else name in _SHAPED
+            are_trained = any(map(is_trained, given))
+            reads = (is_shape or name in _READ_ALL) and any(map(self._is_here, args[:1]))
+            others += reads
+            if self.shape is None and found:
+                self.shape = next((shaped[id(t)][1] for t in given if id(t) in shaped), None)
+                if reads and is_shape and not (are_trained or before.isdisjoint(rounded)):
+                    error = _foreseen(name, sys._getframe(1))
+                    shaped.update((id(t), (t, error)) for t in found)
             if self._is_here(result) and _is_of_python(function, args, kwargs, sys._getframe(2)):
                 self.makes = is_last = True
                 self.makes_late |= bool(trained)
-            new = set(map(memory_of, filter(has_memory, leaves_of(result, Tensor))))
-            if new and any(map(is_trained, leaves_of((args, kwargs), Tensor))):
-                trained.update(new)
-            else:  # memory that was freed
-                trained.difference_update(new)
+            is_rounded = name in _ROUNDING and any(map(torch.is_floating_point, found))
+            is_rounded = is_rounded or not before.isdisjoint(rounded)
+            for known, is_new in ((trained, are_trained), (rounded, is_rounded)):
+                if is_new:
+                    known.update(new)
+                else:  # memory that was freed
+                    known.difference_update(new)
             return result
 
         with TURN, tensors_asked(note), FunctionMode(see):
@@ -135,6 +162,14 @@ def _refusal(frames: Iterable[FrameType]) -> CaptureError:
         entries = TracebackType(entries, each, each.f_lasti, each.f_lineno)
     site = CallSiteFinder().here()
     return HOST_READ.refused(f"item() or float() at {site.describe()}").with_traceback(entries)
+
+
+def _foreseen(name: str, frame: FrameType) -> CaptureError:
+    """Make the error by which a capture would be refused for a shape, without keeping frames."""
+    error = DYNAMIC_SHAPE.refused_here(name)
+    frames = [f for f in frames_of_region(frame) if not is_library(f.f_code.co_filename)]
+    error.lines = {f.f_code: f.f_lineno for f in frames}
+    return error
 
 
 def _is_masked(index: Any) -> bool:

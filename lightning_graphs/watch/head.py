@@ -401,7 +401,7 @@ def first_use(step: Callable[[], object], uses: Uses) -> FirstUse:
 
 def lines_of(error: BaseException) -> dict[CodeType, int]:
     """Return the line in each function of user code that led to an error."""
-    found: dict[CodeType, int] = {}
+    found: dict[CodeType, int] = {**getattr(error, "lines", {})}
     for each in causes_of(error, stated=True):
         for frame, line in walk_tb(each.__traceback__):
             if not is_library(frame.f_code.co_filename):

@@ -170,6 +170,15 @@ def test_few_attempts_learn_what_the_host_computes(
     assert sum(each["attempts"] for each in executed(backend, tmp_path, module)) == attempts
 
 
+class Filtered(Net):
+    """It takes a part of its batch whose size only the device knows, and reads a value of it."""
+
+    def loss(self, batch: Any) -> Any:
+        assert batch["name"] != "none"
+        chosen = torch.nonzero(batch["x"].sum(1) > -9.0).squeeze(-1)
+        return super().loss({key: batch[key][chosen] for key in "xy"})
+
+
 class Averaging(Net):
     """It computes with a tensor that it exchanges."""
 
@@ -211,11 +220,11 @@ def labelled() -> list[dict[str, Any]]:
     return [{**batch, "name": f"number {i}"} for i, batch in enumerate(batches(8))]
 
 
-@pytest.mark.parametrize("module", [Averaging, Metric, Weighted])
+@pytest.mark.parametrize("module", [Filtered, Averaging, Metric, Weighted])
 def test_the_first_attempt_knows_what_eager_steps_show(
     backend: str, tmp_path: Path, module: type[Net]
 ) -> None:
-    """State, the metric of a loss, and a host program that goes on to the end."""
+    """A head, state, the metric of a loss, a host program that goes on to the end."""
     found = executed(backend, tmp_path, module, labelled)
     assert sum(each["attempts"] for each in found) == 1
 
