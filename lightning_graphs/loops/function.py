@@ -31,7 +31,7 @@ from lightning_graphs.loops.function_runner import (
     judge_optimizers,
 )
 from lightning_graphs.loops.program import CONFIGURATION, Program, ProgramWatch
-from lightning_graphs.policy.options import OptionError, Options
+from lightning_graphs.policy.options import OPTIONS, OptionError, Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget, StepTiming, Stopwatch
 from lightning_graphs.private.distributed import ahead_of_destruction
 from lightning_graphs.private.exchange import nothing
@@ -140,21 +140,8 @@ def capture(
     Raises:
         OptionError: an argument has an impossible value.
     """
-    options = Options(
-        scope="step",
-        warmup_steps=warmup_steps,
-        min_repeats=min_repeats,
-        max_graphs=max_graphs,
-        on_failure=on_failure,
-        backend=backend,
-        verify=verify,
-        memory=memory,
-        only_if_faster=only_if_faster,
-        overlap=overlap,
-        optimizer_kernel=optimizer_kernel,
-        annotate=annotate,
-        diagnose=diagnose,
-    )
+    given = {name: value for name, value in locals().items() if name in OPTIONS}
+    options = Options(scope="step", **given)
     if isinstance(function, CapturedFunction):
         function = function.function
     if not callable(function):

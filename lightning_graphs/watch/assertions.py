@@ -49,7 +49,7 @@ from lightning_graphs.watch.forks import (
     goes_through,
 )
 from lightning_graphs.watch.forms import Numbers
-from lightning_graphs.watch.on_device import DeviceNumber
+from lightning_graphs.watch.on_device import DeviceNumber, truth_of
 from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, Tracer
 
 _ROOM = 256  # assertions of one graph, and numbers in their messages
@@ -308,11 +308,9 @@ class Assertions:
             return self._number(tensor)
         if asked.asks in (Asks.INT, Asks.FLOAT, Asks.NUMBER):
             return None
-        with torch.no_grad():
-            truth = asked.condition().detach()
-        if truth.numel() != 1:  # torch says so
+        if (truth := truth_of(asked)) is None:
             return None
-        return self.forks.answer(truth.reshape(()), asked.frame, called=asked.is_called)
+        return self.forks.answer(truth, asked.frame, called=asked.is_called)
 
     def _number(self, tensor: Tensor) -> DeviceNumber:
         with torch.no_grad():
@@ -321,12 +319,10 @@ class Assertions:
 
     def _chooses(self, asked: Question, choice: Choice) -> bool | None:
         """Let the graph choose the values of variables; answer by which way code goes on."""
+        if (value := truth_of(asked)) is None:
+            return None
         with torch.no_grad():
-            value = asked.condition().detach()
-            if value.numel() != 1:  # torch says so
-                return None
-            entering = value.reshape(()).bool()
-            entering = entering.logical_not() if choice.outcome else entering
+            entering = value.bool().logical_not() if choice.outcome else value.bool()
         body = choice.of_body()
 
         def choose(table: dict[str, Any]) -> dict[str, Any]:
@@ -380,11 +376,9 @@ class Assertions:
         return found
 
     def _asserted(self, asked: Question, way: Way) -> bool | None:
+        if (value := truth_of(asked)) is None:
+            return None
         with torch.no_grad():
-            value = asked.condition()
-            if value.numel() != 1:  # torch says so
-                return None
-            value = value.detach().reshape(())
             if not way.outcome:
                 value = value.logical_not()
             code, line = asked.frame.f_code, asked.frame.f_lineno

@@ -25,7 +25,7 @@ from lightning_graphs.device.trace import KnownStorage, Operation, OperatorCall,
 from lightning_graphs.private.callsite import frames_from
 from lightning_graphs.private.exchange import called_instead, code_of
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
-from lightning_graphs.watch.on_device import DeviceNumber, Either, is_scalar, number_in
+from lightning_graphs.watch.on_device import DeviceNumber, Either, is_scalar, number_in, truth_of
 from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, is_of_others
 
 _MOST = 6
@@ -62,17 +62,13 @@ class BothWays:
         is_truth = asked.asks in (Asks.TRUTH, Asks.EQUALITY)
         if not (is_truth or asked.tensors[0].dtype is torch.bool):
             return None
-        with torch.no_grad():
-            truth = asked.condition().detach()
-        if truth.numel() != 1 or truth.device != self._numbers.device:
+        truth = truth_of(asked)
+        if truth is None or truth.device != self._numbers.device:
             return None
-        return self._go(truth.reshape(()), asked.frame)
+        return self.holds(truth, asked.frame)
 
     def holds(self, truth: Tensor, frame: FrameType) -> bool | None:
-        """Answer whether a comparison of numbers is true."""
-        return self._go(truth, frame)
-
-    def _go(self, truth: Tensor, frame: FrameType) -> bool | None:
+        """Answer whether a scalar, or a comparison of numbers, is true."""
         if self._way is not None:
             return self._way.go(truth)
         self._asking.append(frame)

@@ -23,7 +23,7 @@ from lightning_graphs.private.exchange import standing_in
 from lightning_graphs.private.torch import PLAIN_TENSORS, out_of_sight
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.forms import Numbers, inverse
-from lightning_graphs.watch.tracers import Kind, Method, ScalarTracer
+from lightning_graphs.watch.tracers import Kind, Method, Question, ScalarTracer
 
 
 class Owner(Protocol):
@@ -167,6 +167,13 @@ _TESTS: dict[Callable[..., Any], Callable[..., Tensor]] = {
     for module in (math, numpy)
     for name in ("isnan", "isinf", "isfinite")
 }
+
+
+def truth_of(asked: Question) -> Tensor | None:
+    """Compute whether what code asks of tensors is true; None of several values, as torch says."""
+    with torch.no_grad():
+        truth = asked.condition().detach()
+    return truth.reshape(()) if truth.numel() == 1 else None
 
 
 def number_in(tensor: Tensor) -> Any:
