@@ -23,26 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self
 
-from lightning_graphs.device.rules import (
-    COMPILED,
-    CONTROL_FLOW,
-    FUNCTION_RULES,
-    HOST_DATA,
-    MOVED_STORAGE,
-    OF_TWO_FORMULAS,
-    READ_IN_BACKWARD,
-    SET_GENERATOR,
-    UNSUPPORTED_LAYOUT,
-    WITH_TWO_FORMULAS,
-    Obstacle,
-    has_other_tangents,
-    name_of_node,
-    operator_obstacle,
-    reads_in_backward,
-    refuse,
-    with_known_remedy,
-    worded,
-)
+from lightning_graphs.device import rules
+from lightning_graphs.device.rules import READ_IN_BACKWARD, Obstacle, refuse
 from lightning_graphs.errors import CaptureError, ReplayError, stop
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, inside_compiled_module
 from lightning_graphs.private.engine import (
@@ -436,7 +418,7 @@ class OperatorMode(TorchDispatchMode):
             # raises with fullgraph=True, as flex_attention and cond have it, without this stance.
             self._around.enter_context(torch.compiler.set_stance("force_eager"))
         if self.is_real:
-            self._around.enter_context(nodes_out_of_sight(WITH_TWO_FORMULAS, self._look_at))
+            self._around.enter_context(nodes_out_of_sight(rules.WITH_TWO_FORMULAS, self._look_at))
         let_higher_order_operators_in(type(self))
         super().__enter__()  # type: ignore[no-untyped-call]
         if self.sees_functions:
@@ -469,12 +451,12 @@ class OperatorMode(TorchDispatchMode):
             raise
 
     def _look_at(self, node: Node | None) -> None:
-        if node is not None and reads_in_backward(node):
+        if node is not None and rules.reads_in_backward(node):
             self.takes_other_formula(node)
 
     def takes_other_formula(self, node: Node) -> None:
         """React to a backward pass that takes another formula because this mode is on."""
-        READ_IN_BACKWARD.stop_here(f"the backward pass of {name_of_node(node)}")
+        READ_IN_BACKWARD.stop_here(f"the backward pass of {rules.name_of_node(node)}")
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a higher-order operator; attention consists of others, which are recorded."""
@@ -501,7 +483,7 @@ class OperatorMode(TorchDispatchMode):
         Where operators are seen, ``ctc_loss`` hands the device lengths as tensors, wherever these
         are; else it reads them (``areAnyTensorSubclassLike`` in aten/src/ATen/native/LossCTC.cpp).
         """
-        reads = getattr(func, "__name__", "") == "ctc_loss" or has_other_tangents(func)
+        reads = getattr(func, "__name__", "") == "ctc_loss" or rules.has_other_tangents(func)
         with out_of_sight() if reads else contextlib.nullcontext():
             return func(*args, **kwargs)
 
@@ -564,26 +546,26 @@ class Recorder(OperatorMode):
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        rule = FUNCTION_RULES.get(name)
+        rule = rules.FUNCTION_RULES.get(name)
         if rule is not None and (obstacle := rule(args, kwargs)) is not None:
             self.refuse(name, obstacle)
         return self.instead.get(func, func)(*args, **kwargs)
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self._strict and eager_attention(func) is None:
-            self.refuse(str(func), CONTROL_FLOW)
+            self.refuse(str(func), rules.CONTROL_FLOW)
         return super().higher_order(func, args, kwargs)
 
     def takes_other_formula(self, node: Node) -> None:
         later = (site for end, site in self._differentiable if recorded_before(node, end))
         self.refuse(
-            f"the backward pass of {name_of_node(node)}", READ_IN_BACKWARD, next(later, None)
+            f"the backward pass of {rules.name_of_node(node)}", READ_IN_BACKWARD, next(later, None)
         )
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
-        observed = f"{worded(operator)} at {(site or self._sites.of_refusal()).describe()}"
-        self._refused = functools.partial(with_known_remedy(obstacle).refused, observed)
-        if obstacle is MOVED_STORAGE:  # which no capture could undo
+        observed = f"{rules.worded(operator)} at {(site or self._sites.of_refusal()).describe()}"
+        self._refused = functools.partial(rules.with_known_remedy(obstacle).refused, observed)
+        if obstacle is rules.MOVED_STORAGE:  # which no capture could undo
             stop(self._refused())
         refuse(self._refused())
         self._refused = None  # it is noted
@@ -609,7 +591,7 @@ class Recorder(OperatorMode):
         A scalar enters kernels as a constant. More numbers are a copy from host memory.
         """
         if self._strict and tensor.dim() > 0 and tensor.numel() > 0:
-            self.refuse("a tensor of Python numbers", HOST_DATA)
+            self.refuse("a tensor of Python numbers", rules.HOST_DATA)
         self.know(tensor, born=True).constant = tensor.numel() > 0
 
     def before_write(self, tensor: Tensor, known: KnownStorage) -> None:
@@ -629,7 +611,7 @@ class Recorder(OperatorMode):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
         if self._strict:
             self._check(call)
-        if func in OF_TWO_FORMULAS:
+        if func in rules.OF_TWO_FORMULAS:
             self._differentiable.append((nodes_recorded(), self._sites.here()))
         if only_views(func):
             return call.run()  # its geometry is part of whatever uses it
@@ -640,13 +622,13 @@ class Recorder(OperatorMode):
         for tensor in call.written:
             known = self.know(tensor)
             if self._strict and known.constant:
-                self.refuse(str(func), HOST_DATA)
+                self.refuse(str(func), rules.HOST_DATA)
             self.before_write(tensor, known)
         result = self._run(call)
         known_before = {id(t.untyped_storage()) for t in call.inputs}
         outputs = list(tensors_in(result))
         if self._strict and not all(map(_is_plain, outputs)):
-            self.refuse(str(func), UNSUPPORTED_LAYOUT)
+            self.refuse(str(func), rules.UNSUPPORTED_LAYOUT)
         outputs = list(filter(has_memory, outputs))
         fresh = [t for t in outputs if id(t.untyped_storage()) not in known_before]
         if outputs and not fresh and not call.written:
@@ -676,7 +658,7 @@ class Recorder(OperatorMode):
         before = self._states()
         draws = torch.Tag.nondeterministic_seeded in call.func.tags
         if draws and not all(map(torch.equal, before, self._as_left)):
-            self.refuse(str(call.func), SET_GENERATOR)
+            self.refuse(str(call.func), rules.SET_GENERATOR)
         if self._strict and is_collective(call.func):
             return returned_alone(call.func, call.args)
         result = call.run()
@@ -691,10 +673,10 @@ class Recorder(OperatorMode):
 
     def _check(self, call: OperatorCall) -> None:
         given = call.func, call.args, call.kwargs, self._generators
-        obstacle = operator_obstacle(*given, lambda tensor: self.know(tensor).constant)
+        obstacle = rules.operator_obstacle(*given, lambda tensor: self.know(tensor).constant)
         if obstacle is None and not all(map(_is_plain, call.inputs)):
-            obstacle = UNSUPPORTED_LAYOUT
+            obstacle = rules.UNSUPPORTED_LAYOUT
         if obstacle is None and inside_compiled_module():
-            obstacle = COMPILED
+            obstacle = rules.COMPILED
         if obstacle is not None:
             self.refuse(str(call.func), obstacle)
