@@ -160,7 +160,7 @@ class PythonSnapshot:
     """
 
     def __init__(self, held: Iterable[tuple[str, Any]] = ()) -> None:
-        self._containers: list[tuple[str, Any, Any, Any]] = []
+        self.containers: list[tuple[str, Any, Any, Any]] = []
         self.bindings: dict[tuple[int, str], Binding] = {}
         self.classes: dict[type, dict[str, Any]] = {}
         self._tables: set[int] = set()
@@ -169,17 +169,17 @@ class PythonSnapshot:
 
     def add(self, name: str, value: Any) -> None:
         if isinstance(value, _CHANGEABLE):
-            self._containers.append((name, value, value, _copy(value)))
+            self.containers.append((name, value, value, _copy(value)))
         elif isinstance(value, (nn.Module, FunctionType)) or has_attributes(value):
             table = attributes_of(value)
-            self._containers.append((name, value, table, _copy(table)))
+            self.containers.append((name, value, table, _copy(table)))
             if isinstance(value, nn.Module):
                 self._tables.update(map(id, tables_of(value)))
             elif is_object(value):
                 for key in slots_of(type(value)):
                     self.add_place(f"{name}.{key}", value, key)
         elif is_array(table := contents_of_c(value)):
-            self._containers.append((name, value, table, _copy(table)))
+            self.containers.append((name, value, table, _copy(table)))
 
     def add_place(self, name: str, owner: Any, key: str) -> Binding:
         """Add the binding of a key with its present value; a known one keeps its first value."""
@@ -205,7 +205,7 @@ class PythonSnapshot:
 
     def changes(self) -> Iterator[Change]:
         """List the changes since the snapshot."""
-        for held in self._containers:
+        for held in self.containers:
             if not _is_untouched(*held[2:]):
                 yield from self._changes_in(*held)
         yield from self._rebound()
@@ -228,7 +228,7 @@ class PythonSnapshot:
         """List all entries of the containers, and all bindings, as changes."""
         for one in self.bindings.values():
             yield Change(one.name, one.owner, one.owner, one.key, one.before, one.before)
-        for name, owner, table, _ in self._containers:
+        for name, owner, table, _ in self.containers:
             pairs = enumerate(table) if isinstance(table, (list, deque)) else ()
             for key, held in table.items() if isinstance(table, dict) else pairs:
                 yield Change(f"{name}{self.label(owner, key)}", owner, table, key, held, held)
@@ -245,11 +245,11 @@ class PythonSnapshot:
         return label_of(key, ids.index(id(key)))
 
     def name_of(self, owner: Any) -> str:
-        return next(name for name, held, *_ in self._containers if held is owner)
+        return next(name for name, held, *_ in self.containers if held is owner)
 
     def holder_of(self, value: Any) -> tuple[Any, Any] | None:
         """Return what this value was found in, and its key there; None if there is nothing."""
-        for _, owner, table, before in self._containers:
+        for _, owner, table, before in self.containers:
             if owner is value:
                 break  # what was found later refers back to it
             if isinstance(table, (dict, list, deque)):
@@ -272,7 +272,7 @@ class PythonSnapshot:
             refuse(changed)
 
     def restore(self) -> None:
-        for name, owner, container, before in self._containers:
+        for name, owner, container, before in self.containers:
             is_same = _is_untouched(container, before)
             if not is_same and any(self._changes_in(name, owner, container, before)):
                 refill(container, before)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.device.rules import DRAWN, STORED
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.callsite import LIBRARIES, OURS
 from lightning_graphs.private.exchange import Absence, bind, in_slot
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import (
@@ -511,6 +511,13 @@ class StepState:
             for place, was in moved:
                 place.put(was)
             moved = [pair for pair in moved if pair[0].name not in self._places]
+            # Code that is met while others stand in lists' places shows what it names with these
+            ahead = {id(table): before for *_, table, before in contents.containers}
+            outside.containers = [
+                (*seen, table, ahead.get(id(table), before))
+                for *seen, table, before in outside.containers
+                if not type(table).__module__.startswith(OURS)
+            ]
             changed = _places_of((outside, contents), trained)
             pairs = [(n, p) for n, p in changed if (p.name if p else n) not in self._places]
             found: list[Place | None] = [place for _, place in pairs]
@@ -523,8 +530,9 @@ class StepState:
             self.found = [p for p in found if p is not None] if None not in found else []
         if found or moved:
             names = [name for name, _ in pairs] + [place.name for place, _ in moved]
-            names = sorted(names + [place.name for place in further])
-            observed = f"{LIBRARIES.step} changes {listed(names)}"
+            names += [place.name for place in further]
+            left = [name for name, place in pairs if place is None]  # which no replay can store
+            observed = f"{LIBRARIES.step} changes {listed(sorted(left or names))}"
             raise LeftBehindError(STORED.rule, observed, STORED.remedy)
         if drawn:
             observed = f"{LIBRARIES.step} draws from {listed(drawn)}"
