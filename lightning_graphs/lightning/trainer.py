@@ -60,12 +60,12 @@ from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.environment import (
-    AsRead,
     Effect,
     Environment,
     effects_watched,
     rates_exchanged,
 )
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.kept import CallAt, KeptCalls
 from lightning_graphs.watch.mechanism import Check
 from lightning_graphs.watch.reads import AttributeGuards
@@ -336,7 +336,7 @@ class TrainerWatch(Client):
             yield
 
     def reading(
-        self, reads: AttributeGuards, number: AsRead | None
+        self, reads: AttributeGuards, number: MakeNumber | None
     ) -> AbstractContextManager[None]:
         """Follow or refuse what the body reads of the trainer.
 

@@ -28,7 +28,8 @@ from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, StepRecorder
 from lightning_graphs.values.guards import REALS, is_object
 from lightning_graphs.values.tree import item_label, leaves_of, stepping
-from lightning_graphs.watch.environment import AsRead, Effect, Environment, effects_watched
+from lightning_graphs.watch.environment import Effect, Environment, effects_watched
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.kept import CallAt, KeptCalls
 from lightning_graphs.watch.late import LateCalls
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
@@ -266,7 +267,7 @@ class ProgramWatch(Client):
         return found
 
     def reading(
-        self, reads: AttributeGuards, number: AsRead | None
+        self, reads: AttributeGuards, number: MakeNumber | None
     ) -> AbstractContextManager[None]:
         reads.called = self._kept.calls.called
         return nullcontext()

@@ -40,7 +40,7 @@ from lightning_graphs.regions.context import StepRecorder, TrainingContext
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer
 from lightning_graphs.regions.plan import StepOutputs
-from lightning_graphs.regions.tried import RETURNING, UNSCALES_ITSELF, MakeNumber, decided_on_device
+from lightning_graphs.regions.tried import RETURNING, UNSCALES_ITSELF, decided_on_device
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, OptimizerState
 from lightning_graphs.values.tree import leaves_of, parameters_of
@@ -53,6 +53,7 @@ from lightning_graphs.watch.environment import (
     numbers_exchanged,
     rates_exchanged,
 )
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.tracers import LateTracer, Tracer
@@ -309,7 +310,7 @@ class OptimizerNumbers:
         self,
         optimizers: Mapping[Optimizer, CapturableOptimizer | None],
         schedulers: Schedulers,
-        number: Callable[[str, Callable[[], Any]], Any],  # makes the tracer of a number
+        number: MakeNumber,
     ) -> None:
         self._optimizers, self._schedulers = optimizers, schedulers
         self._rates: dict[Optimizer, NumberPlaces] = {}

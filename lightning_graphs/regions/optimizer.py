@@ -46,7 +46,6 @@ from lightning_graphs.regions.tried import (
     ClosureUse,
     Counters,
     HostState,
-    MakeNumber,
     can_watch,
     kept_in_place,
     numbers_of,
@@ -58,6 +57,7 @@ from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
 from lightning_graphs.values.tree import leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.scalars import holds_number
 from lightning_graphs.watch.user_code import hidden_in, step_brought

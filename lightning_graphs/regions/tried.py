@@ -35,6 +35,7 @@ from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.values.tree import OF_TENSORS, flatten, leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
 from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
@@ -417,10 +418,6 @@ class ClosureUse:
         if is_ahead or any(tensor is self._loss for tensor in tensors):
             self._is_only_called = False
         return function(*args, **kwargs)
-
-
-MakeNumber = Callable[[str, Callable[[], Any]], Any]
-"""Makes the tracer for a number of a capture, given its name and what reads it."""
 
 
 def _tables_of(optimizer: Optimizer) -> Iterator[dict[Any, Any]]:

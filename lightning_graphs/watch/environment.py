@@ -66,6 +66,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.memory import Given
 from lightning_graphs.values.snapshot import Change, PythonSnapshot
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
 from lightning_graphs.watch.tracers import Nothing, OpaqueTracer, ScalarTracer, Tracer
 from lightning_graphs.watch.user_code import (
@@ -101,9 +102,6 @@ _WATCHERS = ("lightning_graphs.watch.", "lightning_graphs.lightning.trainer")
 Effect = tuple[Any, str, str]
 """What user code is seen to use: an object or class, a name in it, and a name for messages."""
 
-AsRead = Callable[[str, Callable[[], Any]], Any]
-"""What a counter is read as, of its name and what gives the value."""
-
 
 class Client(Protocol):
     """Watches the program that runs a region: its counters, loggers and learning rates."""
@@ -128,7 +126,7 @@ class Client(Protocol):
         """Whether replays may store to globals and enclosing variables, as to attributes."""
 
     def reading(
-        self, reads: AttributeGuards, number: AsRead | None
+        self, reads: AttributeGuards, number: MakeNumber | None
     ) -> AbstractContextManager[None]:
         """Watch what the body reads of the program."""
 
@@ -192,7 +190,7 @@ class Environment:
         return [t for t in self.in_attributes if t.requires_grad and t.is_leaf]
 
     @contextlib.contextmanager
-    def reading(self, reads: AttributeGuards, number: AsRead | None = None) -> Iterator[None]:
+    def reading(self, reads: AttributeGuards, number: MakeNumber | None = None) -> Iterator[None]:
         """Record in ``reads`` what the body reads in modules and in the program around it."""
         attributes = reads.watching(self._root, self._client.watched, self.held)
         with attributes, self._client.reading(reads, number):
@@ -448,9 +446,9 @@ def number_places(
     schedulers: Schedulers,
     optimizer: Optimizer,
     rates: Sequence[Tensor] | None = None,  # stand for learning rates, a group each
-    # Makes the tracer for a number, given its name and reader; ``rates`` then stand for
-    # tensors only, and without them further numbers of each group move without another capture
-    number: Callable[[str, Callable[[], Any]], Any] | None = None,
+    # ``rates`` then stand for tensors only, and without them further numbers of each group move
+    # without another capture
+    number: MakeNumber | None = None,
     index: int = 0,  # of the optimizer
 ) -> NumberPlaces:
     """List the tables of learning rates and of scheduler counters, with a tracer for each."""

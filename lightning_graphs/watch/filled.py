@@ -13,6 +13,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import exchanged, standing_in
 from lightning_graphs.values.guards import REALS
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.tracers import Tracer
 
@@ -22,9 +23,6 @@ class PlaceUsedError(CaptureError):
 
     place: Any  # where that is kept
 
-
-MakeNumber = Callable[[str, Callable[[], Any]], Any]
-"""Makes the tracer of a number, given its name and reader."""
 
 Operations = Sequence[tuple[str, tuple[Any, ...]]]
 """Names of methods, and their arguments."""

@@ -21,6 +21,9 @@ from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.tracers import NumberUses, ScalarTracer
 
+MakeNumber = Callable[[str, Callable[[], Any]], Any]
+"""Makes the tracer for a number, given its name and what reads it."""
+
 
 class Numbers(NumberUses):
     """The numbers in a capture, as operators that get their tracers ask for them.

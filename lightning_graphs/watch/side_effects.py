@@ -45,6 +45,7 @@ from lightning_graphs.values.snapshot import Result, results_in
 from lightning_graphs.values.tree import item_label, leaves_of, substitute
 from lightning_graphs.watch.batch import Holder, holders_in, new_results
 from lightning_graphs.watch.filled import ListAppend, lengths_followed, perform
+from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.mechanism import Mechanism
 from lightning_graphs.watch.places import (
@@ -263,13 +264,13 @@ class SideEffects:
     @contextlib.contextmanager
     def exchanged(
         self,
-        number: Callable[[str, Callable[[], Any]], Any],
+        number: MakeNumber,
         modules: Callable[[], Iterable[ModuleType]] = tuple,
     ) -> Iterator[None]:
         """While the body, a capture, runs, places hold what the graph is to read.
 
         Args:
-            number: Makes the tracer for a number, given its name and reader.
+            number: Makes the tracer for a number.
             modules: Gives those of user code, which may ask for the length of a list.
         """
         inside = [*self._inside, *(ListAppend(place, number) for place in self._filled)]
