@@ -66,6 +66,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.memory import Given
 from lightning_graphs.values.snapshot import Change, PythonSnapshot
+from lightning_graphs.values.tree import OF_TENSORS
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
 from lightning_graphs.watch.tracers import Nothing, OpaqueTracer, ScalarTracer, Tracer
@@ -76,6 +77,7 @@ from lightning_graphs.watch.user_code import (
     asking,
     function_of,
     iter_objects,
+    optimizers_of,
 )
 
 _CALLS = (
@@ -85,6 +87,8 @@ _CALLS = (
     *("queue.Queue.put", "queue.Queue.get", "threading.Thread.start", "threading.Condition.notify"),
     *("wandb.log", "mlflow.log_metric", "mlflow.log_metrics"),
 )
+_OF_OPTIMIZERS = OF_TENSORS.union({"step", "_opt_called", "_warned_capturable_if_run_uncaptured"})
+"""Attributes of optimizers that other parts guard, or that torch sets in each step."""
 _NAMES = {"builtins.print": "print", "builtins.open": "open", "io.open": "open"}  # pathlib calls it
 _NAMES["logging.Logger.handle"] = "a logger of Python"
 _OF_NOW = ("sys.stdout.write", "sys.stderr.write", "threading.Thread.start")
@@ -211,18 +215,21 @@ class Environment:
     def acting(self) -> Iterator[None]:
         """Follow functions that the body calls, and watch their effects outside of Python."""
         client = self._client
-        kept = self._held_by_hooks().changes_undone(self._refuse_kept)
+        kept = self._held_by_optimizers().changes_undone(self._refuse_kept)
         with self.outside.followed(), effects_watched(client), kept:
             yield
 
-    def _held_by_hooks(self) -> PythonSnapshot:
-        """Take a snapshot of what optimizers hold whose methods are hooks of modules (K-FAC)."""
+    def _held_by_optimizers(self) -> PythonSnapshot:
+        """Take a snapshot of the attributes of optimizers, also of those with hooks (K-FAC)."""
         found, modules = PythonSnapshot(), modules_in(self._root)
         hooks = (getattr(hook, "__self__", None) for m in modules for hook in module_hooks(m))
-        for owner in {id(o): o for o in hooks if isinstance(o, Optimizer)}.values():
+        hooked = [one for one in hooks if isinstance(one, Optimizer)]
+        for owner in {id(one): one for one in (*optimizers_of(self._root), *hooked)}.values():
             for key, value in vars(owner).items():
-                if key not in ("state", "param_groups") and not isinstance(value, nn.Module):
-                    found.add(f"{type(owner).__name__}.{key}", value)
+                if key in _OF_OPTIMIZERS or isinstance(value, (nn.Module, Optimizer)):
+                    continue
+                found.add_place(f"{type(owner).__name__}.{key}", vars(owner), key)
+                found.add(f"{type(owner).__name__}.{key}", value)
         return found
 
     def _refuse_kept(self, names: Sequence[str]) -> None:

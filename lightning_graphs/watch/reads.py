@@ -61,6 +61,7 @@ from lightning_graphs.watch.user_code import (
     iter_objects,
     may_act,
     objects_in,
+    optimizers_of,
 )
 
 # ------------------ Clocks
@@ -443,6 +444,8 @@ class GlobalReads:
                 self.assume(hook)
         for _, value in iter_objects(module) if held is None else held:
             self._look_inside(value)
+        for optimizer in optimizers_of(module):
+            self.look_into(type(optimizer))
         for parameter in parameters_in(module):  # their hooks run in a thread of autograd's
             for hook in tensor_hooks(parameter).values():
                 self.assume(hook)

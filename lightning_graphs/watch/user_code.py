@@ -251,28 +251,37 @@ def iter_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
     Of what every module has, only the tables of its parameters, buffers and submodules.
     """
     seen = held_elsewhere(root)
-    optimizers = [one for one in seen.values() if isinstance(one, Optimizer)]
     yield from _of_tree("self", root, seen, DEPTH + 1)
-    for optimizer in optimizers:
-        name = f"{type(optimizer).__name__}.step"
-        yield from walk(name, step_brought(optimizer), seen, modules=_of_tree)
+    for optimizer in optimizers_of(root):
+        for key, value in vars(optimizer).items():
+            name = f"{type(optimizer).__name__}.{key}"
+            yield from walk(name, brought(value), seen, modules=_of_tree)
+
+
+def optimizers_of(root: nn.Module) -> list[Optimizer]:
+    """Return the optimizers of a module's training."""
+    return [one for one in held_elsewhere(root).values() if isinstance(one, Optimizer)]
+
+
+def brought(value: Any) -> FunctionType | None:
+    """Return the function of user code in a method that code has put on an optimizer, if any."""
+    while value is not None:  # others may be around it, as those of schedulers
+        function = function_of(value)
+        if isinstance(function, FunctionType) and not is_library(code_of(function).co_filename):
+            return function
+        value = getattr(value, "__wrapped__", None)
+    return None
 
 
 def step_brought(optimizer: Optimizer) -> FunctionType | None:
     """Return the function that user code has put around the step of its class, if any."""
-    step = vars(optimizer).get("step")
-    while step is not None:  # others may be around it, as those of schedulers
-        function = function_of(step)
-        if isinstance(function, FunctionType) and not is_library(code_of(function).co_filename):
-            return function
-        step = getattr(step, "__wrapped__", None)
-    return None
+    return brought(vars(optimizer).get("step"))
 
 
 def steps_of_optimizers(root: nn.Module) -> set[CodeType]:
     """Return the code of the functions that step the optimizers of a module."""
-    optimizers = [one for one in held_elsewhere(root).values() if isinstance(one, Optimizer)]
-    steps = [step for one in optimizers for step in (step_brought(one), unwrap(type(one).step))]
+    found = optimizers_of(root)
+    steps = [*map(step_brought, found), *(unwrap(type(one).step) for one in found)]
     return {code_of(step) for step in steps if isinstance(step, FunctionType)}
 
 

@@ -573,6 +573,69 @@ def test_what_code_puts_around_a_step_computes_in_each(backend: str, around: Any
     assert all(map(torch.equal, *found))
 
 
+def _zeroes_with_a_count(optimizer: Any, rows: list[int]) -> None:
+    own = optimizer.zero_grad
+
+    def zero_grad(*args: Any, rows: Any = rows) -> None:
+        rows.append(len(rows))
+        own(*args)
+
+    optimizer.zero_grad = zero_grad
+
+
+def _zeroes_in_a_class(optimizer: Any, rows: list[int]) -> None:
+    class Counting(optim.AdamW):
+        def zero_grad(self, *args: Any) -> None:
+            rows.append(len(rows))
+            super().zero_grad(*args)
+
+    optimizer.__class__ = Counting
+
+
+def _counts_outside(optimizer: Any, rows: list[int]) -> None:
+    optimizer.rows = rows
+    optimizer.zeroed = 0
+
+
+@pytest.mark.filterwarnings("ignore:.*a call runs eagerly")
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        (_zeroes_with_a_count, "AdamW.zero_grad.rows"),
+        (_zeroes_in_a_class, ""),
+        (_counts_outside, "AdamW.zeroed, AdamW.rows"),
+    ],
+)
+def test_what_code_changes_of_an_optimizer_is_no_less(
+    backend: str, changed: Any, names: str
+) -> None:
+    device = torch.device("cuda" if backend == "cuda" else "cpu")
+    found = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        net, rows = nn.Linear(8, 1).to(device), list[int]()
+        optimizer: Any = optim.AdamW(net.parameters(), lr=RATE, fused=True)
+        changed(optimizer, rows)
+        taken: Any = loop(optimizer, net)
+
+        def step(batch: Any, taken: Any = taken, optimizer: Any = optimizer) -> Any:
+            if hasattr(optimizer, "zeroed"):
+                optimizer.zeroed += 1
+                optimizer.rows.append(optimizer.zeroed)
+            return taken(batch)
+
+        call: Any = step
+        if is_captured:
+            options: Any = {"only_if_faster": False, "on_failure": "eager", "verify": False}
+            call = capture(step, net, optimizer, backend=backend, **options)
+        data = torch.Generator().manual_seed(1)
+        losses = [call(torch.randn(4, 8, generator=data).to(device)) for _ in range(12)]
+        found.append((torch.stack(losses), torch.tensor(rows), net.weight.detach()))
+    assert all(map(torch.equal, *found))
+    said = " ".join(call.report.fallbacks)
+    assert f"changes {names}" in said if names else call.report.replayed > 3
+
+
 @pytest.mark.filterwarnings("ignore:GraphCapture")
 def test_eager_steps_leave_graphs_what_they_bind_anew(backend: str, tmp_path: Path) -> None:
     row = ROWS["scaled by norms"]
