@@ -120,9 +120,9 @@ class ForeseenReads:
                 if reads and is_shape and not (are_trained or before.isdisjoint(rounded)):
                     error = _foreseen(name, sys._getframe(1))
                     shaped.update((id(t), (t, error)) for t in found)
-            if self._is_here(result) and _is_of_python(function, args, kwargs, sys._getframe(2)):
+            if _is_of_python(function, args, sys._getframe(2)):
                 self.makes = is_last = True
-                self.makes_late |= bool(trained)
+                self.makes_late |= bool(trained or self.shape)
             is_rounded = name in _ROUNDING and any(map(torch.is_floating_point, found))
             is_rounded = is_rounded or not before.isdisjoint(rounded)
             for known, is_new in ((trained, are_trained), (rounded, is_rounded)):
@@ -177,13 +177,14 @@ def _is_masked(index: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype is torch.bool for i in _parts(index))
 
 
-def _is_of_python(function: Any, args: Any, kwargs: Any, frame: FrameType) -> bool:
-    """Return whether a function that code calls there copies Python values to the device."""
+def _is_of_python(function: Any, args: Any, frame: FrameType) -> bool:
+    """Return whether a function that code calls there makes a tensor of Python values."""
     if function is _GETITEM:
         return any(isinstance(part, list) for part in _parts(args[1]))
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    is_made = getattr(function, "__name__", "") in FROM_PYTHON and "device" in kwargs
-    return is_made and package not in LIBRARIES.framework  # whose logs a replay makes otherwise
+    name, package = getattr(function, "__name__", ""), frame.f_globals.get("__name__", "")
+    if name not in FROM_PYTHON or package.partition(".")[0] in LIBRARIES.framework:
+        return False  # logs are made otherwise in a replay
+    return name == "new_tensor" or not isinstance(args[0] if args else None, Tensor)
 
 
 def _parts(index: Any) -> tuple[Any, ...]:

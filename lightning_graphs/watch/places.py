@@ -379,7 +379,7 @@ class StepState:
         changes = self._changes(contents)
         found = [(place_of(each, contents, trained), each.before) for each in changes]
         if all(place is not None for place, _ in found):
-            pairs = [(p, id(was) in used) for p, was in found if p is not None]
+            pairs = [(p, id(was) in used or is_container(was)) for p, was in found if p is not None]
             self.learn([p for p, read in pairs if read or isinstance(p, Number) or p.is_filled()])
 
     def adopt(self) -> list[tuple[Place, Any]]:

@@ -220,7 +220,40 @@ def labelled() -> list[dict[str, Any]]:
     return [{**batch, "name": f"number {i}"} for i, batch in enumerate(batches(8))]
 
 
-@pytest.mark.parametrize("module", [Filtered, Averaging, Metric, Weighted])
+class Sized(Net):
+    """There it computes with a tensor of the host."""
+
+    def loss(self, batch: Any) -> Any:
+        if (batch["x"] > 99).any():
+            raise ValueError("too large")
+        return super().loss(batch) * torch.prod(torch.tensor(batch["x"].shape))
+
+
+class Chosen(Net):
+    """Behind its head it chooses by a list."""
+
+    def loss(self, batch: Any) -> Any:
+        rows = torch.nonzero(batch["x"].sum(1) > -9.0).squeeze(-1)
+        return super().loss({"x": batch["x"][rows][:, [*range(8)]], "y": batch["y"][rows]})
+
+
+class Parts(Net):
+    """It exchanges a container of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: dict[str, Any] = {}
+
+    def loss(self, batch: Any) -> Any:
+        loss = super().loss(batch)
+        self.parts = {"loss": loss.detach(), "input": batch["x"].mean()}
+        return loss
+
+
+ALL = [Filtered, Averaging, Metric, Weighted, Sized, Chosen, Parts]
+
+
+@pytest.mark.parametrize("module", ALL)
 def test_the_first_attempt_knows_what_eager_steps_show(
     backend: str, tmp_path: Path, module: type[Net]
 ) -> None:
