@@ -561,6 +561,7 @@ class StepCapture(Attempts):
         arguments = (own, *self.context.watch.arguments(rest, number))
         environment = self.context.watch.environment()
         environment.outside.assume_running(given.frames)
+        self._facts.places.loose = environment.loose.memory
         if self.client.stores_outside:
             self._facts.places.outside = environment.outside.contents
         targets = self._targets(phase, environment)

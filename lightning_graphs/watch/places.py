@@ -328,6 +328,8 @@ class StepState:
         self._looked_for: set[str] = set()  # names of values that have changed
         # What captured code refers to outside of modules, if it may store there
         self.outside: PythonSnapshot | None = None
+        # Tensors that it meets elsewhere than in modules, by name, with the memory that they had
+        self.loose: Sequence[tuple[str, Tensor, Tensor]] = ()
         # In which other places the code that was watched last has left something; none if that
         # cannot be stored again
         self.found: list[Place] = []
@@ -497,16 +499,19 @@ class StepState:
         contents, self.known = self.known or self._take(held), None
         self._contents = self.last = contents
         outside, self.outside = self.outside or self._known_outside(), None
+        loose, self.loose = self.loose, ()
         tree = named_modules_in(("", self._module))
         named = (*named_parameters_in(tree), *named_buffers_in(tree))
         with out_of_sight():  # of what watches the body
             memory = [(Memory(f"self.{n}.data", t), t.detach()) for n, t in named if is_strided(t)]
+            memory += [(place, place.now()) for place in self if isinstance(place, Memory)]
         try:
             yield
         finally:
             self._contents = PythonSnapshot()
             drawn = generators.drawn()
             generators.restore()
+            memory += [(Memory(f"{name}.data", t), was) for name, t, was in loose]
             moved = [(p, was) for p, was in memory if not p.is_still(p.tensor, was)]
             for place, was in moved:
                 place.put(was)

@@ -40,6 +40,7 @@ from lightning_graphs.private.torch import (
     named_buffers_in,
     named_modules_in,
     named_parameters_in,
+    out_of_sight,
     tables_of,
     version_of,
 )
@@ -363,6 +364,7 @@ class UnregisteredTensors:
         self._tables: dict[int, object] = {}  # alive, so that an ``id`` stays its own
         self._named: list[tuple[str, Tensor]] = []
         self._versions: list[int] = []
+        self.memory: list[tuple[str, Tensor, Tensor]] = []  # name, tensor, and the memory it had
         # Where it is set, tensors that are found late are put back with it, too
         self.snapshot: Snapshot | None = None
         for name, value in held:
@@ -395,6 +397,8 @@ class UnregisteredTensors:
                 self._known.add(id(tensor))
                 self._named.append((name + label, tensor))
                 self._versions.append(version_of(tensor))
+                with out_of_sight():
+                    self.memory.append((name + label, tensor, tensor.detach()))
                 found.append(tensor)
         if self.snapshot is not None and found:
             self.snapshot.add(Snapshot(found))

@@ -609,6 +609,21 @@ def listed(lab: Lab) -> Any:
     return kinds, history["loss"], history["rate"]
 
 
+def free(lab: Lab) -> Any:
+    """Adversarial training for free: a perturbation is set to other memory by its ``data``."""
+    delta = torch.zeros(16, 8, device=lab.device)
+
+    def take(model: Any, optimizer: Any, batch: Any, i: int) -> Tensor:
+        for _ in range(2):
+            noise = delta.clone().requires_grad_(True)
+            loss = F.cross_entropy(model(batch["x"] + noise), batch["y"])
+            update(optimizer, loss)
+            delta.data = (delta + 0.1 * noise.grad.sign()).clamp(-0.3, 0.3)  # type: ignore[union-attr]
+        return loss.detach()
+
+    return trained(lab, take), delta
+
+
 class Curved(torch.optim.Optimizer):
     """Its hooks gather the curvature while modules run, as those of K-FAC."""
 
@@ -718,6 +733,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "dropped_behind": (dropped_behind, 10),
     "in_some_steps": (in_some_steps, 15),
     "metered": (metered, 25),
+    "free": (free, 25),
     "listed": (listed, r"changes .*history\['meter'\]"),
     "curved": (curved, r"train_step changes Curved.seen\["),
     "rolled": (rolled, 25),
