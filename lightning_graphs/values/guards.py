@@ -18,7 +18,6 @@ from enum import Enum
 from fractions import Fraction
 from functools import lru_cache, partial
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from queue import Queue
 from threading import Event, Semaphore, local
 from types import (
     BuiltinFunctionType,
@@ -369,8 +368,6 @@ def entries(value: Any) -> list[tuple[str, Any, Any]] | None:
         return [(label_of(key, place), key, held) for place, (key, held) in named]
     if isinstance(value, _SEQUENCES):
         return [(f"[{index}]", index, held) for index, held in enumerate(value)]
-    if isinstance(value, Queue):  # what it holds; its own attributes are locks
-        return [(".queue", "queue", value.queue)]
     own = [*members_of(value).items()] if has_attributes(value) else brought_along(value)
     return None if own is None else [(f".{key}", key, held) for key, held in own]
 

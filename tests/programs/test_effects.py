@@ -394,13 +394,14 @@ class Worker:
 
     def __init__(self) -> None:
         self.jobs: queue.Queue[Any] = queue.Queue()
-        self.done: list[Any] = []
+        self.done = queue.SimpleQueue[Any]()  # a capture would undo what it adds to a list meanwhile
+        self.rows: list[Any] = []
         self.threads = ThreadPoolExecutor(1)
         threading.Thread(target=self.work, daemon=True).start()
 
     def work(self) -> None:
         for step, loss in iter(self.jobs.get, None):
-            self.done.append((step, float(loss)))
+            self.done.put((step, float(loss)))
             self.jobs.task_done()
 
     def found(self) -> Any:
@@ -408,7 +409,8 @@ class Worker:
         while self.jobs.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.001)
         self.threads.shutdown()
-        return self.jobs.unfinished_tasks, self.done
+        done = [self.done.get() for _ in range(self.done.qsize())]
+        return self.jobs.unfinished_tasks, done, self.rows
 
 
 class Held:
@@ -508,7 +510,7 @@ def to_a_thread(self: Any, batch: Any, batch_idx: int) -> Any:
 def by_an_executor(self: Any, batch: Any, batch_idx: int) -> Any:
     """A capture has another list in its place."""
     loss = self.loss(batch)
-    HELD.worker.threads.submit(HELD.worker.done.append, loss.detach())
+    HELD.worker.threads.submit(HELD.worker.rows.append, loss.detach())
     return loss
 
 
