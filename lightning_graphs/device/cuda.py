@@ -13,7 +13,10 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from threading import get_ident
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from queue import Queue
+from threading import Condition, Event, Semaphore, Thread, get_ident
 from typing import Any, Literal
 
 import torch
@@ -30,7 +33,7 @@ from lightning_graphs.device.trace import KnownStorage, Operation, Recorder, ref
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.distributed import collectives_called
-from lightning_graphs.private.exchange import exchanged
+from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.generators import CapturedDropout, DropoutCapture
 from lightning_graphs.private.torch import PoolHandle, abandon_capture_pool, empty_host_cache
 
@@ -474,6 +477,44 @@ def _explained(error: BaseException) -> CaptureError:
     return CaptureError(NOT_RECORDED.rule, observed, known_remedy(error, NOT_RECORDED.remedy))
 
 
+def _ordered_with_threads(stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+    """Order the work of this thread, on a stream of its own, with what other threads do.
+
+    These use the default stream, as this one without graphs: what they are handed is ready there,
+    such as the tensors that Lightning's AsyncCheckpointIO writes. Here that stream waits where this
+    thread hands over, and this one's where it takes.
+    """
+    default = torch.cuda.default_stream(stream.device)
+
+    def member(owner: type, name: str, *, takes: bool) -> Member:
+        own = getattr(owner, name)
+
+        def call(_: object, *args: Any, **kwargs: Any) -> Any:
+            if torch.cuda.is_current_stream_capturing():
+                return own(*args, **kwargs)
+            if not takes:
+                default.wait_stream(stream)
+            returned = own(*args, **kwargs)
+            if takes:
+                stream.wait_stream(default)
+            return returned
+
+        return owner, name, standing_in(own, call)
+
+    if stream == default:
+        return contextlib.nullcontext()
+    takes, gives = (functools.partial(member, takes=is_so) for is_so in (True, False))
+    return exchanged([*(takes(*each) for each in _TAKING), *(gives(*each) for each in _GIVING)])
+
+
+_GIVING = (Thread, "start"), (Condition, "notify"), (ThreadPoolExecutor, "submit")
+_TAKING = (
+    *((Condition, "wait"), (Event, "wait"), (Semaphore, "acquire"), (Thread, "join")),
+    *((Queue, "get"), (Future, "result")),
+)
+"""Methods by which a thread hands over to another one, and takes from it."""
+
+
 @contextlib.contextmanager
 def joined_stream(
     device: torch.device, stream: torch.cuda.Stream | None
@@ -485,7 +526,8 @@ def joined_stream(
     with torch.cuda.device(device):  # a stream that is set makes its device the current one
         torch.cuda.set_stream(stream)
         try:
-            yield stream
+            with _ordered_with_threads(stream):
+                yield stream
         finally:
             torch.cuda.set_stream(before)
             before.wait_stream(stream)
