@@ -378,10 +378,12 @@ class StepState:
         contents, trained = self._take(held), trained_parameters(self._optimizers())
         yield
         self._find_apart(held)
-        changes = self._changes(contents)
+        changes = [*self._changes(contents)]
         found = [(place_of(each, contents, trained), each.before) for each in changes]
         if all(place is not None for place, _ in found):
-            pairs = [(p, id(was) in used or is_container(was)) for p, was in found if p is not None]
+            filled = {id(each.owner) for each in changes}  # what stays of them is not exchanged
+            whole = {id(was) for _, was in found if is_container(was)} - filled
+            pairs = [(p, id(was) in used or id(was) in whole) for p, was in found if p is not None]
             self.learn([p for p, read in pairs if read or isinstance(p, Number) or p.is_filled()])
 
     def adopt(self) -> list[tuple[Place, Any]]:
