@@ -23,6 +23,7 @@ from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.exchange import Absence, bind
 from lightning_graphs.private.torch import (
     foreach_clone,
+    has_memory,
     is_strided,
     named_modules_in,
     of_class,
@@ -372,7 +373,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage, or of its first part's; 0 if it has none."""
     for _, part in parts_of(tensor):
-        return part.untyped_storage().data_ptr() if is_strided(part) else 0
+        return part.untyped_storage().data_ptr() if has_memory(part) else 0
     return 0
 
 
