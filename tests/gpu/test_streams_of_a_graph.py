@@ -69,7 +69,7 @@ def test_what_waits_in_pinned_memory_is_followed() -> None:
         y.copy_(pinned, non_blocking=True)
 
     flow = seen(there_and_back)
-    there, back = (use for use in flow.uses if use.func is torch.ops.aten.copy_.default)
+    there, back = (use for use in flow.operators if use.func is torch.ops.aten.copy_.default)
     assert there.writes
     assert {*there.writes} <= {*back.reads}
 

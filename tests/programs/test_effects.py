@@ -394,7 +394,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.jobs: queue.Queue[Any] = queue.Queue()
-        self.done = queue.SimpleQueue[Any]()  # a capture would undo what it adds to a list meanwhile
+        # A capture would undo what the thread adds to a list meanwhile
+        self.done = queue.SimpleQueue[Any]()
         self.rows: list[Any] = []
         self.threads = ThreadPoolExecutor(1)
         threading.Thread(target=self.work, daemon=True).start()

@@ -513,8 +513,8 @@ ROWS = (
     | table(
         each={
             InAnArray: r"changes self.kept\['counts'\]",
-            IntoAQueue: "changes self.waiting.queue", InBytes: r"changes self.kept\['counts'\]",
-            InALargeArray: r"changes self.kept\['counts'\]", ReadIntoAnArray: "host",
+            InBytes: r"changes self.kept\['counts'\]", ReadIntoAnArray: "host",
+            InALargeArray: r"changes self.kept\['counts'\]",
             OfAnIterator: "self.source, an iterator, is read at",
         },
         validation=0,
@@ -530,6 +530,7 @@ ROWS = (
             validation=0,
         )
     }
+    | table(IntoAQueue, also="verified", validation=0)
     | table(Masked, OfTheClass, Smoothed, graphs=2, validation=0)
     | table(WithWeighted, graphs=2, capture=named("net"), validation=0)
 )  # fmt: skip

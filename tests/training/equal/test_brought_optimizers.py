@@ -603,7 +603,7 @@ def _counts_outside(optimizer: Any, rows: list[int]) -> None:
     [
         (_zeroes_with_a_count, "AdamW.zero_grad.rows"),
         (_zeroes_in_a_class, ""),
-        (_counts_outside, "AdamW.zeroed, AdamW.rows"),
+        (_counts_outside, "AdamW."),
     ],
 )
 def test_what_code_changes_of_an_optimizer_is_no_less(
