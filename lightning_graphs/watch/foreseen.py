@@ -43,6 +43,7 @@ _ROUNDING = frozenset(
     | {"sqrt", "pow", "matmul", "__matmul__", "einsum", "rand", "rand_like", "randn", "bernoulli"}
 )
 """Functions that round real numbers, or draw them, otherwise on a host."""
+_TRANSFORMS = "torch._functorch."
 _GETITEM = Tensor.__getitem__
 _NUMBERS = (Asks.ITEM, Asks.INT, Asks.FLOAT, Asks.NUMBER)
 _ELSEWHERE = ("torch.optim.", "torch.amp.")
@@ -182,8 +183,10 @@ def _is_of_python(function: Any, args: Any, frame: FrameType) -> bool:
     if function is _GETITEM:
         return any(isinstance(part, list) for part in _parts(args[1]))
     name, package = getattr(function, "__name__", ""), frame.f_globals.get("__name__", "")
-    if name not in FROM_PYTHON or package.partition(".")[0] in LIBRARIES.framework:
-        return False  # logs are made otherwise in a replay
+    if package.partition(".")[0] in LIBRARIES.framework or package.startswith(_TRANSFORMS):
+        return False  # logs are made otherwise in a replay, and transforms count their dimensions
+    if name not in FROM_PYTHON:
+        return False
     return name == "new_tensor" or not isinstance(args[0] if args else None, Tensor)
 
 

@@ -26,7 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.private.callsite import STANDARD, frames_from, is_installed, is_library
+from lightning_graphs.private.callsite import (
+    OURS,
+    STANDARD,
+    frames_from,
+    is_installed,
+    is_library,
+)
 from lightning_graphs.private.engine import tensor_hooks
 from lightning_graphs.private.exchange import code_of
 from lightning_graphs.private.torch import (
@@ -537,7 +543,8 @@ _ON_THEIR_OWN = frozenset({"torch", "triton", "numba", "jax", "lightning_graphs"
 _ON_THEIR_OWN |= {"_frozen_importlib", "_frozen_importlib_external", "linecache", "warnings"}
 """What compiles and loads code, or shows lines of it, when it likes."""
 
-_FOR_OTHERS = ("torch.utils.tensorboard",)
+_FOR_OTHERS = "torch.utils.tensorboard", f"{OURS}private.exchange", f"{OURS}device.cuda"
+"""Modules among these that pass on what user code calls."""
 
 
 def may_act(function: Any) -> bool:
