@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,17 +17,13 @@ from lightning_graphs.private.callsite import stacklevel_of_user
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.private.torch import (
-    is_strided,
     named_buffers_in,
     named_modules_in,
     named_parameters_in,
-    plain,
-    storage_uses,
 )
 from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.report.messages import Statistics
-from lightning_graphs.values.memory import clone_all
 from lightning_graphs.values.snapshot import Gradients, PythonSnapshot, Snapshot, SnapshotPart
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.user_code import UnregisteredTensors, iter_objects, objects_in
@@ -304,54 +299,3 @@ class MemoryRecovery:
         gc.collect()  # frees what the error's traceback refers to
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-
-
-# ------------------ Gaps in memory
-
-_WORTH_A_MOVE = 0.05
-"""The part of the reserved memory that lies unused between tensors."""
-_AT_ONCE = 2**28  # bytes: what a move needs next to the tensors
-_MIB = 2**20
-
-
-def defragment(tensors: Iterable[Tensor]) -> None:
-    """Move tensors together if much memory lies unused between them and others.
-
-    An optimizer makes its state in the first step, wherever gradients and activations leave room.
-    In a captured step these are in memory of its own, and the gaps stay empty. Only addresses of
-    the tensors change: to be called before the first capture.
-    """
-    tensors = [tensor for tensor in plain(tensors) if tensor.is_cuda]
-    if not tensors or torch.cuda.get_allocator_backend() != "native":  # others have no pools
-        return
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    reserved = torch.cuda.memory_reserved()
-    if reserved - torch.cuda.memory_allocated() < _WORTH_A_MOVE * reserved:
-        return
-    here = torch.cuda.current_device()
-    movable = [t for t in tensors if t.device.index == here and _is_whole(t)][::-1]
-    pool = torch.cuda.MemPool()
-    with contextlib.suppress(torch.OutOfMemoryError):  # what has moved has moved; the rest stays
-        while movable:
-            moved, size = [movable.pop()], 0
-            while movable and (size := size + movable[-1].nbytes) <= _AT_ONCE:
-                moved.append(movable.pop())
-            with torch.cuda.use_mem_pool(pool):
-                # The allocator cuts up one large piece, where it would get many, which takes longer
-                large = [-(-t.nbytes // 512) * 512 for t in moved if t.nbytes > _MIB]
-                torch.empty(sum(large), dtype=torch.uint8, device=moved[0].device)
-                copies = clone_all(moved)
-            while copies:
-                moved.pop().data = copies.pop()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor fills its storage, and nothing else uses that."""
-    if not is_strided(tensor):  # an optimizer's state of sparse gradients
-        return False
-    storage = tensor.untyped_storage()
-    fills = storage.nbytes() == tensor.numel() * tensor.element_size() > 0
-    return fills and storage_uses(storage) == 2  # by the tensor, and by the name above

@@ -54,13 +54,13 @@ from lightning_graphs.regions.optimizer import (
 from lightning_graphs.regions.overlapped import Overlap
 from lightning_graphs.regions.own_gradients import why_not_behind
 from lightning_graphs.regions.plan import StepPlan
-from lightning_graphs.regions.recovery import MemoryRecovery, defragment
+from lightning_graphs.regions.recovery import MemoryRecovery
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verification, Verifier
 from lightning_graphs.report.messages import FEW, capture_cost, listed, padding_for
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import Gradients, RegionState
-from lightning_graphs.values.tree import parameters_of, tensors_inside
+from lightning_graphs.values.tree import parameters_of
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues, refuse_iterator
 from lightning_graphs.watch.environment import Environment, RaisedInCapture
 
@@ -304,8 +304,6 @@ class StepRegion(HeadedSteps):
             for plan in self._cache.plans():
                 plan.gradients.release_ownership()
             self._kept.count()
-            for one in self._in_graphs if not len(self._cache) else ():
-                defragment(tensors_inside([*one.guard.state.values()]))
             if self._head.now is not None:
                 parts = self._key_behind, self._phase(), self._watch
                 return self._capture.capture_behind(self._head, call, *parts)
