@@ -52,7 +52,6 @@ STEPS = 18
 PHASES: tuple[tuple[Any, str, str], ...] = (
     (whole_step.StepRegion, "capture", "capture"),
     (MemoryBudget, "require_room", "room in memory"),
-    (whole_step, "defragment", "optimizer's state moved together"),
     (step.StepCapture, "_begin", "a look at what surrounds the step"),
     (surroundings.Environment, "__init__", "what modules and functions hold"),
     (step.StepCapture, "forward", "forward under watch"),
