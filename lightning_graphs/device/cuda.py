@@ -477,14 +477,16 @@ def _explained(error: BaseException) -> CaptureError:
     return CaptureError(NOT_RECORDED.rule, observed, known_remedy(error, NOT_RECORDED.remedy))
 
 
-def _ordered_with_threads(stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+def _ordered_with_threads(
+    device: torch.device, stream: torch.cuda.Stream
+) -> AbstractContextManager[None]:
     """Order the work of this thread, on a stream of its own, with what other threads do.
 
     These use the default stream, as this one without graphs: what they are handed is ready there,
     such as the tensors that Lightning's AsyncCheckpointIO writes. Here that stream waits where this
     thread hands over, and this one's where it takes.
     """
-    default = torch.cuda.default_stream(stream.device)
+    default = torch.cuda.default_stream(device)
 
     def member(owner: type, name: str, *, takes: bool) -> Member:
         own = getattr(owner, name)
@@ -526,7 +528,7 @@ def joined_stream(
     with torch.cuda.device(device):  # a stream that is set makes its device the current one
         torch.cuda.set_stream(stream)
         try:
-            with _ordered_with_threads(stream):
+            with _ordered_with_threads(device, stream):
                 yield stream
         finally:
             torch.cuda.set_stream(before)

@@ -284,6 +284,7 @@ def test_gradient_nodes_belong_to_the_capture_stream(backend: str, tmp_path: Pat
         if backend == "emulated":  # whose streams are names
             current: list[Any] = [SimpleNamespace(wait_stream=lambda other: None)]
             patch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
+            patch.setattr(torch.cuda, "default_stream", lambda _: current[0])
             patch.setattr(torch.cuda, "set_stream", current.append)
             patch.setattr(torch.cuda, "device", lambda _: nullcontext())
             own: Any = SimpleNamespace(wait_stream=lambda other: None)
