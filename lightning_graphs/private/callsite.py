@@ -185,6 +185,14 @@ def is_library(filename: str) -> bool:
     return os.path.normpath(filename).startswith(LIBRARIES.roots + _GENERATED)
 
 
+NUMERIC = "numpy", "scipy", "pandas"
+"""Packages that compute on behalf of their callers, whose lines explain what they are asked for."""
+
+
+def _has_users_lines(filename: str) -> bool:
+    return not is_library(filename) and package_of(filename) not in NUMERIC
+
+
 STANDARD = sysconfig.get_paths()["stdlib"]
 _INSTALLED = {"site-packages", "dist-packages"}
 
@@ -264,7 +272,7 @@ class CallSiteFinder:
             code = frame.f_code
             if code in _CALLERS:
                 break
-            if not is_library(code.co_filename):
+            if _has_users_lines(code.co_filename):
                 return CallSite(code.co_filename, frame.f_lineno, code.co_name)
             in_backward |= code.co_name == "_engine_run_backward"
         return CallSite(in_backward=in_backward)
@@ -286,7 +294,7 @@ class CallSiteFinder:
         site = CallSite()
         for frame, line in walk_tb(error.__traceback__):
             code = frame.f_code
-            if not is_library(code.co_filename):
+            if _has_users_lines(code.co_filename):
                 site = CallSite(code.co_filename, line, code.co_name)
             elif code.co_name == "_engine_run_backward" and not site.line:
                 site = CallSite(in_backward=True)

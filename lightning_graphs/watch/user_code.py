@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.private.callsite import (
+    NUMERIC,
     OURS,
     STANDARD,
     frames_from,
@@ -55,7 +56,6 @@ from lightning_graphs.values.snapshot import Snapshot
 
 # ------------------ User, library and compiled code
 
-_NUMERIC = ("numpy", "scipy", "pandas")  # which take `float` for a type of numbers of their own
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -141,8 +141,9 @@ class UserCode:
         return self.has(frame.f_code.co_filename, frame.f_globals.get("__name__", ""))
 
     def _judge_installed(self, name: str) -> bool:
+        # NumPy and its like take `float` for a type of numbers of their own
         file = getattr(sys.modules.get(name), "__file__", None)
-        if file is None or is_library(file) or name.partition(".")[0] in _NUMERIC:
+        if file is None or is_library(file) or name.partition(".")[0] in NUMERIC:
             return False
         return is_installed(os.path.normpath(file))
 
