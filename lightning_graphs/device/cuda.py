@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from queue import Queue
 from threading import Condition, Event, Semaphore, Thread, get_ident
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -31,7 +32,7 @@ from lightning_graphs.device.rules import (
 )
 from lightning_graphs.device.trace import KnownStorage, Operation, Recorder, refuse_dead_inputs
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
-from lightning_graphs.private.callsite import CallSiteFinder
+from lightning_graphs.private.callsite import OURS, CallSiteFinder, outside_of
 from lightning_graphs.private.distributed import collectives_called
 from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.generators import CapturedDropout, DropoutCapture
@@ -501,12 +502,18 @@ def _ordered_with_threads(
                 stream.wait_stream(default)
             return returned
 
-        return owner, name, standing_in(own, call)
+        return owner, name, standing_in(own, call, _is_of_others)
 
     if stream == default:
         return contextlib.nullcontext()
     takes, gives = (functools.partial(member, takes=is_so) for is_so in (True, False))
     return exchanged([*(takes(*each) for each in _TAKING), *(gives(*each) for each in _GIVING)])
+
+
+def _is_of_others(frame: FrameType) -> bool:
+    """Return whether other code than this package's waits or wakes: it may do so amid a failure."""
+    asking = outside_of(frame, "threading", "queue", "concurrent.")
+    return not asking.f_globals.get("__name__", "").startswith(OURS)
 
 
 _GIVING = (Thread, "start"), (Condition, "notify"), (ThreadPoolExecutor, "submit")

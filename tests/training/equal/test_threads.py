@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
+from lightning_graphs.device.cuda import joined_stream
 from tests.training.fits import Net, batches, close, compare, prepare
 
 
@@ -81,3 +84,35 @@ def test_steps_wait_for_batches_that_a_thread_moves(backend: str, tmp_path: Path
     data = lambda: Prefetched(device)  # noqa: E731
     fits = [prepare(backend, tmp_path, on, data=data, validation=0).run() for on in (False, True)]
     compare(*fits)
+
+
+class Named:
+    """In place of a stream of CUDA: notes what it waits for."""
+
+    def __init__(self) -> None:
+        self.waits: list[Named] = []
+
+    def wait_stream(self, other: Named) -> None:
+        self.waits.append(other)
+
+
+def test_threads_of_the_package_itself_wait_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They look after a device that may never end its work."""
+    default, own = Named(), Named()
+    current: list[Any] = [default]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: default)
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    table = {"__name__": "lightning_graphs.regions.peers", "event": threading.Event()}
+    stream: Any = own
+    with joined_stream(torch.device("cuda"), stream):
+        own.waits.clear()
+        exec("event.set(); event.wait(); event.clear(); event.wait(0.0)", table)
+        assert (default.waits, own.waits) == ([], [])
+        queue = Queue[int]()
+        queue.put(1)
+        assert default.waits
+        assert (queue.get(), {*default.waits}, own.waits) == (1, {own}, [default])
+    assert default.waits.pop() is own
