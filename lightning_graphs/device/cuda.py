@@ -478,9 +478,7 @@ def _explained(error: BaseException) -> CaptureError:
     return CaptureError(NOT_RECORDED.rule, observed, known_remedy(error, NOT_RECORDED.remedy))
 
 
-def _ordered_with_threads(
-    device: torch.device, stream: torch.cuda.Stream
-) -> AbstractContextManager[None]:
+def _ordered(device: torch.device, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
     """Order the work of this thread, on a stream of its own, with what other threads do.
 
     These use the default stream, as this one without graphs: what they are handed is ready there,
@@ -504,8 +502,6 @@ def _ordered_with_threads(
 
         return owner, name, standing_in(own, call, _is_of_others)
 
-    if stream == default:
-        return contextlib.nullcontext()
     takes, gives = (functools.partial(member, takes=is_so) for is_so in (True, False))
     return exchanged([*(takes(*each) for each in _TAKING), *(gives(*each) for each in _GIVING)])
 
@@ -535,7 +531,8 @@ def joined_stream(
     with torch.cuda.device(device):  # a stream that is set makes its device the current one
         torch.cuda.set_stream(stream)
         try:
-            with _ordered_with_threads(device, stream):
+            # Inside of a fit its stream may be the current one already
+            with contextlib.nullcontext() if stream == before else _ordered(device, stream):
                 yield stream
         finally:
             torch.cuda.set_stream(before)

@@ -17,6 +17,7 @@ from torch import Tensor, nn, optim
 from lightning_graphs import capture
 from lightning_graphs.device.trace import OperatorsSeen
 from lightning_graphs.regions.tried import HostState
+from lightning_graphs.report import Report
 from tests.training.equal.test_optimizers import RATE, Own, in_scope, lion, muon
 from tests.training.fits import Net, batches, compare, prepare
 
@@ -491,89 +492,98 @@ def test_what_a_step_has_on_the_host_is_put_back_out_of_sight() -> None:
     assert (step.item(), seen) == (0, [torch.ops.aten.add_.Tensor])
 
 
-@pytest.mark.filterwarnings("ignore:.*the optimizer step runs eagerly. AdamW")
-def test_a_step_of_a_plain_loop_that_reads_is_left_behind_the_graph(backend: str) -> None:
-    """Also where the optimizer itself would have run its fused kernel in the graph."""
+Changed = Callable[[Any, nn.Module, list[float]], Callable[[], None] | None]
+"""Changes an optimizer of a module, and may keep rows; what it returns is called in each step."""
+
+
+def report_of_equal(backend: str, changed: Changed, count: int = 12, **options: Any) -> Report:
+    """Assert that a loop is equal whose optimizer of torch code has changed; what is reported.
+
+    Equal are losses, parameters, and the rows in which that code keeps something.
+    """
     device = torch.device("cuda" if backend == "cuda" else "cpu")
+    options = {"backend": backend, "only_if_faster": False, **options}
     found = []
     for is_captured in (False, True):
         torch.manual_seed(0)
-        net = nn.Linear(8, 1).to(device)
+        net, rows = nn.Linear(8, 1).to(device), list[float]()
         optimizer: Any = optim.AdamW(net.parameters(), lr=RATE, fused=True)
-        norms: list[float] = []
+        taken, ahead = loop(optimizer, net), changed(optimizer, net, rows)
 
-        def stepped(own: Any = optimizer.step, net: Any = net, norms: Any = norms) -> Any:
-            norms.append(net.weight.grad.norm().item())
-            return own()
+        def train(x: Tensor, taken: Any = taken, ahead: Any = ahead) -> Tensor:
+            if ahead is not None:
+                ahead()
+            loss: Tensor = taken(x)
+            return loss
 
-        optimizer.step = stepped
-        step: Any = loop(optimizer, net)
-        if is_captured:
-            step = capture(step, net, optimizer, backend=backend, only_if_faster=False)
+        step: Any = capture(train, net, optimizer, **options) if is_captured else train
         data = torch.Generator().manual_seed(1)
-        losses = [step(torch.randn(4, 8, generator=data).to(device)) for _ in range(16)]
-        found.append((torch.stack(losses), torch.tensor(norms), net.weight.detach()))
-    assert step.report.replayed > 5
-    (said,) = step.report.fallbacks
-    assert "AdamW: " + ("it computes `norms` on the host" if backend == "emulated" else "") in said
+        losses = [step(torch.randn(4, 8, generator=data).to(device)) for _ in range(count)]
+        found.append((torch.stack(losses), torch.tensor(rows), net.weight.detach()))
     assert all(map(torch.equal, *found))
+    report: Report = step.report
+    return report
 
 
-def _counts_in_a_closure(optimizer: Any, rows: list[int]) -> Any:
+def _reads(optimizer: Any, net: Any, rows: list[float]) -> None:
+    def stepped(own: Any = optimizer.step, net: Any = net, norms: Any = rows) -> Any:
+        norms.append(net.weight.grad.norm().item())
+        return own()
+
+    optimizer.step = stepped
+
+
+@pytest.mark.filterwarnings("ignore:.*the optimizer step runs eagerly. AdamW")
+def test_a_step_of_a_plain_loop_that_reads_is_left_behind_the_graph(backend: str) -> None:
+    """Also where the optimizer itself would have run its fused kernel in the graph."""
+    report = report_of_equal(backend, _reads, 16)
+    assert report.replayed > 5
+    (said,) = report.fallbacks
+    assert "AdamW: " + ("it computes `norms` on the host" if backend == "emulated" else "") in said
+
+
+def _counts_in_a_closure(optimizer: Any, _: Any, rows: list[float]) -> None:
     own = optimizer.step
 
     def stepped() -> Any:
         rows.append(len(rows))
         return own()
 
-    return stepped
+    optimizer.step = stepped
 
 
-def _counts_in_a_default(optimizer: Any, rows: list[int]) -> Any:
+def _counts_in_a_default(optimizer: Any, _: Any, rows: list[float]) -> None:
     def stepped(own: Any = optimizer.step, rows: Any = rows) -> Any:
         rows.append(len(rows))
         return own()
 
-    return stepped
+    optimizer.step = stepped
 
 
-def _counts_in_an_attribute(optimizer: Any, rows: list[int]) -> Any:
+def _counts_in_an_attribute(optimizer: Any, _: Any, rows: list[float]) -> None:
     own, optimizer.rows = optimizer.step, rows
 
     def stepped(self: Any) -> Any:
         self.rows.append(len(self.rows))
         return own()
 
-    return MethodType(stepped, optimizer)
+    optimizer.step = MethodType(stepped, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:.*the optimizer step runs eagerly. AdamW")
 @pytest.mark.parametrize(
     "around", [_counts_in_a_closure, _counts_in_a_default, _counts_in_an_attribute]
 )
-def test_what_code_puts_around_a_step_computes_in_each(backend: str, around: Any) -> None:
+def test_what_code_puts_around_a_step_computes_in_each(backend: str, around: Changed) -> None:
     """As apex puts a step of its own on an optimizer of torch."""
-    device = torch.device("cuda" if backend == "cuda" else "cpu")
-    found = []
-    for is_captured in (False, True):
-        torch.manual_seed(0)
-        net, rows = nn.Linear(8, 1).to(device), list[int]()
-        optimizer: Any = optim.AdamW(net.parameters(), lr=RATE, fused=True)
-        optimizer.step = around(optimizer, rows)
-        step: Any = loop(optimizer, net)
-        if is_captured:
-            step = capture(step, net, optimizer, backend=backend, only_if_faster=False)
-        data = torch.Generator().manual_seed(1)
-        losses = [step(torch.randn(4, 8, generator=data).to(device)) for _ in range(12)]
-        found.append((torch.stack(losses), torch.tensor(rows), net.weight.detach()))
-    assert step.report.replayed > 3
-    assert step.report.fallbacks == (
+    report = report_of_equal(backend, around)
+    assert report.replayed > 3
+    assert report.fallbacks == (
         "the optimizer step runs eagerly: AdamW: it computes `rows` on the host in every step",
     )
-    assert all(map(torch.equal, *found))
 
 
-def _zeroes_with_a_count(optimizer: Any, rows: list[int]) -> None:
+def _zeroes_with_a_count(optimizer: Any, _: Any, rows: list[float]) -> None:
     own = optimizer.zero_grad
 
     def zero_grad(*args: Any, rows: Any = rows) -> None:
@@ -583,7 +593,7 @@ def _zeroes_with_a_count(optimizer: Any, rows: list[int]) -> None:
     optimizer.zero_grad = zero_grad
 
 
-def _zeroes_in_a_class(optimizer: Any, rows: list[int]) -> None:
+def _zeroes_in_a_class(optimizer: Any, _: Any, rows: list[float]) -> None:
     class Counting(optim.AdamW):
         def zero_grad(self, *args: Any) -> None:
             rows.append(len(rows))
@@ -592,9 +602,14 @@ def _zeroes_in_a_class(optimizer: Any, rows: list[int]) -> None:
     optimizer.__class__ = Counting
 
 
-def _counts_outside(optimizer: Any, rows: list[int]) -> None:
-    optimizer.rows = rows
-    optimizer.zeroed = 0
+def _counts_outside(optimizer: Any, _: Any, rows: list[float]) -> Callable[[], None]:
+    optimizer.rows, optimizer.zeroed = rows, 0
+
+    def count() -> None:
+        optimizer.zeroed += 1
+        optimizer.rows.append(optimizer.zeroed)
+
+    return count
 
 
 @pytest.mark.filterwarnings("ignore:.*a call runs eagerly")
@@ -607,33 +622,11 @@ def _counts_outside(optimizer: Any, rows: list[int]) -> None:
     ],
 )
 def test_what_code_changes_of_an_optimizer_is_no_less(
-    backend: str, changed: Any, names: str
+    backend: str, changed: Changed, names: str
 ) -> None:
-    device = torch.device("cuda" if backend == "cuda" else "cpu")
-    found = []
-    for is_captured in (False, True):
-        torch.manual_seed(0)
-        net, rows = nn.Linear(8, 1).to(device), list[int]()
-        optimizer: Any = optim.AdamW(net.parameters(), lr=RATE, fused=True)
-        changed(optimizer, rows)
-        taken: Any = loop(optimizer, net)
-
-        def step(batch: Any, taken: Any = taken, optimizer: Any = optimizer) -> Any:
-            if hasattr(optimizer, "zeroed"):
-                optimizer.zeroed += 1
-                optimizer.rows.append(optimizer.zeroed)
-            return taken(batch)
-
-        call: Any = step
-        if is_captured:
-            options: Any = {"only_if_faster": False, "on_failure": "eager", "verify": False}
-            call = capture(step, net, optimizer, backend=backend, **options)
-        data = torch.Generator().manual_seed(1)
-        losses = [call(torch.randn(4, 8, generator=data).to(device)) for _ in range(12)]
-        found.append((torch.stack(losses), torch.tensor(rows), net.weight.detach()))
-    assert all(map(torch.equal, *found))
-    said = " ".join(call.report.fallbacks)
-    assert f"changes {names}" in said if names else call.report.replayed > 3
+    report = report_of_equal(backend, changed, on_failure="eager", verify=False)
+    said = " ".join(report.fallbacks)
+    assert f"changes {names}" in said if names else report.replayed > 3
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
