@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import sys
 import warnings
 import weakref
@@ -483,15 +484,16 @@ def _ordered(device: torch.device, stream: torch.cuda.Stream) -> AbstractContext
 
     These use the default stream, as this one without graphs: what they are handed is ready there,
     such as the tensors that Lightning's AsyncCheckpointIO writes. Here that stream waits where this
-    thread hands over, and this one's where it takes.
+    thread hands over, and this one's where it takes. Processes that are forked meanwhile, such as
+    workers of a loader, inherit these methods, and have no CUDA.
     """
-    default = torch.cuda.default_stream(device)
+    default, process = torch.cuda.default_stream(device), os.getpid()
 
     def member(owner: type, name: str, *, takes: bool) -> Member:
         own = getattr(owner, name)
 
         def call(_: object, *args: Any, **kwargs: Any) -> Any:
-            if torch.cuda.is_current_stream_capturing():
+            if os.getpid() != process or torch.cuda.is_current_stream_capturing():
                 return own(*args, **kwargs)
             if not takes:
                 default.wait_stream(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_graphs.device.cuda import joined_stream
 from tests.training.fits import Net, batches, close, compare, prepare
@@ -96,8 +98,9 @@ class Named:
         self.waits.append(other)
 
 
-def test_threads_of_the_package_itself_wait_for_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They look after a device that may never end its work."""
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Named, Named]:
+    """The default stream, and one that a fit can run on, of a device that is not there."""
     default, own = Named(), Named()
     current: list[Any] = [default]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current[-1])
@@ -105,6 +108,12 @@ def test_threads_of_the_package_itself_wait_for_no_stream(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "set_stream", current.append)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return default, own
+
+
+def test_threads_of_the_package_itself_wait_for_no_stream(streams: tuple[Named, Named]) -> None:
+    """They look after a device that may never end its work."""
+    default, own = streams
     table = {"__name__": "lightning_graphs.regions.peers", "event": threading.Event()}
     stream: Any = own
     with joined_stream(torch.device("cuda"), stream):
@@ -116,3 +125,28 @@ def test_threads_of_the_package_itself_wait_for_no_stream(monkeypatch: pytest.Mo
         assert default.waits
         assert (queue.get(), {*default.waits}, own.waits) == (1, {own}, [default])
     assert default.waits.pop() is own
+
+
+def test_forked_processes_wait_for_no_stream(streams: tuple[Named, Named]) -> None:
+    """Workers of a loader start a thread for what they hand over; CUDA raises in them."""
+    default, own = streams
+    stream: Any = own
+    with joined_stream(torch.device("cuda"), stream):
+        worker = os.fork()
+        if not worker:
+            queue = Queue[int]()
+            queue.put(1)
+            queue.get()
+            os._exit(len(default.waits))
+    assert os.waitpid(worker, 0)[1] == 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_workers_that_are_forked_within_a_fit(backend: str, tmp_path: Path, kept: bool) -> None:
+    def data() -> Any:
+        workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": kept}
+        return DataLoader(batches(8), batch_size=None, multiprocessing_context="fork", **workers)  # type: ignore[arg-type]
+
+    fits = [prepare(backend, tmp_path, on, data=data).run() for on in (False, True)]
+    compare(*fits)
+    assert fits[1].statistics.replayed > 4
