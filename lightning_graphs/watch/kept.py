@@ -278,9 +278,12 @@ class KeptCalls:
 
     def _keep_at(self, at: CallAt, error: Texts, functions: Sequence[FunctionType]) -> str:
         name = f"what is kept back at {at.code.co_filename}:{at.line}"
-        position = positions_of(at.code, at.offset)
-        acts = error[0] == SIDE_EFFECT.rule or is_statement(at.code, at.line, position)
-        self.known[_site(at.code, at.offset)] = _Kept(name, error, functions, at.module, acts)
+        site = _site(at.code, at.offset)
+        acts = is_statement(at.code, at.line, positions_of(at.code, at.offset))
+        if error[0] == SIDE_EFFECT.rule and not acts:
+            self._unfit.add(site)  # a run that is undone can neither make the call nor go without
+            return ""
+        self.known[site] = _Kept(name, error, functions, at.module, acts)
         return name
 
     @contextlib.contextmanager

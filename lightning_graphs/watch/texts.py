@@ -189,6 +189,12 @@ def is_call_there(code: CodeType, teller: ast.Call) -> bool:
 
 
 def is_statement(code: CodeType, line: int, at: Position | None) -> bool:
-    """Return whether a call is a statement by itself, given its line and position."""
+    """Return whether nothing has a call's result, given its line and position.
+
+    It is a statement by itself, or further calls and attributes are: ``self.experiment.log(...)``.
+    """
     statement = [None, *statements_around(code, line)][-1]
-    return isinstance(statement, ast.Expr) and position_of(statement.value) == at
+    node: Any = statement.value if isinstance(statement, ast.Expr) else None
+    while isinstance(node, (ast.Call, ast.Attribute)) and position_of(node) != at:
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node is not None and position_of(node) == at

@@ -531,6 +531,12 @@ def to_shared_memory(self: Any, batch: Any, batch_idx: int) -> Any:
     return self.loss(batch) * (1 + HELD.shared.value / 64)
 
 
+def from_a_file(self: Any, batch: Any, batch_idx: int) -> Any:
+    """Of a call with effects the result is needed, if only for a log."""
+    self.log("read", float(FILE.read_text(encoding="utf-8").split()[1]))
+    return self.loss(batch)
+
+
 HELD_STEPS = {
     by_an_executor: "SimpleQueue.put is used at .* in by_an_executor: HELD",
     in_a_thread: "threading.Thread.start is used at .* in in_a_thread: threading",
@@ -546,6 +552,7 @@ HELD_STEPS = {
     to_mapped_memory: r"changes HELD\.array, named at .* in to_mapped_memory: HELD",
     to_the_environment: "os.putenv is used at .* in to_the_environment: os",
     to_the_system: "os.truncate is used at .* in to_the_system: os",
+    from_a_file: "open is used at .* in from_a_file: self",
 }
 REFUSED_STEPS = {
     printing_a_history: "print is used at .* in printing_a_history",
@@ -601,6 +608,7 @@ class Effects(logging.Handler):
         levels = [logger.level for logger in loggers]
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(self.lines):
             FILE = Path(folder) / "written.txt"
+            FILE.write_text("0 1 ", encoding="utf-8")
             for logger in loggers:
                 logger.setLevel(logging.INFO)
                 logger.addHandler(self)
@@ -616,7 +624,7 @@ class Effects(logging.Handler):
         return (
             [line for line in lines if line.startswith(("a step", "a loss"))],
             [text for text in self.texts if text.startswith("a step")],
-            FILE.read_text() if FILE.exists() else "", HELD.found(),
+            FILE.read_text(encoding="utf-8"), HELD.found(),
             STEPS, COUNTS, sorted(BOARD.seen), counter, note.calls, LAST, CountingInTheClass.calls,
             CountingInTheNamedClass.calls, AppendingToTheClass.sizes,
         )  # fmt: skip
