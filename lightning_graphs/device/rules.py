@@ -482,11 +482,16 @@ NESTED = Remedy(
     "enable_nested_tensor=False, or encoder.use_nested_tensor = False",
     "nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)",
 )
+TIMES = Remedy(
+    "record events around the step: those inside are nodes of the graph, and have no time",
+    "begin.record(); train_step(batch); end.record()",
+)
 _OF_LAYERS = os.path.join("torch", "nn", "modules", "")
 _NESTED = aten._nested_tensor_from_mask_left_aligned, aten._nested_tensor_from_mask
 _CAUSES: dict[tuple[str, str], Remedy] = {
     ("torch/nn/modules/transformer.py", "_detect_is_causal_mask"): IS_CAUSAL,
     ("torch/nn/modules/batchnorm.py", "forward"): MOMENTUM,
+    ("torch/cuda/streams.py", "elapsed_time"): TIMES,
     ("transformers/integrations/moe.py", "_grouped_mm"): GROUPED,
     ("transformers/integrations/moe.py", "_grouped_mm_fallback"): GROUPED,
 }

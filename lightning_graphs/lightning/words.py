@@ -58,6 +58,12 @@ WORDS = {
         "logarithms in place of prod and cumprod, torch.where in place of masked_fill with a "
         "trained value; or leave that line to code between submodules (scope='modules')",
     },
+    rules.TIMES: {
+        "remedy": "record events in hooks: those inside of the step are nodes of the graph, and "
+        "have no time",
+        "code": "def on_train_batch_start(self, batch, batch_idx):\n"
+        "    self.begin.record()  # and self.end in on_train_batch_end",
+    },
     rules.GROUPED: {
         "remedy": "train weights in bfloat16 (precision='bf16-true'): torch multiplies those of "
         "all experts in one kernel, which reads nothing on the host",

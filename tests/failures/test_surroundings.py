@@ -98,6 +98,7 @@ def test_a_thread_that_allocates_during_a_capture(
 
 if torch.cuda.is_available():
 
+    @pytest.mark.gpu
     def test_a_loader_that_pins_memory(tmp_path: Path, scope: dict[str, Any]) -> None:
         """Its thread pins batches ahead, all through the fit."""
 
