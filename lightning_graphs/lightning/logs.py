@@ -146,7 +146,8 @@ class _LogCall:
             return size
         if value is not self._scalar:
             value = value.detach().squeeze()
-        results.update_metrics(self._key, value.to(entry.value.device), size)
+        value = value.to(entry.value.device, copy=entry.meta.reduce_fx in _KEEPING)
+        results.update_metrics(self._key, value, size)
         return size
 
     @property
@@ -546,6 +547,8 @@ def _dtype_of_numbers() -> torch.dtype:
 
 _PLAIN = (bool, int, str, type(None))
 _WIDE = (torch.float32, torch.float64)
+_KEEPING = (max, min)
+"""Reductions of Python, which keep one of the tensors that they are given."""
 
 
 # ------------------ Metrics
