@@ -37,6 +37,7 @@ from lightning_graphs.lightning.strategy import ManualSteps, ProgressValues
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, definition_of, is_library
 from lightning_graphs.private.engine import current_autograd_node
 from lightning_graphs.private.exchange import exchanged, replaced, subclassed
+from lightning_graphs.private.torch import left_alone
 from lightning_graphs.regions.conditions import in_turn
 from lightning_graphs.regions.context import StepRecorder
 from lightning_graphs.values.memory import Given, clone_all
@@ -97,7 +98,7 @@ def log_exchanged(
         else:
             original(owner, *args, **kwargs)
 
-    with replaced(base, "log", exchanged):
+    with replaced(base, "log", left_alone(exchanged)):  # of a compiled training_step, too
         yield own
 
 

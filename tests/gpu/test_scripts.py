@@ -300,6 +300,15 @@ class Ranged(Net):
         return loss
 
 
+class Compiling(Net):
+    """All of its step is compiled, as by ``trainer.fit(torch.compile(module))``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+
 class Waiting(Net):
     """A replay waits, too."""
 
@@ -325,6 +334,7 @@ AROUND: dict[str, dict[str, Any]] = {
     "pooled": {"callbacks": lambda: [Pooled()]},
     "seeded": {"module": Seeded},
     "ranged": {"module": Ranged},
+    "compiled": {"module": lambda: torch.compile(Compiling()), "validation": 0},
     "waiting": {"module": Waiting},
     "waiting for the stream": {"module": WaitingForTheStream},
     "two at once": {

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from lightning_graphs import CaptureError
+from lightning_graphs import CaptureError, GraphCapture
 from lightning_graphs.watch.draws import draws_refused
 from lightning_graphs.watch.user_code import CompiledCode, with_own_graphs
 from tests.training.fits import (
@@ -365,3 +367,27 @@ def test_another_compiler_than_torchs_present_one_is_noticed_by_what_was_compile
             pass
         assert watched.runs is found
         counters["frames"]["ok"] = 1
+
+
+class Logging(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.step(batch)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")  # a rehearsal refuses what is compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, without graphs, too
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_the_compiler_sees_nothing_of_logs(backend: str, tmp_path: Path) -> None:
+    """It looks into ``self.log`` where the whole module is compiled, and raised for ours."""
+    torch.compiler.reset()
+    kind = "gpu" if backend == "cuda" else "cpu"
+    own = GraphCapture(backend=backend, only_if_faster=False)
+    trainer = Trainer(
+        accelerator=kind, devices=1, fast_dev_run=True, logger=False, callbacks=[own],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(torch.compile(Logging(), backend="eager"))  # type: ignore[arg-type]
+    assert set(trainer.callback_metrics) == {"loss"}
