@@ -52,6 +52,10 @@ _WRAPPED = (
     "which may change gradients; configure_gradient_clipping or on_before_optimizer_step may do so "
     "in a captured step"
 )
+_GIVEN = (
+    "the optimizer step runs eagerly: optimizer_step gives it further arguments, which may change; "
+    "keep them in its groups or state"
+)
 
 
 class StepRunner(StepRegion):
@@ -122,6 +126,9 @@ class StepRunner(StepRegion):
             own, self._closure = True, type(closure)
         if not own and not takes_no_closure(closure) and self._in_graphs:
             self._messages.note(_WRAPPED)
+        if kwargs and self._in_graphs:
+            self._messages.note(_GIVEN)
+        own = own and not kwargs
         self._stepping = own
         try:
             capturable = self.capturables.get(optimizer)
@@ -609,7 +616,7 @@ class ModuleRunner:
         if update is not None and optimizer is not update.optimizer:
             update.follow(optimizer)
             update = None
-        if update is None or self._warmup_left > 0 or not update.takes_closure_once:
+        if kwargs or update is None or self._warmup_left > 0 or not update.takes_closure_once:
             returned = self._calls.optimizer_step(optimizer, closure, model, **kwargs)
             if update is not None:
                 update.refuse_closure()

@@ -162,11 +162,13 @@ class StepBody:
         optimizer: Optimizer,
         own: Callable[..., Any],
         closure: Callable[[], Any] | None = None,
+        **further: Any,
     ) -> Any:
         """Take the step of an optimizer, which the step's own code calls."""
         capturable, returned = self.optimizers[optimizer], None
-        if capturable is None and not self.client.takes_no_closure(closure):
-            raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given a closure")
+        if capturable is None and (further or not self.client.takes_no_closure(closure)):
+            given = next(iter(further), "a closure")
+            raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given {given}")
         if capturable is None and optimizer in RETURNING and not is_result_dropped():
             name = type(optimizer).__name__
             raise USED_BEHIND.refused_here(f"what the step of {name} returns is used")
@@ -176,7 +178,7 @@ class StepBody:
                 returned, closure = closure(), None
         with self.rates_given(optimizer):
             if capturable is not None:  # it calls a closure when it likes, and perhaps twice
-                stepped = own(closure)
+                stepped = own(closure, **further)
                 returned = returned if is_ahead else stepped
         if capturable is None:
             self.step_behind(recorder, optimizer)

@@ -402,9 +402,10 @@ class CapturableOptimizer:
     def _stand_in(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step``: the flags are set after its closure, and reset at its end."""
 
-        def called(closure: Callable[[], Any] | None = None) -> Any:
+        def called(closure: Callable[[], Any] | None = None, **further: Any) -> Any:
+            given = () if closure is None else (closure,)  # an author's may take none
             try:
-                return step() if closure is None else step(closure)  # an author's may take none
+                return step(*given, **further)
             except CaptureStopped as stop:
                 raise stop.refusal from stop.__cause__
 
@@ -415,16 +416,16 @@ class CapturableOptimizer:
             taken = unless_overflowed(self.optimizer, taken)
 
         @wraps(step)
-        def stand_in(closure: Callable[[], Any] | None = None) -> Any:
+        def stand_in(closure: Callable[[], Any] | None = None, **further: Any) -> Any:
             if self._is_restored:  # in the middle of a step, which is taken once more
-                return called(closure)
+                return called(closure, **further)
             self.calls += 1
             if self._is_tried:
-                return self._step_as_it_is(taken, closure)
+                return self._step_as_it_is(partial(taken, **further), closure)
             returned = None if closure is None else torch.enable_grad()(closure)()
             with self._flags_exchanged() as is_as_captured:
                 try:
-                    taken()
+                    taken(**further)
                 except RuntimeError as error:
                     if is_current_stream_capturing() and _is_refusal(error):
                         raise self._refused(why_failed(self.optimizer, error)) from error

@@ -89,17 +89,17 @@ def unless_overflowed(optimizer: Optimizer, step: Callable[..., Any]) -> Callabl
     everything as it was, which the device decides.
     """
 
-    def stepped(*args: Any) -> Any:
+    def stepped(*args: Any, **kwargs: Any) -> Any:
         table = vars(optimizer)
         given = {name: table.pop(name) for name in _GIVEN if name in table}
         overflowed = given.get("found_inf")
         try:
             if overflowed is None:
-                return step(*args)
+                return step(*args, **kwargs)
             if not is_current_stream_capturing():
-                return None if overflowed.item() else step(*args)
+                return None if overflowed.item() else step(*args, **kwargs)
             with _Sparing(overflowed, optimizer).sparing():
-                returned = step(*args)
+                returned = step(*args, **kwargs)
             if returned is not None and not is_result_dropped():
                 raise CaptureError(
                     "A captured step that a gradient scaler may skip must return nothing.",
@@ -213,11 +213,11 @@ def kept_in_place(
     eager ones once there was a capture.
     """
 
-    def stepped(*args: Any) -> Any:
+    def stepped(*args: Any, **kwargs: Any) -> Any:
         if not (is_captured() or is_current_stream_capturing()):
-            return step(*args)
+            return step(*args, **kwargs)
         held = _HeldTensors(optimizer)
-        returned = step(*args)
+        returned = step(*args, **kwargs)
         held.keep()
         return returned
 

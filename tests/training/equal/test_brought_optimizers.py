@@ -641,3 +641,63 @@ def test_eager_steps_leave_graphs_what_they_bind_anew(backend: str, tmp_path: Pa
     compare(eager, captured, replayed=False)
     assert captured.statistics.replayed > 10
     assert captured.statistics.captures == 1
+
+
+class Scaling(optim.Optimizer):
+    """Is given how far it goes, as Sophia is given the size of a batch."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 2.0**-6})
+
+    def step(self, closure: Any = None, *, scale: float = 1.0) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(p.grad, alpha=-scale * group["lr"])
+        return loss
+
+
+class GivingInAHook(Net):
+    def optimizer_step(
+        self, epoch: Any, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        optimizer.step(closure=closure, scale=1.0 + batch_idx % 3)
+
+
+class GivingByHand(Net):
+    def __init__(self, optimizers: Any) -> None:
+        super().__init__(optimizers)
+        self.automatic_optimization = False
+
+    def scale(self, batch_idx: int) -> float:
+        return 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step(scale=self.scale(batch_idx))
+        self.log("loss", loss)
+
+
+class GivingInTurn(GivingByHand):
+    def scale(self, batch_idx: int) -> float:
+        return 0.5 if batch_idx % 2 else 2.0
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("module", [GivingInAHook, GivingByHand, GivingInTurn])
+def test_a_step_gets_what_it_is_given(
+    backend: str, tmp_path: Path, module: Any, scope: str
+) -> None:
+    brought = lambda own: Scaling(own.parameters())  # noqa: E731
+    given: dict[str, Any] = {"module": lambda: module(brought), "max_epochs": 3, "validation": 0}
+    given["capture"] = {"scope": scope}
+    eager, captured = (prepare(backend, tmp_path, on, **given).run() for on in (False, True))
+    compare(eager, captured, replayed=False)
+    assert captured.statistics.replayed > 8
+    said = "gives it further arguments" in " ".join(captured.statistics.fallbacks)
+    assert said == (module is GivingInAHook and scope == "step")
