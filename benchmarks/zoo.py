@@ -231,9 +231,11 @@ class Worker:
     Args:
         script: What it runs.
         flags: Of the script.
+        gpu: The one that it sees of several.
     """
 
-    def __init__(self, script: str, flags: Sequence[str]) -> None:
+    def __init__(self, script: str, flags: Sequence[str], gpu: int) -> None:
+        seen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if torch.cuda.device_count() > 1 else {}
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, script, "--worker", *flags],
@@ -241,7 +243,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **seen},
         )
         self._answer()  # all is imported
 
@@ -290,12 +292,13 @@ class Worker:
 def in_processes(
     script: str, names: Sequence[str], flags: Sequence[str], jobs: int, limit: float
 ) -> list[Found]:
-    """Measure rows in several processes, and print each when it is done."""
+    """Measure rows in several processes, on all GPUs in turn, and print each when it is done."""
+    gpus = max(1, torch.cuda.device_count())
     waiting: SimpleQueue[str] = SimpleQueue()
     for name in names:
         waiting.put(name)
 
-    def rows() -> Iterator[Found]:
+    def rows(gpu: int) -> Iterator[Found]:
         worker: Worker | None = None
         try:
             while True:
@@ -303,7 +306,7 @@ def in_processes(
                     name = waiting.get_nowait()
                 except Empty:
                     return
-                worker = worker or Worker(script, flags)
+                worker = worker or Worker(script, flags, gpu)
                 found = worker.measure(name, limit)
                 print(line(found), flush=True)
                 if found.get("last"):
@@ -315,7 +318,7 @@ def in_processes(
                 worker.close()
 
     with ThreadPoolExecutor(jobs) as pool:
-        parts = [pool.submit(lambda: list(rows())) for _ in range(jobs)]
+        parts = [pool.submit(list, rows(job % gpus)) for job in range(jobs)]
         done = {found["row"]: found for part in parts for found in part.result()}
     return [done[name] for name in names]
 
