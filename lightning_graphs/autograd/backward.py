@@ -47,11 +47,7 @@ class GradientMemory:
 
     def of(self, parameters: Sequence[Parameter]) -> Sequence[Tensor]:
         """Make a buffer for each parameter's gradient."""
-        return new_buffers(parameters)
-
-
-def new_buffers(parameters: Sequence[Parameter]) -> list[Tensor]:
-    return list(map(empty_gradient, parameters))
+        return list(map(empty_gradient, parameters))
 
 
 def empty_gradient(parameter: Tensor) -> Tensor:
@@ -421,39 +417,16 @@ class DirectGradients:
                 parameter.grad = buffer
             return
         chosen = frozenset(parameters if reached is None else reached)
-        if memory.are_copied:  # but what was attached before stays so until it is zeroed
-            attached = any(map(is_, before, buffers))
-            kept = clone_all(buffers) if memory.are_kept or attached else []
-            backward()
-            fresh = clone_all(buffers)
-            if kept:
-                torch._foreach_copy_(buffers, kept)
-            self._accumulate(chosen, before, fresh)
-            return
+        kept = clone_all(buffers) if memory.are_copied and memory.are_kept else []
         with self._earlier.aside([self]):
             backward()
-            for parameter, buffer in zip(parameters, buffers, strict=True):
+            # What was attached before stays so until it is zeroed
+            found = clone_all(buffers) if memory.are_copied else buffers
+            if kept:
+                torch._foreach_copy_(buffers, kept)
+            for parameter, gradient in zip(parameters, found, strict=True):
                 if parameter in chosen:
-                    parameter.grad = buffer
-
-    def _accumulate(
-        self,
-        chosen: Collection[Tensor],
-        before: Sequence[Tensor | None],
-        gradients: Sequence[Tensor],
-    ) -> None:
-        """Set ``.grad`` of the chosen parameters to these, or add these to it."""
-        targets, additions = [], []
-        for parameter, old, gradient in zip(self.parameters, before, gradients, strict=True):
-            if parameter not in chosen:
-                continue
-            if old is None:
-                parameter.grad = gradient
-            else:
-                targets.append(old)
-                additions.append(gradient)
-        if targets:
-            torch._foreach_add_(targets, additions)
+                    parameter.grad = gradient
 
 
 # ------------------ Backward passes of a capture

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from lightning_graphs.autograd.backward import (
     AliasedGradients,
     DirectGradients,
-    new_buffers,
+    GradientMemory,
     refuse_parameter_hooks,
 )
 from lightning_graphs.errors import CaptureError, ReplayError
@@ -30,7 +30,7 @@ class Pass:
 
     def __init__(self, parameters: list[Parameter], used: tuple[bool, bool] = (True, True)) -> None:
         self.value = 1.0
-        self._direct = DirectGradients(parameters, new_buffers(parameters))
+        self._direct = DirectGradients(parameters, GradientMemory().of(parameters))
         self._direct.capture(
             [torch.ones_like(p) if use else None for p, use in zip(parameters, used, strict=True)]
         )
@@ -51,7 +51,7 @@ class Pass:
 
 def test_capture_writes_the_buffers_of_used_parameters(device: torch.device) -> None:
     parameters = _parameters(device)
-    direct = DirectGradients(parameters, new_buffers(parameters))
+    direct = DirectGradients(parameters, GradientMemory().of(parameters))
     direct.capture([None, torch.full((3,), 4.0, device=device)])
     assert [buffer.tolist() for buffer in direct.buffers] == [[4.0] * 3]
     assert _values(parameters) == [None, None]
@@ -59,7 +59,7 @@ def test_capture_writes_the_buffers_of_used_parameters(device: torch.device) -> 
 
 def test_buffers_have_the_strides_of_the_parameters(device: torch.device) -> None:
     parameter = nn.Parameter(torch.zeros(3, 2, device=device).t())
-    direct = DirectGradients([parameter], new_buffers([parameter]))
+    direct = DirectGradients([parameter], GradientMemory().of([parameter]))
     assert direct.buffers[0].stride() == parameter.stride()
     assert not direct.buffers[0].requires_grad
 
@@ -247,7 +247,7 @@ def test_gradients_of_every_layout_are_written_bit_by_bit(
     parameters[0] = nn.Parameter(torch.full((7, 5), 9.0, device=device).t())  # strides differ
     sets = [list(range(len(gradients)))] if together else [[i] for i in range(len(gradients))]
     for chosen in sets:
-        buffers = new_buffers([parameters[i] for i in chosen])
+        buffers = GradientMemory().of([parameters[i] for i in chosen])
         direct = DirectGradients([parameters[i] for i in chosen], buffers)
         direct.capture([gradients[i] for i in chosen])
         for i, buffer in zip(chosen, buffers, strict=True):
