@@ -229,11 +229,6 @@ class GraphedCallable:
         """Return whether a call renews cuDNN's random state, from which the graph draws."""
         return self._dropout is not None and not self._dropout.is_current()
 
-    @property
-    def is_next(self) -> bool:
-        """Return whether a call keeps to the order of captures, and spoils no pending backward."""
-        return self.place > self.order.last
-
     def _refuse_arguments_elsewhere(self, tensors: Sequence[Tensor]) -> None:
         for leaf, source in self.aliased_inputs:
             if not source.holds(tensors[leaf]):

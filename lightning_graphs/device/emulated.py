@@ -92,10 +92,6 @@ _KNOWN: dict[int, tuple[Effect, object]] = {}
 """What each operator does, and itself, by its ``id``: its hash is a function of Python."""
 
 
-def _know(func: object) -> tuple[Effect, object]:
-    return _KNOWN.setdefault(id(func), (effect_of(func), func))
-
-
 @dispatched_directly
 class WriteWatch(OperatorMode):
     """Watches which storages from before its entry code writes, and can undo that.
@@ -123,7 +119,7 @@ class WriteWatch(OperatorMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        effect, _ = _KNOWN.get(id(func)) or _know(func)
+        effect, _ = _KNOWN.get(id(func)) or _KNOWN.setdefault(id(func), (effect_of(func), func))
         if saved_tensors_hooks() is not None:
             self.packs = True
         if effect is Effect.WRITES or (types and any(map(dispatches, types))):

@@ -444,7 +444,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         if graphed is not None and not graphed.holds():
             self._missing = graphed.what_differs()
         # Out of order it would overwrite what a pending backward pass needs.
-        elif graphed is not None and graphed.callable.is_next:
+        elif graphed is not None and graphed.callable.place > graphed.callable.order.last:
             answer = self._replayed(graphed, args, kwargs)
             if answer is not _NONE:
                 return answer
