@@ -68,16 +68,12 @@ class OomRecovery(MemoryRecovery):
         begin = self._begin
         if begin is not None:
             begin.restore()
+        self._statistics.eager, self._statistics.replayed = self.counted
         if refused is not None and begin is not None and begin.again is not None:
-            (self._statistics.eager, self._statistics.replayed) = self.counted
             return begin.again(refused, args, kwargs)
-        self._count_as_eager()
+        self._statistics.ran_eagerly()
         self._give_up(reason)
         return self._own.training_step(*args, **kwargs)
-
-    def _count_as_eager(self) -> None:
-        self._statistics.eager, self._statistics.replayed = self.counted
-        self._statistics.ran_eagerly()
 
     @property
     def repeats(self) -> bool:
@@ -137,14 +133,14 @@ class OomRecovery(MemoryRecovery):
             reason = first_line(error)
         for tensor in (closure_loss, loss):
             tensor.detach_()  # frees the autograd graph, also if user code holds the loss
-        self._count_as_eager()
+        self._statistics.eager, self._statistics.replayed = self.counted
         if refused is None:
+            self._statistics.ran_eagerly()
             self._give_up(reason)
         now = now or self._snapshot(begin.args, gradients=True)
         begin.restore()
         with replaced(self._module, "log", nothing):
             if refused is not None and begin.again is not None:
-                (self._statistics.eager, self._statistics.replayed) = self.counted
                 returned = begin.again(refused, begin.args, {})
             else:
                 returned = self._own.training_step(*begin.args)
