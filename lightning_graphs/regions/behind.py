@@ -119,9 +119,11 @@ class StepHead:
         self._places = places
         self.now: Head | None = None
         self._error: GraphError | None = None  # the first refusal
-        self._missed = 0  # so many in a row had no plan for what left their head
+        self.misses = 0  # so many steps in a row had no plan for what left their head
         self._endings: list[Ending] | None = None
-        self._due: set[tuple[Signature, Phase]] = set()  # shapes that are to be captured
+        # Shapes that are to be captured: of later steps, as the code behind a head runs already
+        # when its key is known
+        self.due: set[tuple[Signature, Phase]] = set()
         self._trains = trains
         self._infers = False  # the loop does, as the latest run has found it
 
@@ -186,18 +188,14 @@ class StepHead:
         """
         if self.now is None:
             return None
-        self._missed += 1
-        if self._missed <= PATIENCE:
+        self.misses += 1
+        if self.misses <= PATIENCE:
             return None
         error, self.now, self._error, self._endings = self._error, None, None, []
         return error
 
-    def was_served(self) -> None:
-        """Note that a plan has fitted."""
-        self._missed = 0
-
     def _begin_at(self, ending: Ending) -> None:
-        self._due.clear()
+        self.due.clear()
         self.now = Head(ending)
         self.look_again()
 
@@ -288,22 +286,6 @@ class StepHead:
         """Where the graphs of steps begin."""
         assert self.now is not None
         return self.now.ending.site
-
-    # ------------------------------------------------------------------ captures that are due
-
-    # The code behind a head runs already when its key is known: a later step is captured.
-
-    def puts_off(self, key: Signature) -> None:
-        """Note that a step of this key is to be captured, which may be no coming one."""
-        self._due.add(shape_of(key))
-
-    def is_due(self, key: Signature) -> bool:
-        """Return whether a step of this key is to be captured."""
-        return shape_of(key) in self._due
-
-    def end_capture(self, key: Signature) -> None:
-        """End a capture of a step, whether it has succeeded or not."""
-        self._due.discard(shape_of(key))
 
     # ------------------------------------------------------------------ running it
 

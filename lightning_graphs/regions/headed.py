@@ -141,7 +141,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         with self._head.modes():
             signature, tensors = self._signature_of((leaving,), self._watch.conditions())
         if self._coming_key is None or shape_of(signature) != shape_of(self._coming_key):
-            raise _unlike()
+            raise unlike()
         self._head.refuse_bound(signature.tensor_names, tensors)
         return signature, tensors
 
@@ -214,8 +214,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
 
     def _replay_behind(self) -> Any:
         assert self._active is not None, "its graph was found"
-        self._head.was_served()
-        self._idle = 0
+        self._head.misses = self._idle = 0
         return self._replay(self._active)
 
     @property
@@ -229,7 +228,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
 
     def _capture_later(self, key: Signature) -> None:
         """Note that a coming step is to be captured, since the head of this one runs already."""
-        self._head.puts_off(key)
+        self._head.due.add(shape_of(key))
         if self._rest <= 0 and not self._tries.get(phase := self._phase()):
             self._tries[phase] = _TRIES
 
@@ -259,7 +258,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         self._coming_key = key
         if self._life.capture(args, key) is not None:
             self._tries[phase], self._rest, self._pause = 0, 0, _PAUSE
-        self._head.end_capture(key)
+        self._head.due.discard(shape_of(key))
         self._coming_key = None
 
     def _coming(self, args: tuple[Any, ...]) -> tuple[Signature | None, StepPlan | None]:
@@ -282,7 +281,7 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         with self._head.undone(args) as undone, contextlib.suppress(HeadEnded), uses.ending():
             assert self._head.now is not None, "steps have one"
             self._head.now.run(partial(self._head.step, undone.arguments), at_end)
-        is_known = key is not None and (found is not None or self._head.is_due(key))
+        is_known = key is not None and (found is not None or shape_of(key) in self._head.due)
         return (key if is_known else None), found
 
     # ------------------------------------------------------------------ on several ranks
@@ -305,17 +304,8 @@ class HeadedSteps(Region[tuple[Any, ...], StepPlan]):
         return False
 
 
-def refuse_unlike(plan: StepPlan) -> bool:
-    """Refuse a plan that was just captured, if the head of its step gives something else now.
-
-    Another one may be right: returns False, since it is not known to be.
-    """
-    if plan.unverified:
-        raise _unlike()
-    return False
-
-
-def _unlike() -> VerificationError:
+def unlike() -> VerificationError:
+    """Return the error for a head that gives something else than at the capture."""
     return VerificationError(
         "The head of a step must give the same each time that it runs from one state.",
         "it gave other shapes or values",

@@ -39,7 +39,7 @@ from lightning_graphs.regions.conditions import (
 )
 from lightning_graphs.regions.context import CaptureFacts, TrainingContext
 from lightning_graphs.regions.gradients import GradientTargets
-from lightning_graphs.regions.headed import HeadedSteps, refuse_unlike
+from lightning_graphs.regions.headed import HeadedSteps, unlike
 from lightning_graphs.regions.lifecycle import Lifecycle
 from lightning_graphs.regions.optimizer import (
     CapturableOptimizer,
@@ -367,7 +367,9 @@ class StepRegion(HeadedSteps):
             if plan.forked is not None and plan.forked.missed:
                 self._cache.drop(plan.key)
                 return False
-            return refuse_unlike(plan)
+            if plan.unverified:  # it was just captured; else another one may be right
+                raise unlike() from None
+            return False
         except VerificationError as error:
             follows = any(one.follows for one in self._in_graphs)
             if self._fit.options.on_failure == "raise" or not (follows and self._ranks.are_one):
