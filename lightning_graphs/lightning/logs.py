@@ -285,7 +285,7 @@ class LogRecorder(StepRecorder):
     @functools.cached_property
     def _late(self) -> LateCalls:
         state = (*self._module.parameters(), *self._module.buffers())
-        return LateCalls(self._calls, state, self._module.device.type, self._metrics.copied)
+        return LateCalls(self._calls, state, self._module.device.type, self._kept.copied)
 
     @contextlib.contextmanager
     def recording(self, held: Held | None = None) -> Iterator[None]:
@@ -395,7 +395,7 @@ class LogRecorder(StepRecorder):
         """Capture copies to the host of what the progress bar shows; find changed tensors."""
         may_be_late = self._kept.known or any(isinstance(c, LateCall) for c in self._calls)
         for name in self._late.finish() if may_be_late else ():  # the next capture gives it a copy
-            self._metrics.changes(name)
+            self._kept.copy(name)
             METRIC_VALUE.refuse(f"a tensor given to {name} is changed in place")
         for call, logged, line in self._objects:
             if call.value._forward_cache is not logged:
@@ -582,15 +582,8 @@ class StepMetrics:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._asked: list[nn.Module] = []
-        self._changed: list[str] = []
-        # Names of those to which a step gives tensors that it changes afterwards
-        self.copied: set[str] = set()
         # By ``id``: the hash of a metric changes with its states
         self._inside: dict[int, nn.Module] = {}
-
-    def changes(self, name: str) -> None:
-        """Note that a step changes a tensor after it has given it to a metric of this name."""
-        self._changed.append(name)
 
     def refuse_use(self, metric: nn.Module, what: str) -> NoReturn:
         """Refuse to use what a metric gives or keeps, where that is updated after the replay."""
@@ -603,15 +596,13 @@ class StepMetrics:
         All that is inside of one goes with it, and so does what it is inside of.
         """
         asked, self._asked = set(map(id, (*self._asked, *used))), []
-        known = len(self._inside) + len(self.copied)
-        self.copied.update(self._changed)
-        self._changed.clear()
+        known = len(self._inside)
         for _, metric in metrics_of(self._module):
             held = (value for _, value in objects_in("", metric, {}))
             inside = {id(value): value for value in held if isinstance(value, nn.Module)}
             if asked & inside.keys():
                 self._inside.update(inside)
-        return len(self._inside) + len(self.copied) > known
+        return len(self._inside) > known
 
     def is_apart(self, module: nn.Module) -> bool:
         """Whether a module is a metric that is updated after the replay."""

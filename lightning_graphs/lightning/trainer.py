@@ -39,10 +39,10 @@ from lightning_graphs.lightning.private import (
     takes_no_closure,
 )
 from lightning_graphs.lightning.strategy import (
+    BatchTransfer,
     ManualSteps,
     ProgressValues,
     calls_of,
-    copies_on_host,
 )
 from lightning_graphs.lightning.words import observers_of
 from lightning_graphs.private.callsite import is_library

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -192,7 +192,7 @@ class ProgramWatch(Client):
         self._program, self._evaluates = program, evaluates
         self.processes = Processes(program, evaluates=evaluates)
         self.own = program.own
-        self._kept = RepeatedReads(KeptCalls(self.own))
+        self.kept = KeptCalls(self.own)
         self.watched = program.watched
         self.optimizers = [*optimizers]
         # Here, since nothing of the program may be read in a call
@@ -269,29 +269,23 @@ class ProgramWatch(Client):
     def reading(
         self, reads: AttributeGuards, number: MakeNumber | None
     ) -> AbstractContextManager[None]:
-        reads.called = self._kept.calls.called
+        reads.called = self.kept.called
         return nullcontext()
 
     def calling(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def recorder(self) -> StepRecorder:
-        return ReadRecorder(self._program, self._kept, self.processes.wrappers)
+        return ReadRecorder(self._program, self.kept, self.processes.wrappers)
 
     def learns(self) -> bool:
-        return self._kept.learns()
+        return self.kept.learns()
 
     def keeps_back(self, error: CaptureError, reads: Sequence[CallAt]) -> bool:
-        return not self.waits_for_gradients() and self._kept.calls.learn(error, reads)
+        return not self.waits_for_gradients() and self.kept.learn(error, reads)
 
     def mute(self) -> MutedRecorder:
-        return MutedRecorder(self._kept, self)
-
-    def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Any) -> Any:
-        return self._kept.calls.effect(frame, function, given)
-
-    def declines(self, frame: FrameType) -> bool:
-        return self._kept.calls.declines(frame)
+        return MutedRecorder(self.kept, self)
 
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
@@ -329,34 +323,15 @@ CHANGED_LATER = Obstacle(
 )
 
 
-class RepeatedReads:
-    """What is known of reads on the host that replays repeat behind their graphs."""
-
-    def __init__(self, calls: KeptCalls) -> None:
-        self.calls = calls
-        self.copied: set[str] = set()  # names of those that are given copies
-        self._has_learned = False
-
-    def copy(self, name: str) -> None:
-        """Let the next capture give a read a copy."""
-        self.copied.add(name)
-        self._has_learned = True
-
-    def learns(self) -> bool:
-        """Whether the next capture goes otherwise about it than the last one."""
-        learned, self._has_learned = self._has_learned, False
-        return learned
-
-
 class MutedRecorder(StepRecorder):
     """Of a run that is undone: calls that nothing has the result of are left out."""
 
-    def __init__(self, kept: RepeatedReads, program: ProgramWatch) -> None:
-        self._calls = kept.calls
+    def __init__(self, kept: KeptCalls, program: ProgramWatch) -> None:
+        self._kept = kept
         self._watching = partial(effects_watched, program, refuses=False)
 
     def recording(self, held: Held | None = None) -> AbstractContextManager[None]:
-        return self._calls.left_out(self._watching)
+        return self._kept.left_out(self._watching)
 
 
 class ReadRecorder(StepRecorder):
@@ -368,23 +343,16 @@ class ReadRecorder(StepRecorder):
         wrappers: Those of DDP; in them it stands whether buffers are sent next.
     """
 
-    def __init__(self, program: Any, kept: RepeatedReads, wrappers: Sequence[Any]) -> None:
+    def __init__(self, program: Any, kept: KeptCalls, wrappers: Sequence[Any]) -> None:
         self._kept, self._wrappers = kept, wrappers
         state = (*program.parameters(), *program.buffers())
         self._late = LateCalls([], state, program.device.type, kept.copied)
 
-    @contextlib.contextmanager
-    def _recording(self) -> Any:
-        with self._kept.calls.exchanged(self._late.keep):
-            yield
-
     def recording(self, held: Held | None = None) -> AbstractContextManager[None]:
-        return self._recording() if self._kept.calls.known else nullcontext()
+        return self._kept.exchanged(self._late.keep)
 
     def keeping(self, *, by_methods: bool) -> AbstractContextManager[object]:
-        if not self._kept.calls.known:
-            return nullcontext()
-        return self._kept.calls.of_torch(self._late.keep, by_methods=by_methods)
+        return self._kept.of_torch(self._late.keep, by_methods=by_methods)
 
     def finish(self) -> None:
         for name in self._late.finish():

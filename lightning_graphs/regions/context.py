@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType, MethodType
+from types import FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -22,12 +22,13 @@ from lightning_graphs.private.exchange import nothing
 from lightning_graphs.regions.conditions import NO_OBSERVERS, Observers, in_turn
 from lightning_graphs.regions.gradients import KeptGradients
 from lightning_graphs.report.messages import Messages, Statistics
+from lightning_graphs.values.memory import Given
 from lightning_graphs.watch import environment
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.foreseen import ForeseenReads
 from lightning_graphs.watch.forks import Forks
-from lightning_graphs.watch.kept import CallAt
+from lightning_graphs.watch.kept import CallAt, KeptCalls
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.places import StepState
@@ -82,6 +83,14 @@ class Client(environment.Client):
 
     run: Callable[..., Any]
     """The step's own function, as it is called eagerly."""
+    kept: KeptCalls
+    """Learns which calls of it replays make behind their graphs."""
+
+    def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Given) -> Any:
+        return self.kept.effect(frame, function, given)
+
+    def declines(self, frame: FrameType) -> bool:
+        return self.kept.declines(frame)
 
     @property
     @abstractmethod

@@ -146,9 +146,9 @@ class Client(Protocol):
     def declines(self, frame: FrameType) -> bool:
         """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
 
+    @abstractmethod
     def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Given) -> Any:
         """Keep back a call that prints or logs; None if it is none of those."""
-        return None
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the host's copy of each tensor in a batch; None if it has none."""

@@ -132,6 +132,9 @@ class KeptCalls:
         self._declined: set[Site] = set()  # such reads
         self._has_answered = False  # or there were some, whose values the step has got
         self.logged: set[str] = set()  # names under which such values are logged
+        # Names of those whose tensors the step changes later on: captures give them copies
+        self.copied: set[str] = set()
+        self._copies_more = False  # than the last capture
         self._keep: Keep | None = None  # of the capture that runs
         # By their ``id``, objects whose methods are kept back, and give nothing that code has
         self.called: dict[int, object] = {}
@@ -173,6 +176,16 @@ class KeptCalls:
         if error.rule == self._freezing:
             return self._learn_reads(error, reads) or dropped
         return bool(answered) or asks or dropped
+
+    def copy(self, name: str) -> None:
+        """Let captures give a call copies of its tensors."""
+        self._copies_more |= name not in self.copied
+        self.copied.add(name)
+
+    def learns(self) -> bool:
+        """Whether the next capture gives more calls copies than the last one."""
+        more, self._copies_more = self._copies_more, False
+        return more
 
     def declines(self, frame: FrameType) -> bool:
         """Whether a read that a frame makes is kept back, though a replay could repeat it ahead."""
