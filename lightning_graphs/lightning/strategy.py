@@ -245,14 +245,6 @@ class BatchTransfer:
         self._launched.append(event)
 
 
-def copies_on_host(trainer: Trainer, batch: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the host copy of each tensor of a batch; None for a tensor without one."""
-    transfer = getattr(vars(trainer.strategy).get("batch_to_device"), "__self__", None)
-    if isinstance(transfer, BatchTransfer):
-        return [transfer.on_host(tensor) for tensor in batch]
-    return [tensor if tensor.device.type == "cpu" else None for tensor in batch]
-
-
 _AHEAD = 2
 """Steps that the CPU may be ahead of the GPU."""
 

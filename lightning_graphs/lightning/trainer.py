@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -198,7 +198,7 @@ class TrainerWatch(Client):
         return self._manual
 
     def learns(self) -> bool:
-        return self.metrics.learn()
+        return any([self.metrics.learn(), self.kept.learns()])
 
     def look(self, returned: Any) -> None:
         """Let captures compute metrics of whose values a step of the warm-up has returned one."""
@@ -216,12 +216,6 @@ class TrainerWatch(Client):
         if asked:  # not to be read behind a replay
             self.logged.frozen.clear()
         return asked
-
-    def keeps_effect(self, frame: FrameType, function: Callable[..., Any], given: Any) -> Any:
-        return self.kept.effect(frame, function, given)
-
-    def declines(self, frame: FrameType) -> bool:
-        return self.kept.declines(frame)
 
     def is_apart(self, module: nn.Module) -> bool:
         return self.metrics.is_apart(module)
@@ -248,8 +242,11 @@ class TrainerWatch(Client):
         ddp = wrapper_of(self._trainer)
         return ddp is not None and is_within_backward(ddp)
 
-    def copies_on_host(self, batch: Sequence[Tensor]) -> list[Tensor | None]:
-        return copies_on_host(self._trainer, batch)
+    def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        transfer = getattr(vars(self._trainer.strategy).get("batch_to_device"), "__self__", None)
+        if isinstance(transfer, BatchTransfer):
+            return [transfer.on_host(tensor) for tensor in batch]
+        return super().copies_on_host(batch)
 
     def environment(self, modules: Sequence[nn.Module] | None = None) -> Environment:
         """Make an environment, before the code of the whole step or of these modules runs."""
