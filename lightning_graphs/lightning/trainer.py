@@ -417,7 +417,7 @@ def steps_left(trainer: Trainer) -> int:
     left = float(_MANY)
     each = trainer.num_training_batches
     if trainer.max_epochs not in (None, -1) and each != float("inf"):
-        done = trainer.fit_loop.epoch_loop.batch_idx
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         left = (trainer.max_epochs - trainer.current_epoch) * each - done
     if trainer.max_steps not in (None, -1):
         ahead = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
@@ -449,8 +449,7 @@ def _validations_left(trainer: Trainer) -> float:
         between = per_epoch
     if trainer.check_val_every_n_epoch is not None and between >= per_epoch:
         between = per_epoch * trainer.check_val_every_n_epoch
-    left = steps_left(trainer) - (per_epoch if trainer.fit_loop.epoch_loop.done else 0)
-    return max(0.0, left / between) if 0 < between < float("inf") else 0.0
+    return steps_left(trainer) // between if 0 < between < float("inf") else 0.0
 
 
 # ------------------ DDP around the module

@@ -9,13 +9,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
 
+from lightning_graphs import GraphCapture
+from lightning_graphs.lightning.trainer import evaluations_left, steps_left
 from lightning_graphs.policy import worth as module
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, Experience
 from lightning_graphs.regions.lifecycle import PlanCache
 from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.signature import Sightings
+from tests.training.fits import Net, batches
 
 
 class Plan:
@@ -547,3 +552,65 @@ def test_further_verifications_take_a_fiftieth_of_the_time(
                 fit.now += 0.5
     assert verified[0] == 0
     assert 100 * 0.02 / 0.5 - 1 <= len(verified) <= 100 * 0.02 / 0.5 + 2
+
+
+class Left(Callback):
+    """Notes how many steps and evaluated batches a fit expects ahead of each of them."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.evaluated: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.steps.append(steps_left(trainer))
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.evaluated.append(evaluations_left(trainer))
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+
+class Several(Net):
+    """Is evaluated on several loaders."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.loss(batch)
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.filterwarnings("ignore:predict returned None")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize(
+    ("options", "steps", "validations"),
+    [
+        ({}, 24, 4),
+        ({"check_val_every_n_epoch": 2}, 24, 2),
+        ({"check_val_every_n_epoch": None, "val_check_interval": 7}, 24, 3),
+        ({"max_steps": 12}, 12, 2),
+        ({"val_check_interval": 0.5}, 24, 8),
+    ],
+)
+def test_what_is_left_is_counted_down(
+    options: dict[str, Any], steps: int, validations: int
+) -> None:
+    left, module = Left(), Several()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=4,
+        num_sanity_val_steps=0,
+        callbacks=[GraphCapture(backend="emulated"), left],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    loaders = [DataLoader(batches(count), batch_size=None) for count in (6, 3, 4)]
+    trainer.fit(module, loaders[0], loaders[1:])
+    assert left.steps == [*range(steps, 0, -1)]
+    assert left.evaluated == [*range(7 * validations, 0, -1)]
+    for evaluate in (trainer.validate, trainer.test, trainer.predict):
+        left.evaluated.clear()
+        evaluate(module, loaders[1:])
+        assert left.evaluated == [*range(7, 0, -1)]
