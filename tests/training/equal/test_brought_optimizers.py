@@ -134,6 +134,14 @@ def by_float(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.add_(g, alpha=-group["lr"] / float(step) - math.sqrt(int(step)) * 2**-10)
 
 
+def in_tensors_moved(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    step = count(state, "step")
+    step.detach().add_(1)
+    p.sub_(g * step.to(p.device), alpha=2**-12)
+    p.sub_(g * step.to(p.device, torch.float64), alpha=2**-12)
+    p.add_(g, alpha=-group["lr"] * step.item() * (2**-8 if step > 5 else 2**-7))
+
+
 class Here(Own):
     """Its class is where its function is."""
 
@@ -324,6 +332,8 @@ ROWS: dict[str, Row] = {
     "Adamax by hand": own(adamax),
     "in tensors": own(in_tensors),
     "in tensors, by float": Row(lambda p: Here(p, by_float)),
+    "in tensors, by float elsewhere": own(by_float, "step` of the optimizer, 1. is read at"),
+    "in tensors, moved": own(in_tensors_moved),
     "in lists of tensors": own(in_lists),
     "scaled by norms": Row(lambda p: Here(p, scaled, floor=2.0**-3)),
     "scaled by a number": Row(lambda p: Here(p, scaled, floor=2.0**3)),
