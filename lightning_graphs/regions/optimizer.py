@@ -387,7 +387,8 @@ class CapturableOptimizer:
         dtype = torch.float64 if device.type == "cpu" else torch.float32
         try:
             self._convert_state()
-            self._rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
+            # On the device; no comparison puts them back, since `_filled` says what is there
+            self.rates = [torch.zeros((), dtype=dtype, device=device) for _ in self._groups]
         except BaseException:  # such as an out-of-memory error
             self.restore()
             raise
@@ -554,14 +555,14 @@ class CapturableOptimizer:
         for i, group in enumerate(self._groups):
             rate = group["lr"]
             if isinstance(rate, Tensor):  # a scheduler fills it in place
-                self._rates[i].copy_(rate.view(()))
+                self.rates[i].copy_(rate.view(()))
             elif anew or rate != self._filled[i]:
                 self._filled[i] = rate
                 moved.append(i)
         if len(moved) == 1:
-            self._rates[moved[0]].fill_(self._filled[moved[0]])
+            self.rates[moved[0]].fill_(self._filled[moved[0]])
         elif moved:  # two launches for all: numbers travel as arguments of the kernel
-            rates = [self._rates[i] for i in moved]
+            rates = [self.rates[i] for i in moved]
             torch._foreach_zero_(rates)
             torch._foreach_add_(rates, [self._filled[i] for i in moved])
 
@@ -599,8 +600,8 @@ class CapturableOptimizer:
             ]
         if not self.has_rates:  # there may be none
             return [group.get("lr") for group in self._groups]
-        self.refresh(anew=True)  # a comparison may have put back what was there
-        return self._rates
+        self.refresh(anew=True)  # a run that is undone may have put back what was there
+        return self.rates
 
     def _taken(self) -> list[bool]:
         """Find for each group whether the fused kernel takes its present gradients and state.

@@ -415,6 +415,11 @@ class Verification(StepBody):
             counted=counted,
         )  # fmt: skip
 
+    @property
+    def _rates(self) -> list[Tensor]:
+        """The learning rates on the device, which each way fills as it finds those of the user."""
+        return [rate for one in self.optimizers.values() if one is not None for rate in one.rates]
+
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Run with rates on the device: kernels round those of the host in another way."""
         with self.rates_given(self.optimizer):
@@ -451,7 +456,7 @@ class Verification(StepBody):
             partial(self._replayed, plan, args, batch),
             [*parts, self._random()],
             self._verifier.written[plan.conditions],
-            [] if self.client.optimizes_itself else plan.gradients.buffers,
+            [*self._rates, *([] if self.client.optimizes_itself else plan.gradients.buffers)],
             plan.gradients.pool_bytes,  # they lie where the eager step would compute
             goes_on=is_whole and all(m.repeated is None for m in plan.mechanisms),
             alone=partial(nothing_kept, self._verifier.budget, self._verifier.ranks),
@@ -637,7 +642,7 @@ class Verification(StepBody):
         state, held = self._state(), self._held
         parts = PythonSnapshot(held), Generators(held, self.module.device), self._random()
         written = self._verifier.written["update"]
-        ways = Comparison(state, self.update, replay, parts, written, goes_on=True)
+        ways = Comparison(state, self.update, replay, parts, written, self._rates, goes_on=True)
         held.clear()
         return self._verifier.compare(ways, "the captured optimizer step was not verified")
 
