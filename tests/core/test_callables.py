@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,34 @@ from tests.core.callables_support import (
     state_of,
     two_three_one,
 )
+
+
+class Holding:
+    """Has a module, and calls it in two ways."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.method(x)
+
+    def method(self, x: Tensor) -> Tensor:
+        result: Tensor = self.net(x).square()
+        return result
+
+
+def squared(net: nn.Module, x: Tensor) -> Tensor:
+    return Holding(net)(x)
+
+
+HOLDERS: dict[str, Callable[[nn.Module], Callable[[Tensor], Tensor]]] = {
+    "closure": lambda net: lambda x: squared(net, x),
+    "partial": lambda net: partial(squared, net),
+    "partial, by name": lambda net: partial(lambda x, net: squared(net, x), net=net),
+    "partial of another": lambda net: partial(Holding(net).method),
+    "method": lambda net: Holding(net).method,
+    "object": Holding,
+}
 
 
 @dataclass
@@ -59,6 +88,22 @@ def test_a_function_with_several_tensors(backend: BackendName, device: torch.dev
     (product.sum() + 10 * total.sum()).backward()
     assert a.grad is not None
     assert a.grad.tolist() == [15.0, 17.0]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_modules_that_a_callable_holds_are_trained(
+    backend: BackendName, device: torch.device, holder: str
+) -> None:
+    net, x = two_three_one(device), torch.randn(5, 2, device=device)
+    function = HOLDERS[holder](net)
+    function(x).sum().backward()
+    expected = gradients_of(net)
+    graphed = make_graphed_callables(function, (torch.zeros_like(x),), backend=backend)
+    net.zero_grad()
+    y = graphed(x)
+    y.sum().backward()
+    assert torch.equal(y, function(x))
+    assert_same(gradients_of(net), expected)
 
 
 @both_ways
