@@ -286,8 +286,8 @@ class GraphCapture(Callback):
             return
         if (device.type == "cpu" and options.backend == "auto") or not self._evaluates(trainer):
             return
-        if reason := reason_to_stay_out(trainer, options):
-            self._statistics.fallbacks.append(reason)
+        raises = options.on_failure == "raise" and not options.by_submodules
+        if not self._permits(reason_to_stay_out(trainer, options), raises=raises):
             return
         with contextlib.ExitStack() as stack:
             fit = fit_context(trainer, module, options, self._statistics, None, stack)
@@ -377,6 +377,10 @@ class GraphCapture(Callback):
         if whole or (raises and not self.options.by_submodules):
             kernel = self.options.optimizer_kernel
             reason = reason or why_no_whole_step(trainer, module, kernel)
+        return self._permits(reason, raises=raises)
+
+    def _permits(self, reason: str, *, raises: bool) -> bool:
+        """Tell whether there is no reason to be inactive; say or raise it if there is one."""
         if reason and raises:
             raise refused(reason)
         if reason:

@@ -84,7 +84,7 @@ def _refuse_save() -> bool:
 
 def refused(reason: str) -> CaptureError:
     return CaptureError(
-        "GraphCapture cannot capture this fit.",
+        "GraphCapture cannot capture this fit or evaluation.",
         reason,
         "remove the reason, write scope='modules', or train without graphs (on_failure='eager')",
     )

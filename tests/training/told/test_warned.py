@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from lightning_graphs.errors import CaptureError
 from tests.training import fits
-from tests.training.fits import Net, prepare
+from tests.training.fits import Net, batches, loader_of, prepare
 
 
 class Reads(Net):
@@ -32,3 +34,21 @@ def test_a_warning_is_at_the_users_line(
         fit.run()
     ours = [w for w in caught if str(w.message).startswith("GraphCapture")]
     assert {w.filename for w in ours} <= {fits.__file__, __file__}
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+@pytest.mark.parametrize("on_failure", ["eager", "raise"])
+def test_an_evaluation_alone_says_why_it_has_no_graphs(
+    backend: str, tmp_path: Path, scope: str, on_failure: str
+) -> None:
+    capture = {"scope": scope, "on_failure": on_failure}
+    fit = prepare(backend, tmp_path, True, capture=capture)
+    with torch.autograd.set_detect_anomaly(True):
+        if (scope, on_failure) == ("step", "raise"):
+            with pytest.raises(CaptureError, match=r"fit or evaluation: detect_anomaly"):
+                fit.trainer.validate(fit.module, loader_of(batches(3)))
+        else:
+            with pytest.warns(UserWarning, match=r"is inactive: detect_anomaly=True") as caught:
+                assert fit.trainer.validate(fit.module, loader_of(batches(3)))
+            (ours,) = [w for w in caught if str(w.message).startswith("GraphCapture")]
+            assert ours.filename == __file__
