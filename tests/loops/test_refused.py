@@ -197,6 +197,31 @@ def test_a_captured_function_is_neither_pickled_nor_copied(device: torch.device)
             copying(step)
 
 
+def test_a_backend_of_another_device_is_named() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(GraphError, match="got 'cuda' with a model on cpu"):
+        capture(model.forward, model, backend="cuda")(torch.ones(1, 2))
+
+
+def test_a_captured_function_is_captured_anew_and_says_what_it_did(
+    backend: str, device: torch.device
+) -> None:
+    lab = Lab(backend, device, {})
+    model = lab.net(0.0).eval().requires_grad_(False)
+
+    def predict(batch: Any) -> Any:
+        return model(batch["x"])
+
+    first = lab.capture(predict, model)
+    second = lab.capture(first, model)
+    for batch in lab.batches(12):
+        assert torch.equal(second(batch), predict(batch))
+    done = second.report
+    assert done.replayed > 5
+    assert repr(second) == f"<captured predict: {done.replayed} calls replayed, {done.eager} eager>"
+    assert repr(first) == "<captured predict: 0 calls replayed, 0 eager>"
+
+
 def test_a_closed_function_hands_its_optimizer_back(backend: str, device: torch.device) -> None:
     lab = Lab(backend, device, {})
     model = lab.net()

@@ -116,6 +116,12 @@ class TestNoOptionIsIgnored:
         assert "2 of them" in caught.value.observed
         assert_nothing_left(fit)
 
+    def test_a_backend_of_another_device(self, tmp_path: Path) -> None:
+        fit = prepare("cuda", tmp_path, True, accelerator="cpu")
+        with pytest.raises(OptionError, match=r"got 'cuda' with a trainer on cpu\n.*gpu"):
+            fit.run()
+        assert_nothing_left(fit)
+
     def test_fabric_is_told_that_it_needs_a_trainer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Where the package is installed, Fabric(...) is refused itself: see test_environment.py.
         no_plugins = "lightning.fabric.fabric._load_external_callbacks"
