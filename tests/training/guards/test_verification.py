@@ -158,6 +158,28 @@ def test_a_rate_that_moves_is_no_difference(
     assert checks[1:] or scope == "modules"  # which compare other regions
 
 
+class Indexed(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "index": batch_idx}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "index": batch_idx}
+
+
+class Unread(Trace):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Nothing looks at what a step returns."""
+
+
+def test_numbers_that_nothing_reads_are_no_difference(backend: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"module": Indexed, "trace": Unread, "data": lambda: batches(40)}
+    eager, captured = fit_twice(
+        backend, tmp_path, validation=24, capture={"verify": 2}, log_every_n_steps=9, **options
+    )
+    compare(eager, captured)
+    assert captured.statistics.evaluation["validation_step"].fallbacks == []
+
+
 def test_without_verification_the_first_one_is_the_default() -> None:
     assert GraphCapture().options.verify is True
 
