@@ -18,6 +18,7 @@ from lightning_graphs import GraphCapture
 from lightning_graphs.device.emulated import EmulatedGraph
 from tests.training.fits import batches
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
 PACKAGE = Path(lightning_graphs.__file__).parent
 REPLAYED = (
     "lightning/loop",

@@ -36,6 +36,7 @@ def test_a_warning_is_at_the_users_line(
     assert {w.filename for w in ours} <= {fits.__file__, __file__}
 
 
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.parametrize("scope", ["step", "modules"])
 @pytest.mark.parametrize("on_failure", ["eager", "raise"])
 def test_an_evaluation_alone_says_why_it_has_no_graphs(
