@@ -89,7 +89,8 @@ class StaticInputs:
                 for i in sorted(set(firsts))
             }
             spans = {i: overlap_span(b) for i, b in own.items() if b.numel()}
-            targets = {i: linear(own[i], n) if n else own[i] for i, n in spans.items()}
+            # By themselves for autograd: a capture may write results in place into the buffers
+            targets = {i: linear(own[i], n) if n else own[i].detach() for i, n in spans.items()}
         self._every = _CopyPlan(own, targets)
         missing = {i: buffer for i, buffer in targets.items() if i not in given}
         self._own = _CopyPlan(own, missing) if given else self._every
@@ -133,7 +134,7 @@ class _CopyPlan:
             self._groups.append((part, [memory[i] for i in group]))
             self._leaves += group
         self.targets = targets = [memory[i] for i in self._leaves]
-        overlapping = (k for k, i in enumerate(self._leaves) if memory[i] is not buffers[i])
+        overlapping = (k for k, i in enumerate(self._leaves) if memory[i].shape != buffers[i].shape)
         self._spans = [(k, targets[k].numel()) for k in overlapping]
         self._storages = frozenset(t.untyped_storage().data_ptr() for t in targets)
 

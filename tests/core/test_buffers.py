@@ -108,6 +108,18 @@ def test_aliases_share_a_buffer() -> None:
     assert inputs.tensors[0] is not inputs.tensors[1]
 
 
+def test_buffers_that_a_capture_has_added_a_loss_to_are_filled() -> None:
+    """As of ``total = torch.tensor([0.0]); total += loss`` whose first line runs in a head."""
+    inputs = StaticInputs([torch.zeros(1), torch.zeros(2)])
+    total, weight = inputs.tensors[0], torch.ones(1, requires_grad=True)
+    total += weight
+    assert total.requires_grad
+    inputs.copy_in([torch.full((1,), 3.0), torch.ones(2)])
+    assert total.item() == 3.0
+    total.backward()
+    assert weight.grad is not None
+
+
 def test_a_leaf_in_its_place_is_not_copied() -> None:
     inputs = StaticInputs([torch.zeros(2), torch.zeros(2)])
     inputs.tensors[0].fill_(5)
