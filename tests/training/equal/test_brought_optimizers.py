@@ -305,6 +305,13 @@ class Fixed(optim.Optimizer):
         return loss
 
 
+class Closing(Fixed):
+    """As DoWG: its work is where it is given a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else super().step(closure)
+
+
 class Row(NamedTuple):
     """An optimizer; why its step is eager, or nothing; options of the module's network."""
 
@@ -352,6 +359,7 @@ ROWS: dict[str, Row] = {
     "SGD, foreach": Row(lambda p: optim.SGD(p, RATE, 0.75, foreach=True)),
     "SGD, maximizing": Row(lambda p: optim.SGD(p, RATE, maximize=True, fused=False)),
     "without a rate": Row(Fixed, has_rate=False),
+    "with a closure alone": Row(Closing, has_rate=False),
     "AdamP": own(projection),
     "draws on one way": own(asks_and_draws, "draws on one of its ways"),
     "tensors of numbers": own(of_numbers),
