@@ -380,7 +380,10 @@ class Logging(BoringModel):
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's, without graphs, too
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 def test_the_compiler_sees_nothing_of_logs(backend: str, tmp_path: Path) -> None:
-    """It looks into ``self.log`` where the whole module is compiled, and raised for ours."""
+    """It would look into what stands for ``self.log`` where the whole module is compiled.
+
+    From there it comes to Lightning's own, which torch 2.13 cannot compile.
+    """
     torch.compiler.reset()
     kind = "gpu" if backend == "cuda" else "cpu"
     own = GraphCapture(backend=backend, only_if_faster=False)
