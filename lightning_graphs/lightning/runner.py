@@ -52,7 +52,7 @@ _WRAPPED = (
     "which may change gradients; configure_gradient_clipping or on_before_optimizer_step may do so "
     "in a captured step"
 )
-_GIVEN = (
+_FURTHER_ARGUMENTS = (
     "the optimizer step runs eagerly: optimizer_step gives it further arguments, which may change; "
     "keep them in its groups or state"
 )
@@ -127,7 +127,7 @@ class StepRunner(StepRegion):
         if not own and not takes_no_closure(closure) and self._in_graphs:
             self._messages.note(_WRAPPED)
         if kwargs and self._in_graphs:
-            self._messages.note(_GIVEN)
+            self._messages.note(_FURTHER_ARGUMENTS)
         own = own and not kwargs
         self._stepping = own
         try:

@@ -167,18 +167,20 @@ class StepBody:
         """Take the step of an optimizer, which the step's own code calls."""
         capturable, returned = self.optimizers[optimizer], None
         if capturable is None and (further or not self.client.takes_no_closure(closure)):
-            given = next(iter(further), "a closure")
-            raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given {given}")
+            what = next(iter(further), "a closure")
+            raise USED_BEHIND.refused_here(f"{type(optimizer).__name__} is given {what}")
         if capturable is None and optimizer in RETURNING and not is_result_dropped():
             name = type(optimizer).__name__
             raise USED_BEHIND.refused_here(f"what the step of {name} returns is used")
         is_ahead = closure is not None and (capturable is None or capturable.takes_closure_once)
+        given: tuple[Callable[[], Any], ...] = () if closure is None else (closure,)
         if is_ahead and closure is not None:
             with torch.enable_grad():
-                returned, closure = closure(), None
+                returned = closure()
+            given = () if capturable is None else capturable.closure_ahead
         with self.rates_given(optimizer):
             if capturable is not None:  # it calls a closure when it likes, and perhaps twice
-                stepped = own(closure, **further)
+                stepped = own(*given, **further)
                 returned = returned if is_ahead else stepped
         if capturable is None:
             self.step_behind(recorder, optimizer)
@@ -263,7 +265,7 @@ class StepBody:
     def _step(self) -> None:
         scaler = self._scaler
         if scaler is None:
-            self.optimizer.step()
+            self.optimizer.step(*(() if self.capturable is None else self.capturable.closure_ahead))
             return
         with decided_on_device(self.optimizer):
             scaler.step(self.optimizer)

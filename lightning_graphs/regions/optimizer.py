@@ -372,7 +372,8 @@ class CapturableOptimizer:
         # one that is tried, the first step tells
         self.takes_closure_once = not self._is_tried
         self._has_taken_closure = self._hides = self._is_restored = False
-        self._closure: Any = None
+        # What stands for a closure that has run ahead: code may ask whether there is one
+        self.closure_ahead: tuple[Callable[[], Any], ...] = ()
         # Its state exists. A gradient scaler may skip the first steps of a fit.
         self.has_stepped = bool(optimizer.state) and not self._is_tried
         self.calls = 0  # steps that were taken, eager and captured ones
@@ -446,7 +447,6 @@ class CapturableOptimizer:
         Raises:
             UpdateRefused: It has failed in a capture, or has changed a value on the host.
         """
-        closure = closure or self._closure  # its own has run ahead, and code may ask for one
         if not is_current_stream_capturing():
             if closure is None or self._has_taken_closure:
                 # Without one there is none to use otherwise, as under a gradient scaler
@@ -456,7 +456,7 @@ class CapturableOptimizer:
                 use, self._has_taken_closure = ClosureUse(closure), True
                 sees = can_watch(self.optimizer)
                 returned = use.watched(step) if sees else step(closure)
-                self.takes_closure_once, self._closure = use.is_plain, use.stand_in()
+                self.takes_closure_once, self.closure_ahead = use.is_plain, use.stand_ins()
                 self._hides = use.runs_compiled or not sees
             if closure is None and returned is not None:
                 RETURNING.add(self.optimizer)

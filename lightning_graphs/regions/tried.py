@@ -390,14 +390,14 @@ class ClosureUse:
     def is_plain(self) -> bool:
         return self._calls == 1 and self._is_only_called and not self.runs_compiled
 
-    def stand_in(self) -> Callable[[], Any] | None:
-        """Make what a plain step calls where its closure has run already."""
+    def stand_ins(self) -> tuple[Callable[[], Any], ...]:
+        """Make what a plain step calls where its closure has run ahead; nothing for another one."""
         if not self.is_plain:
-            return None
+            return ()
         loss = self._loss
         if isinstance(loss, Tensor):  # which nothing computes with, and none that could be kept
             loss = torch.full_like(loss.detach(), torch.nan)
-        return lambda: loss
+        return (lambda: loss,)
 
     def watched(self, step: Callable[..., Any]) -> Any:
         """Take the step, and watch its functions of torch."""

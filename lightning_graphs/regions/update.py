@@ -127,7 +127,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self.is_new |= plan is None
         if plan is None:
             if hooked:
-                self.optimizer.step()
+                self.optimizer.step(*self.capturable.closure_ahead)
             return hooked
         if not hooked:
             self._context.watch.announce_optimizer_step(self.optimizer)

@@ -706,6 +706,41 @@ class GivingInTurn(GivingByHand):
 
 
 @pytest.mark.filterwarnings("ignore:GraphCapture")
+def test_a_step_without_a_closure_gets_none(backend: str) -> None:
+    """Of a plain loop whose optimizer works only where it is given a closure."""
+    device = torch.device("cuda" if backend == "cuda" else "cpu")
+    data = torch.randn(24, 4, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 1).to(device)
+        optimizer = Closing(net.parameters())
+
+        def train(x: Tensor, closes: bool, net: Any = net, optimizer: Any = optimizer) -> None:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = net(x).square().mean()
+                loss.backward()
+                return loss
+
+            if closes:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+
+        step: Any = train
+        if is_captured:
+            step = capture(train, net, optimizer, backend=backend, only_if_faster=False)
+        for i, x in enumerate(data):
+            step(x.to(device), i % 3 == 0)
+        if is_captured:
+            assert step.report.replayed > 5, step.report.fallbacks
+        found.append([p.tolist() for p in net.parameters()])
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:GraphCapture")
 @pytest.mark.parametrize("scope", ["step", "modules"])
 @pytest.mark.parametrize("module", [GivingInAHook, GivingByHand, GivingInTurn])
 def test_a_step_gets_what_it_is_given(

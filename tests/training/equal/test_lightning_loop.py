@@ -93,6 +93,7 @@ class Logs(Net):
         for reduce in ("max", "min", "sum"):
             self.log(reduce, loss, on_step=False, on_epoch=True, reduce_fx=reduce)
         self.log("most", loss, on_step=False, on_epoch=True, reduce_fx=max)  # Python's
+        self.log("least", loss, on_step=False, on_epoch=True, reduce_fx=min)
         self.log_dict({"a": loss + 1, "b": loss + 2}, on_epoch=True)
         self.log("index", batch_idx + 1.0)
         self.log("double", loss.double(), on_epoch=True)
