@@ -21,10 +21,12 @@ which is what Lightning itself costs; until all steps are on their way, without 
 The row ``mask`` shows what a host half costs: a small transformer drops its mask ``if mask.all()``,
 which replays ask of each batch on the CPU. It is timed by itself, after each block.
 
+A row such as ``gpt2 validation`` is a validation by itself: a batch over the floor of its graph.
+
 Each row is measured in a process of its own, ``--jobs`` at a time; models are made side by side,
 and one fit at a time has the GPU.
 
-    python benchmarks/step.py [--rows loop,mask,mlp,gpt2,bert,resnet50,vit] [--jobs 6]
+    python benchmarks/step.py [--rows "mlp,gpt2 validation,..."] [--jobs 6]
         [--compiled gpt2]
 
 ``--tiny`` trains the model of eight weights in every row, on the CPU and the emulated backend; no
@@ -68,7 +70,9 @@ from lightning_graphs.regions import overlapped
 
 WARMUP, TIMED, BLOCKS = 30, 20, 10
 LAST_THIRD = 150  # the step that it begins with
-LIMIT = 1.02
+MODELS = ("mlp", "gpt2", "bert", "resnet50", "vit")
+ROWS = ("loop", "mask", *MODELS)
+LIMIT, VALIDATION_LIMIT = 1.02, 1.05
 LIMITS = {"mlp": 1.06}
 """Of rows whose kernels end too soon to hide Lightning's loop. Where that takes longer,
 even around a step that does nothing, it is the floor."""
@@ -215,6 +219,11 @@ class Module(LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.call(*batch)
+        self.log("loss", loss)
+        return {"loss": loss}
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=2.0**-13, fused=True)
 
@@ -230,7 +239,10 @@ class TalkativeModule(Module):
 
 
 class Probe(Callback):
-    """Times blocks of steps and the floor, and keeps the losses of the first steps."""
+    """Times blocks of steps and the floor, and keeps the losses of the first steps.
+
+    Steps are those of a fit, or of a validation by itself.
+    """
 
     def __init__(self, graphs: GraphCapture | None, lab: Lab) -> None:
         self.graphs, self.lab = graphs, lab
@@ -241,11 +253,14 @@ class Probe(Callback):
         self.host: list[float] = []
         self.peak = 0.0
         self._whole_steps = graphs is not None and graphs.options.scope == "step"
+        self._done = 0
         self._started = 0.0
         self._first: Any = None  # the end of a block's first step
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        step = trainer.fit_loop.epoch_loop.batch_idx + 1
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        self._done = step = self._done + 1
         if step <= WARMUP + TIMED:
             self.losses.append(outputs["loss"].detach().clone())
         if step == LAST_THIRD:
@@ -260,14 +275,17 @@ class Probe(Callback):
                 self.on_cpu.append((given - self._started) / TIMED * 1e6)
                 self.blocks.append(self.lab.milliseconds(self._first, last) / (TIMED - 1))
                 if self._whole_steps:
-                    self._look_at_plan(trainer, *args)
+                    self._look_at_plan(batch)
             self._started = time.perf_counter()
 
-    def _look_at_plan(self, trainer: Trainer, batch: Sequence[Tensor], *args: Any) -> None:
+    on_validation_batch_end = on_train_batch_end
+
+    def _look_at_plan(self, batch: Sequence[Tensor]) -> None:
         """Time the replay of its graph, and what the host computes for one, in microseconds."""
         assert self.graphs is not None
-        assert self.graphs._handler is not None
-        plan, *_ = self.graphs._handler.runner._cache.plans()  # the one that was used last
+        handler = self.graphs._handler or self.graphs._evaluation
+        assert handler is not None
+        plan, *_ = handler.runner._cache.plans()  # the one that was used last
         self.floors.append(self.lab.on_gpu(plan.graphs["forward"].replay, TIMED) / 1e3)
         run = next((m.takes[0] for m in plan.mechanisms if m.state is not None), None)
         if run is not None:  # its host program
@@ -280,10 +298,11 @@ class Probe(Callback):
 class Constants(Callback):
     """A step that computes nothing: what remains is the time that Lightning's loop takes."""
 
+    names: tuple[str, ...] = ("training_step", "backward", "optimizer_step")
+
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         self.trainer, self.module = trainer, module
         self.loss = torch.zeros((), device=module.device)
-        self.names = ("training_step", "backward", "optimizer_step")
         for name in self.names:
             vars(trainer.strategy)[name] = getattr(self, name)
 
@@ -303,6 +322,16 @@ class Constants(Callback):
         result = closure()
         self.trainer.precision_plugin._after_closure(self.module, optimizer)
         return result
+
+
+class ConstantValidation(Constants):
+    """A validation step that computes nothing."""
+
+    names = ("validation_step",)
+    on_validation_start, on_validation_end = Constants.on_train_start, Constants.on_train_end
+
+    def validation_step(self, *args: Any) -> Any:
+        return {"loss": self.training_step()}
 
 
 class Batches(torch.utils.data.Dataset[tuple[Tensor, ...]]):
@@ -328,6 +357,7 @@ def fit(
     size: int | None = None,
     blocks: int | None = None,
     kind: type[Module] | None = None,
+    validates: bool = False,
 ) -> dict[str, Any]:
     """Train once: milliseconds per step (fastest and usual), floor, losses, peaks of memory in MiB.
 
@@ -342,6 +372,7 @@ def fit(
         size: Of a batch; by default that of the workload.
         blocks: How many are timed.
         kind: Of the module; by default as ``bar`` says.
+        validates: The steps are those of a validation, without a fit.
     """
     lab = lab or Lab(dry=False)
     seed_everything(1, verbose=False)
@@ -362,7 +393,7 @@ def fit(
         )
         loader = DataLoader(Batches(items, blocks), batch_size=None)
         kind = kind or (TalkativeModule if bar else Module)
-        trainer.fit(kind(net, compiled), loader)
+        (trainer.validate if validates else trainer.fit)(kind(net, compiled), loader)
         lab.synchronize()
     torch._dynamo.reset()
     last_third = peak_memory()
@@ -385,6 +416,8 @@ def measure(row: str, lab: Lab) -> dict[str, Any]:
     if row == "mask":
         return host_time(lab)
     name, _, compiled = row.partition(" ")
+    if compiled == "validation":
+        return batch_time(row, name, lab)
     train = partial(fit, name, compiled={} if compiled else None, lab=lab)
     eager = train()
     captured = train(whole_steps(lab))
@@ -497,6 +530,28 @@ def host_time(lab: Lab) -> dict[str, Any]:
     }
 
 
+def batch_time(row: str, name: str, lab: Lab) -> dict[str, Any]:
+    """Milliseconds of a batch of a validation, and of its graph."""
+    validate = partial(fit, name, validates=True, lab=lab)
+    eager, captured = validate(), validate(whole_steps(lab))
+    floor = captured["floor"]
+    if name in LIMITS:
+        floor = max(floor, validate(callbacks=[ConstantValidation()])["ms"])
+    correct = captured["losses"] == eager["losses"]
+    ratio = Row(
+        "ratio", captured["ms"] / floor, "x", None if lab.dry else VALIDATION_LIMIT, correct
+    )
+    return {
+        "row": row,
+        "eager_ms": eager["ms"],
+        "batch_ms": captured["ms"],
+        "floor_ms": floor,
+        "graph_ms": captured["floor"],
+        "ratio": ratio.figure,
+        "verdict": verdict_of([ratio]),
+    }
+
+
 def be_quiet() -> None:
     """Say nothing but results."""
     warnings.filterwarnings("ignore")
@@ -526,6 +581,12 @@ def line(found: dict[str, Any]) -> str:
             f"{row}{found['verdict']}: {found['host_us']:.1f} us of the CPU for what the host "
             f"computes (limit {HOST_LIMIT}), {found['ratio']:.3f} of the step without"
         )
+    if "batch_ms" in found:
+        return (
+            f"{row}{found['verdict']}: eager {found['eager_ms']:.3f} ms, captured "
+            f"{found['batch_ms']:.3f}, floor {found['floor_ms']:.3f} (graph alone "
+            f"{found['graph_ms']:.3f}), ratio {found['ratio']:.3f} (limit {VALIDATION_LIMIT})"
+        )
     shown = [f"{name} {found[name]:.3f} {which}" for name, which in found["verdicts"].items()]
     return (
         f"{row}{found['verdict']}: eager {found['eager_ms']:.3f} ms, captured "
@@ -538,7 +599,7 @@ def line(found: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--rows", default="loop,mask,mlp,gpt2,bert,resnet50,vit")
+    parser.add_argument("--rows", default=",".join([*ROWS, *(f"{n} validation" for n in MODELS)]))
     parser.add_argument("--compiled", default="", help="rows to measure with torch.compile, too")
     parser.add_argument("--jobs", type=int, default=6, help="rows at a time (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write everything to this file")

@@ -170,6 +170,7 @@ def test_steps(short: Any) -> None:
     found = short.measure("mask", lab)
     assert "mask: PASS" in short.line(found)
     assert 0.0 < found["host_us"] < 1000.0
+    assert "mlp validation: PASS" in short.line(short.measure("mlp validation", lab))
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,34 @@ def test_the_limit_of_a_host_half(
 
     monkeypatch.setattr(short, "fit", fit)
     assert short.host_time(SimpleNamespace(dry=False))["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("row", "other", "verdict"),
+    [
+        ("gpt2", {"ms": 1.04}, "PASS"),
+        ("gpt2", {"ms": 1.06}, "FAIL"),
+        ("gpt2", {"ms": 1.06, "loop": 1.2}, "FAIL"),
+        ("mlp", {"ms": 1.06, "loop": 1.2}, "PASS"),
+        ("vit", {"losses": [1.0, 2.0]}, "WRONG RESULT"),
+    ],
+)
+def test_limits_of_validations(
+    short: Any, monkeypatch: pytest.MonkeyPatch, row: str, other: dict[str, Any], verdict: str
+) -> None:
+    def fit(
+        name: str, graphs: Any = None, *, validates: bool, callbacks: Any = (), **_: Any
+    ) -> dict[str, Any]:
+        assert (name, validates) == (row, True)
+        if callbacks:
+            return {"ms": other.get("loop", 0.5)}
+        eager = {"ms": 9.0, "floor": 0.0, "losses": [2.0, 1.0]}
+        return eager if graphs is None else {**eager, "floor": 1.0, **other}
+
+    monkeypatch.setattr(short, "fit", fit)
+    monkeypatch.setattr(short, "whole_steps", lambda lab: "graphs")
+    found = short.measure(f"{row} validation", SimpleNamespace(dry=False))
+    assert found["verdict"] == verdict
 
 
 @pytest.mark.parametrize(
