@@ -70,6 +70,11 @@ _DIVISIONS: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(_QUOTIENTS, torch.mul),
     **dict.fromkeys((f"{name}_" for name in _QUOTIENTS), Tensor.mul_),
 }
+_INDEXING: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("__getitem__", "__setitem__"), lambda index: index),
+    **dict.fromkeys(("index_put", "index_put_"), tuple),
+}
+"""Functions whose second argument is an index, and what makes it one of Python's."""
 _MOVING = frozenset({"to", "type_as", "copy_"})
 _TO_HOST = ("cpu", "to", "tolist")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
@@ -467,8 +472,10 @@ class HostTracer(LightMode):
             self.has_given = True
             return self.tape.entry(args[0], args[1], read)
         func, args = self._with_scalars(func, name, args)
-        if name in ("__getitem__", "__setitem__") and not self._is_host(args[0]):
-            return func(args[0], self._index(args[0], args[1]), *args[2:], **kwargs)
+        if name in _INDEXING and not self._is_host(args[0]):
+            index = self._index(args[0], _INDEXING[name](args[1]))
+            written = (self._written(args[0], index, value) for value in args[2:3])
+            return func(args[0], index, *written, *args[3:], **kwargs)
         if name == "tensor" and isinstance(data, Tensor) and not (kwargs or data.requires_grad):
             return data.clone()  # as torch does, out of sight
         if name in FROM_PYTHON and any(self.tape.changes(t) for t in tensors_in(data)):
@@ -574,6 +581,20 @@ class HostTracer(LightMode):
         if shadow is not None and index.dtype is torch.bool:
             return index.nonzero(as_tuple=True)  # as many of them at every replay
         return self._copied(index, {}) if self._is_host(index) else index
+
+    def _written(self, tensor: Tensor, index: Any, value: Any) -> Any:
+        """What is written at an index that has tensors, on the device.
+
+        The backward pass makes zeros like it, and copies them there, out of this mode's sight.
+        """
+        parts = index if type(index) is tuple else (index,)
+        if not any(isinstance(part, Tensor) for part in parts):
+            return value
+        if type(value) in (bool, int, float, complex):
+            return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
+        return (
+            self._copied(value, {}) if isinstance(value, Tensor) and self._is_host(value) else value
+        )
 
     def _parts(self, tensor: Tensor, index: Any) -> tuple[Any, ...]:
         found = self._index(tensor, index)

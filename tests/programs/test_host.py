@@ -154,6 +154,19 @@ class WrittenPlaces(Plain):
         return written
 
 
+class WrittenWithGradients(Plain):
+    """The backward pass writes zeros where the host's number was written."""
+
+    def scale(self, x: Tensor) -> Tensor:
+        rows, columns = (x[:, :3] > -1e9).nonzero(as_tuple=True)
+        written = x * self.net[0].weight.mean()
+        written[rows, columns] = 0.5
+        written[rows, columns + 1] = torch.tensor(0.25)
+        written[rows[:2]] = 2
+        written[[0, 3], columns[:2]] = 1.0
+        return written.index_put_((rows, columns + 2), torch.tensor(0.125))
+
+
 class Unique(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super(Plain, self).training_step(batch, batch_idx)
@@ -534,7 +547,8 @@ class ReadOfWhatWasWritten(Plain):
 SERVED = [
     Copied,
     ANumber, Numbers, WrittenInPlace, NewTensor, ATable, Draw, ADrawnNumber, DrawnPlaces,
-    DrawnFromItsOwn, NeverDropped, AMask, Lengths, Places, WrittenPlaces, Unique, Counted, AsList,
+    DrawnFromItsOwn, NeverDropped, AMask, Lengths, Places, WrittenPlaces,
+    WrittenWithGradients, Unique, Counted, AsList,
     Shifted, Global, IndexedByNumbers, OldConstructors, ConstantMask, Spoken, SpokenWithPadding,
 ]  # fmt: skip
 TWELVE = {"data": lambda: batches(12)}
