@@ -366,6 +366,7 @@ class StepRegion(HeadedSteps):
         except HeadMissed:
             if plan.forked is not None and plan.forked.missed:
                 self._cache.drop(plan.key)
+                self._facts.forks.missed(plan.forked.missed)
                 return False
             if plan.unverified:  # it was just captured; else another one may be right
                 raise unlike() from None

@@ -77,12 +77,13 @@ class Forks:
     _was_asked: bool = False  # a capture was, and has not answered
     _known: list[bool] = field(default_factory=list)  # answers in the step that is captured
     _way: list[bool] = field(default_factory=list)  # those of the coming capture
+    _first: list[bool] = field(default_factory=list)  # those of the first one of a step
     _usual: dict[tuple[CodeType, int], bool] = field(default_factory=dict)  # by who has asked
     _dead: set[tuple[bool, ...]] = field(default_factory=set)  # ways that were refused
 
     def begin_step(self) -> None:
         """Begin with captures of another step."""
-        self._known, self.first_refusal, self._trials = [], None, 0
+        self._first, self._known, self.first_refusal, self._trials = self._way, [], None, 0
         self._dead.clear()
         self._turns = 0
 
@@ -139,7 +140,7 @@ class Forks:
         self._dead.clear()
         self._turns = 0
         self.first_refusal = None
-        self._way = [*self._known]
+        self._way = [*(self._known or self._first)]
 
     def went(self, answers: Sequence[bool], *, now: bool) -> None:
         """Note the answers up to the first one that was not assumed.
@@ -153,12 +154,30 @@ class Forks:
         """
         self._way = [*answers]
         if now:
-            self._usual |= {f.asker: goes for f, goes in zip(self.taken, answers, strict=False)}
+            self._goes_on(answers)
             self._trials += 1
-            self._known, self.first_refusal = [*answers], None
+            self.first_refusal = None
             if self._trials > _TRIALS:
                 line = self.taken[len(answers) - 1].site.describe()
                 raise HOST_READ.refused(f"a value that is another one each time is read at {line}")
+
+    def _goes_on(self, answers: Sequence[bool]) -> None:
+        """Note which way the captured step goes; later ones may go the same way."""
+        self._usual |= {f.asker: goes for f, goes in zip(self.taken, answers, strict=False)}
+        self._known = [*answers]
+
+    def missed(self, answers: Sequence[bool]) -> None:
+        """Note that the captured step goes another way than the plan that was made for it.
+
+        Raises:
+            CaptureError: It was refused that way, and so were steps before it.
+        """
+        self._goes_on(answers)
+        if (way := tuple(answers)) in self._dead:
+            self._refused.add(way)
+            self._tries += 1
+            if self._tries > _TRIES and self.first_refusal is not None:
+                raise self.first_refusal
 
     def may_turn_later(self) -> bool:
         """Whether a later step may go a way that can be captured, as the present one does not."""

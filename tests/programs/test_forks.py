@@ -6,10 +6,12 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tests.programs.table import Promises, stepping, table
+from tests.programs.test_draws import LEFT
 from tests.training.fits import Fit, Net, batches
 
 
@@ -192,6 +194,26 @@ ROWS |= stepping(
     ByHand, steps_if_finite, ends_its_epochs, plays, looks_at_each, steps_if_small,
     also="verified; unverified", said=None, found=None, max_epochs=3, data=lambda: batches(8),
     replayed=4, check=tells_its_waits,
+)  # fmt: skip
+
+
+class Refused(Net):
+    """Goes a way in each step that no graph can hold, behind a head."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = batch["x"].sum(1) > -2.0
+        x, y = batch["x"][rows], batch["y"][rows]
+        chosen = np.random.choice(len(x), size=4)
+        loss = self.loss({"x": x[chosen], "y": y[chosen]})
+        is_positive = (loss > 0.0).item()
+        if is_positive:
+            loss = loss * self.net[0].weight.detach().unique().numel()  # read
+        return loss
+
+
+ROWS |= table(
+    Refused, said="A capture cannot contain an operator whose output shape", found=None,
+    max_epochs=3, data=lambda: batches(12), **LEFT,
 )  # fmt: skip
 
 
