@@ -268,6 +268,11 @@ class FitSummary:
             f"steps run eagerly: the fit ended after {steps}, before the first graph "
             f"(warmup_steps={options.warmup_steps}{waits}); longer fits have graphs"
         )
+        if captures := sum(record.captures for record in statistics.graphs):
+            reason = (
+                f"steps run eagerly: no step came back to a capture in the {steps} of the fit "
+                f"(captures: {captures})"
+            )
         statistics.fallbacks.append(reason)  # a short run is no reason for a warning
 
     def tell(self) -> None:

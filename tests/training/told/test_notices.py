@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.report.messages import Messages, Statistics
 from tests.programs.table import of_sizes as lengths
+from tests.programs.test_forks import Refused
 from tests.training.fits import Net, adamw, batches, compare, examined, fit_twice, prepare, rows
 
 INFO = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -183,6 +184,14 @@ def test_a_fit_that_ends_before_its_first_graph_says_why(
     assert f"the fit ended after {steps} " in reason
     assert "warmup_steps=3" in reason
     assert reason.endswith("; longer fits have graphs")
+
+
+@SAYS
+def test_a_fit_that_ends_before_a_replay_says_why(backend: str, tmp_path: Path) -> None:
+    data = [{**batch, "x": batch["x"].abs()} for batch in batches(12)]  # no row is left out
+    steps = {"module": Refused, "data": lambda: data, "max_steps": 12, "validation": 0}
+    (reason,) = prepare(backend, tmp_path, True, **steps).run().capture.report.fallbacks
+    assert "no step came back to a capture in the 12 steps of the fit" in reason
 
 
 @SAYS
