@@ -349,6 +349,7 @@ def both(root: Path, **options: Any) -> tuple[Fit, Fit]:
     return eager, captured
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor")
 @pytest.mark.parametrize("row", [*LOADERS, *AROUND])
 def test_equal_and_replayed(tmp_path: Path, row: str) -> None:
     eager, captured = both(tmp_path, **(LOADERS | AROUND)[row])
