@@ -60,6 +60,7 @@ from torch.utils.data import DataLoader
 from lightning_graphs import GraphCapture
 
 STEPS = 16
+ROOT = Path(__file__).parents[1]
 NOT_WHOLE_LIMIT = 5.0  # percent
 
 Found = dict[str, Any]
@@ -201,7 +202,7 @@ def reason(fallbacks: Sequence[str]) -> str:
     said, *fix = fallbacks[0].splitlines()
     if fix:  # what was tried, the rule, what was observed
         said = said.split(": ", 2)[-1]
-    return re.sub(r"\S*/(site|dist)-packages/", "", said)
+    return re.sub(rf"\S*/(site|dist)-packages/|{re.escape(str(ROOT))}/", "", said)
 
 
 def failure(error: Exception, lab: Lab) -> Found:
