@@ -498,8 +498,9 @@ def plot(rows: Rows, path: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    figure, swept = Figure(figsize=(10, 4.5), layout="constrained"), gains(rows)
-    left, *rest = figure.subplots(1, 2 if swept else 1, squeeze=False)[0]
+    figure, swept = Figure(figsize=(11, 4.5), layout="constrained"), gains(rows)
+    widths = [2, 1] if swept else [1]
+    left, *rest = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     mine = {n: rows[n]["peers"] for n in MODELS if "lightning" in rows.get(n, {}).get("peers", ())}
     shown = ("compile", "reduce-overhead", "whole-step graph", "step", "step, compiled")
     for i, peer in enumerate(shown):
@@ -510,12 +511,14 @@ def plot(rows: Rows, path: Path) -> None:
     left.axhline(1.0, color="gray", linewidth=1)
     left.set_xticks(range(len(mine)), list(mine), fontsize="small")
     left.set_ylabel("eager step under Lightning / step")
-    left.legend(fontsize="small")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=3)
     for right in rest:
         for name, of in swept.items():
             right.plot([*of], [*of.values()], marker="o", label=name)
         right.axhline(1.0, color="gray", linewidth=1)
         right.set_xscale("log", base=2)
+        sizes = sorted({size for of in swept.values() for size in of})
+        right.set_xticks(sizes, [f"{size}" for size in sizes])
         right.set_ylim(bottom=0)
         right.set_xlabel("size of a batch")
         right.set_ylabel("eager step / captured step")
