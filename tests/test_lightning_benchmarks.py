@@ -174,13 +174,25 @@ def test_steps(short: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("masked", "other", "verdict"), [(20.0, 0.0, "PASS"), (31.0, 0.0, "FAIL"), (20.0, 1.0, "FAIL")]
+    ("masked", "other", "loop", "verdict"),
+    [
+        (20.0, 0.0, 300.0, "PASS"),
+        (31.0, 0.0, 300.0, "FAIL"),
+        (59.0, 0.0, 700.0, "PASS"),
+        (20.0, 1.0, 300.0, "FAIL"),
+    ],
 )
 def test_the_limit_of_a_host_half(
-    short: Any, monkeypatch: pytest.MonkeyPatch, masked: float, other: float, verdict: str
+    short: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    masked: float,
+    other: float,
+    loop: float,
+    verdict: str,
 ) -> None:
     def fit(name: str, *_: Any, **__: Any) -> dict[str, Any]:
-        return {"ms": 1.0, "losses": [1.0], "host_us": masked if name == "masked" else other}
+        host = masked if name == "masked" else other
+        return {"ms": 1.0, "losses": [1.0], "host_us": host, "cpu_us": loop}
 
     monkeypatch.setattr(short, "fit", fit)
     assert short.host_time(SimpleNamespace(dry=False))["verdict"] == verdict
