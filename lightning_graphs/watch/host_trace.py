@@ -472,7 +472,7 @@ class HostTracer(LightMode):
             self.has_given = True
             return self.tape.entry(args[0], args[1], read)
         func, args = self._with_scalars(func, name, args)
-        if name in _INDEXING and not self._is_host(args[0]):
+        if name in _INDEXING and len(args) > 1 and not self._is_host(args[0]):
             index = self._index(args[0], _INDEXING[name](args[1]))
             written = (self._written(args[0], index, value) for value in args[2:3])
             return func(args[0], index, *written, *args[3:], **kwargs)
@@ -592,9 +592,8 @@ class HostTracer(LightMode):
             return value
         if type(value) in (bool, int, float, complex):
             return torch.full((), value, dtype=tensor.dtype, device=tensor.device)
-        return (
-            self._copied(value, {}) if isinstance(value, Tensor) and self._is_host(value) else value
-        )
+        is_of_host = isinstance(value, Tensor) and self._is_host(value)
+        return self._copied(value, {}) if is_of_host else value
 
     def _parts(self, tensor: Tensor, index: Any) -> tuple[Any, ...]:
         found = self._index(tensor, index)

@@ -164,6 +164,7 @@ class WrittenWithGradients(Plain):
         written[rows, columns + 1] = torch.tensor(0.25)
         written[rows[:2]] = 2
         written[[0, 3], columns[:2]] = 1.0
+        written.index_put_(indices=(rows[1:3],), values=written[:1, :1].clone())
         return written.index_put_((rows, columns + 2), torch.tensor(0.125))
 
 
