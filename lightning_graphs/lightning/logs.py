@@ -643,7 +643,8 @@ def metrics_exchanged(
     methods = [
         (metric, method, instead(metric, getattr(metric, method), f"metric `{name}`"))
         for name, metric in named
-        for method in ("forward", "update", "compute", "reset")
+        for method in _UPDATING
+        if hasattr(metric, method)
     ]
     with contextlib.ExitStack() as stack:
         for name, metric in named:
@@ -654,6 +655,11 @@ def metrics_exchanged(
         yield
 
 
+_UPDATING = (
+    *("forward", "update", "compute", "reset"),
+    # A collection copies states between its metrics where it is looked into, as log_dict does
+    "_compute_groups_create_state_ref",
+)
 _KEPT = (
     *("_forward_cache", "_computed", "_update_count"),
     *("update_count", "update_called", "metric_state"),

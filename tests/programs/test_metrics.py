@@ -6,7 +6,7 @@ from typing import Any
 
 import torchmetrics
 
-from tests.programs.table import Promises, table
+from tests.programs.table import Program, Promises, table
 from tests.training.fits import Net, batches
 
 
@@ -56,6 +56,7 @@ class Collected(Net):
         self.metrics = torchmetrics.MetricCollection(
             {
                 "accuracy": torchmetrics.Accuracy(task="multiclass", num_classes=3),
+                "f1": torchmetrics.F1Score(task="multiclass", num_classes=3),  # of the same state
                 "recall": torchmetrics.Recall(task="multiclass", num_classes=3, average="macro"),
             },
             prefix="train_",
@@ -108,8 +109,9 @@ class OfTheIndex(Scored):
 
 
 ROWS = table(
-    LoggedObject, LoggedForwardValue, ComputedAtEpochEnd, Collected, CollectedAsObject,
-    CollectedForwardValue, ChangedAfterwards, OfTheIndex, max_epochs=3, data=lambda: batches(6),
+    LoggedObject, LoggedForwardValue, ComputedAtEpochEnd, Collected,
+    Program(CollectedAsObject, capture={"verify": 3}), CollectedForwardValue, ChangedAfterwards,
+    OfTheIndex, max_epochs=3, data=lambda: batches(6),
 )  # fmt: skip
 
 
