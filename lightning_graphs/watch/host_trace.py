@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -158,6 +158,30 @@ class Arena:
         return *own, *self.read_in_place
 
 
+class Shadows:
+    """Copies on the host of what tensors of the device have."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._known
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        known, shadow = self._known.get(id(tensor), (None, None))
+        return shadow if known is not None and known() is tensor else None
+
+    def add(self, tensors: Iterable[Tensor], result: Any) -> None:
+        for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
+            self._known[id(tensor)] = weakref.ref(tensor), shadow
+
+    def drop(self, lost: Tensor) -> None:
+        """Drop all copies in the memory of one that is no longer right."""
+        memory = memory_of(lost)
+        for key in [k for k, (_, other) in self._known.items() if memory_of(other) == memory]:
+            del self._known[key]
+
+
 @dispatched_directly
 class LightMode(OperatorMode):
     """Operator mode that looks into few operators, and may be left while code under it goes on."""
@@ -236,7 +260,7 @@ class HostTracer(LightMode):
         self._arena = Arena(capacity, device)
         self._makes_on_host = self._device_draws = False
         self.leaves_reals = True  # real numbers that code reads of the device stay there
-        self.has_left_reals = False
+        self.has_left_reals = self.has_answered = False
         self.tape = HostTape(lasting)
         # Reads the present value of data with live numbers in it
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
@@ -244,15 +268,14 @@ class HostTracer(LightMode):
         self.declines: Callable[[FrameType], bool] = lambda _: False
         self.in_backward = False  # whether the backward pass copies from the host, too
         self.has_given = False  # tensors of the host to the code
-        self.has_answered = False
         self.on_read: Callable[[FrameType], object] = id  # hears who reads numbers of the host
         self._copies = copies
-        self._shadows: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._shadows = Shadows()
         for i, (tensor, copy) in enumerate(zip(inputs, copies, strict=True)):
             if copy is not None:
                 shadow = copy.detach() if self._emulated or tensor.is_cuda else tensor  # as read
                 self.tape.input(shadow, i)
-                self._shadows[id(tensor)] = weakref.ref(tensor), shadow
+                self._shadows.add([tensor], shadow)
 
     def leave(self) -> None:
         """Record no further, if nothing of the host is in the hands of the code.
@@ -261,7 +284,7 @@ class HostTracer(LightMode):
         """
         if not (self.has_given or self.in_backward or self.tape.draws):
             super().leave()
-            self._shadows = {} if self.has_left else self._shadows
+            self._shadows = Shadows() if self.has_left else self._shadows
 
     def finish(self) -> HostProgram | None:
         """Return the host program at the end of all captures; None if it is empty."""
@@ -271,7 +294,7 @@ class HostTracer(LightMode):
         tape.refuse_set(with_device=self._emulated and self._device_draws)
         if self._emulated and self._device_draws and draws:
             raise CaptureError(ONE_GENERATOR, "the captured code draws for both", _ON_A_GPU)
-        self._shadows.clear()
+        self._shadows = Shadows()
         tape.drop_unread()
         tape.refuse_kept_tensors()
         held = self._arena.finish()
@@ -287,7 +310,7 @@ class HostTracer(LightMode):
     # ------------------------------------------------------------------ operators
 
     def follows(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._shadows or self._is_host(tensor)
+        return tensor in self._shadows or self._is_host(tensor)
 
     def operator(self, call: OperatorCall) -> Any:
         func, kwargs = call.func, call.kwargs
@@ -338,22 +361,16 @@ class HostTracer(LightMode):
         before = torch.default_generator.get_state()
         yield
         with out_of_sight():
-            drawn = not torch.equal(torch.default_generator.get_state(), before)
-        self._device_draws |= drawn
+            self._device_draws |= not torch.equal(torch.default_generator.get_state(), before)
 
     def _is_host(self, tensor: Tensor) -> bool:
-        if self._emulated:
-            return self.tape.knows(tensor)
-        return tensor.device.type == "cpu"
+        return self.tape.knows(tensor) if self._emulated else tensor.device.type == "cpu"
 
     # ------------------------------------------------------------------ reads of the device
 
     def _shadow(self, tensor: Tensor) -> Tensor | None:
         """Return a tensor's host copy: itself if on the CPU, else its shadow; None if unknown."""
-        if self._is_host(tensor):
-            return tensor
-        known, shadow = self._shadows.get(id(tensor), (None, None))
-        return shadow if known is not None and known() is tensor else None
+        return tensor if self._is_host(tensor) else self._shadows.of(tensor)
 
     def _follow(self, call: OperatorCall, result: Any) -> Any:
         """Run a device operator on the host as well, if that is exact."""
@@ -366,19 +383,12 @@ class HostTracer(LightMode):
             and is_exact(call.func, outputs, SMALL if changes else 16 * SMALL)
             and all(self.tape.made(self._shadow(t)) for t in call.written)
         ):
-            self._set_shadow(outputs, self.tape.run(_on_host(call.mapped(self._shadow))))
+            self._shadows.add(outputs, self.tape.run(_on_host(call.mapped(self._shadow))))
             return result
         for tensor in call.written:
             if (shadow := self._shadow(tensor)) is not None:
-                lost = memory_of(shadow)
-                for key, (_, other) in list(self._shadows.items()):
-                    if memory_of(other) == lost:
-                        del self._shadows[key]
+                self._shadows.drop(shadow)
         return result
-
-    def _set_shadow(self, tensors: Sequence[Tensor], result: Any) -> None:
-        for tensor, shadow in zip(tensors, tensors_in(result), strict=True):
-            self._shadows[id(tensor)] = weakref.ref(tensor), shadow
 
     def _read(self, call: OperatorCall) -> Any:
         """Answer an operator by which the host reads a device value."""
@@ -436,7 +446,7 @@ class HostTracer(LightMode):
         else:
             self._arena.write_once(static, value)
         result = static.clone()
-        self._set_shadow([result], self.tape.run(OperatorCall(aten.clone.default, (value,), {})))
+        self._shadows.add([result], self.tape.run(OperatorCall(aten.clone.default, (value,), {})))
         return result
 
     # ------------------------------------------------------------------ functions of Python
