@@ -32,13 +32,12 @@ from lightning_graphs.private.callsite import CallSite, calls_observed, frames_o
 from lightning_graphs.private.distributed import buffers_left
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.generators import RandomState
-from lightning_graphs.private.torch import plain
 from lightning_graphs.regions.body import Begin, Given
 from lightning_graphs.regions.conditions import Phase, conditions_of
 from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.report.messages import PATIENCE
 from lightning_graphs.values.guards import Identity
-from lightning_graphs.values.memory import StaticInputs, storage_address
+from lightning_graphs.values.memory import StaticInputs, addresses_of, storage_address
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Gradients, PythonSnapshot, Snapshot
 from lightning_graphs.values.tree import leaves_of, parameters_of, substitute
@@ -249,7 +248,7 @@ class StepHead:
     def refuse_bound(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
         """Refuse tensors that leave the head and are bound to what is before or behind it."""
         buffers = self.context.module.buffers()
-        state = set(map(storage_address, plain((*self._parameters(), *buffers)))) - {0}
+        state = addresses_of((*self._parameters(), *buffers))
         if self._trains and not torch.is_grad_enabled():
             raise self._bound("gradients are not recorded at the end of it")
         for name, tensor in zip(names, tensors, strict=True):

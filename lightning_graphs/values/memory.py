@@ -521,7 +521,7 @@ class OutputPlan:
         # Those that are handed out without a copy
         self._itself = set(range(len(tensors)) if static else ())
         if self._plain and not static:
-            own = set(map(storage_address, plain(state()))) - {0}
+            own = addresses_of(state())
             self._itself.update(i for i in self._plain if storage_address(tensors[i]) in own)
         self._aliased: dict[int, AliasedBuffer] = {}
         template = substitute(value, self.tensors)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.private.callsite import OURS, instruction_at
-from lightning_graphs.private.torch import is_wrapped, plain, version_of
-from lightning_graphs.values.memory import Given, clone_all, storage_address
+from lightning_graphs.private.torch import is_wrapped, version_of
+from lightning_graphs.values.memory import Given, addresses_of, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.texts import joined, spelled
 from lightning_graphs.watch.tracers import METHODS, Kind, Method, Tracer, present, special
@@ -273,7 +273,7 @@ class LateCalls:
         self, calls: list[Any], state: Iterable[Tensor], device: str, copied: Container[str]
     ) -> None:
         self.all = calls
-        self._state = frozenset(storage_address(t) for t in plain(state)) - {0}
+        self._state = addresses_of(state)
         self._device, self._copied = device, copied
         self._versions: list[tuple[str, Tensor, int]] = []
         self._is_finished = False  # the forward pass is over, and with it what may be kept back

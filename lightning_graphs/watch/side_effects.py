@@ -27,7 +27,6 @@ from lightning_graphs.private.torch import (
     has_memory,
     is_strided,
     memory_of,
-    plain,
     storage_reference,
     storage_uses,
     version_of,
@@ -36,6 +35,7 @@ from lightning_graphs.values.guards import is_constant, is_plain
 from lightning_graphs.values.memory import (
     Owing,
     StaticInputs,
+    addresses_of,
     clone_all,
     gradients_of,
     storage_address,
@@ -72,7 +72,7 @@ class CopiedOut:
 
     def __init__(self, state: Iterable[Tensor]) -> None:
         known = list(state)
-        self._state, self._own = set(map(id, known)), set(map(storage_address, plain(known))) - {0}
+        self._state, self._own = set(map(id, known)), addresses_of(known)
         self._themselves: dict[int, Any] = {}  # those that the step stores
         self._copied: list[Tensor] = []  # with their history
         self.sources: list[Tensor] = []  # without it
