@@ -45,7 +45,7 @@ from lightning_graphs.report.messages import Statistics
 from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import OptimizerState, PythonSnapshot
-from lightning_graphs.values.tree import Unread
+from lightning_graphs.values.tree import Unread, parameters_of
 from lightning_graphs.watch.batch import BatchValueRead, refuse_iterator
 
 
@@ -324,7 +324,6 @@ class CallRecovery(MemoryRecovery):
         watch = self._watch
         states = [OptimizerState(one, watch.scaler) for one in watch.optimizers]
         groups = [group for one in watch.optimizers for group in one.param_groups]
-        stepped = chain.from_iterable(group["params"] for group in groups)
         kept = chain.from_iterable(state.tensors for state in states)
         # A scheduler sets rates in the groups
         named = [
@@ -338,7 +337,7 @@ class CallRecovery(MemoryRecovery):
             args,
             self._budget,
             gradients=True,
-            tensors=[*self._program.parameters(), *stepped, *kept],
+            tensors=[*self._program.parameters(), *parameters_of(*watch.optimizers), *kept],
             outside=[PythonSnapshot(named), outside.contents, environment.generators],
         )
         for state in states:

@@ -27,7 +27,7 @@ from lightning_graphs.private.distributed import is_within_backward
 from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, StepRecorder
 from lightning_graphs.values.guards import REALS, is_object
-from lightning_graphs.values.tree import item_label, leaves_of, stepping
+from lightning_graphs.values.tree import item_label, leaves_of, parameters_of, stepping
 from lightning_graphs.watch.environment import Effect, Environment, effects_watched
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.kept import CallAt, KeptCalls
@@ -119,7 +119,7 @@ class Program(nn.Module):
         for name, model in models.items():
             self.models[name.replace(".", "_")] = model
         tensors = [*self.parameters(), *self.buffers()]
-        tensors += [p for o in optimizers for g in o.param_groups for p in g["params"]]
+        tensors += parameters_of(*optimizers)
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.arguments = Arguments(function)
         inner = inspect.unwrap(function_of(function))

@@ -40,7 +40,7 @@ from lightning_graphs.values.guards import (
 )
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
-from lightning_graphs.values.tree import leaves_of, substitute
+from lightning_graphs.values.tree import leaves_of, parameters_of, substitute
 from lightning_graphs.watch.filled import ListAppend
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.reads import AttributeGuards
@@ -670,5 +670,4 @@ def is_namespace(owner: Any) -> bool:
 
 def trained_parameters(optimizers: Iterable[Optimizer]) -> set[int]:
     """Return the ``id`` of each parameter that an optimizer writes."""
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(p) for group in groups for p in group["params"] if p.requires_grad}
+    return {id(p) for p in parameters_of(*optimizers) if p.requires_grad}
