@@ -229,7 +229,6 @@ class EvaluationHandler(StrategyHandler):
             ranks = TrainerRanks(trainer, alone=True)
             ranks.on_leave = self._leave
         recovery = OomRecovery(trainer, calls, statistics, fit.budget, ranks, raises=raises)
-        timed = fit.pool.backend.name == "cuda"
         left = partial(evaluations_left, trainer)
         watch = EvaluationWatch(trainer, fit.module, name)
         self.assertions = OpenAssertions(
@@ -248,7 +247,7 @@ class EvaluationHandler(StrategyHandler):
             options=options,
             statistics=statistics,
             messages=messages,
-            policy=CapturePolicy(options, statistics, left, timed=timed),
+            policy=CapturePolicy(options, statistics, left),
             recovery=recovery,
             ranks=ranks,
             watch=watch,

@@ -445,14 +445,13 @@ class Calls:
             updates=watch.optimizes_itself,
         )
         self._open.callback(self._assertions.release)
-        timed = pool.backend.name == "cuda"
         context = TrainingContext(
             module=self.program,
             options=options,
             pool=pool,
             statistics=statistics,
             messages=messages,
-            policy=CapturePolicy(options, statistics, lambda: _MANY, timed=timed),
+            policy=CapturePolicy(options, statistics, lambda: _MANY),
             budget=budget,
             ranks=ranks,
             watch=watch,

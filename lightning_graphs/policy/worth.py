@@ -276,13 +276,11 @@ class CapturePolicy:
         options: Options,
         statistics: Statistics,
         steps_left: Callable[[], int],
-        *,
-        timed: bool,
         experience: Experience | None = None,  # with fits like this one
     ) -> None:
-        given = options.min_repeats
+        given, on_gpu = options.min_repeats, statistics.backend == "cuda"
         # Times decide, and not sightings alone
-        self.measures = timed and options.only_if_faster and given is None
+        self.measures = on_gpu and options.only_if_faster and given is None
         self._step_times = statistics.step_times if self.measures else None
         self._statistics = statistics
         self._verifies = options.verify is not False

@@ -64,15 +64,14 @@ class Fit:
         monkeypatch.setattr(module, "perf_counter", lambda: self.now)
         self._times = times
         self._is_known = not times.refused
-        self.statistics = Statistics()
+        self.statistics = Statistics(backend="cuda")
         self.steps: Sequence[Any] = ()
         self.done = 0
         self.policy = CapturePolicy(
             Options(**options),
             self.statistics,
             lambda: len(self.steps) - self.done,
-            timed=True,
-            experience=experience,
+            experience,
         )
         self._learning = list(times.learning)
         self._numbers = random.Random(0)
