@@ -652,7 +652,7 @@ class EmulatedGraph:
         raise UnsupportedError(
             "The emulated backend has neither cudaGraph_t nor cudaGraphExec_t.",
             "a raw handle was asked for on backend='emulated'",
-            "use lightning_graphs.device.inspect, which reads both backends",
+            "use lightning_graphs.core.inspect, which reads both backends",
         )
 
     raw_cuda_graph_exec = raw_cuda_graph

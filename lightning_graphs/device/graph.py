@@ -152,7 +152,7 @@ class CUDAGraph:
             raise CaptureError(
                 "capture_end() needs a capture_begin() before it.",
                 "no capture of this graph is under way",
-                "capture with lightning_graphs.device.graph(cuda_graph)",
+                "capture with lightning_graphs.core.graph(cuda_graph)",
             )
         try:
             self._captured.capture_end()
@@ -410,7 +410,7 @@ def _needs_capture(call: str) -> ReplayError:
     return ReplayError(
         f"{call} needs a finished capture.",
         "the CUDAGraph is empty",
-        "capture with lightning_graphs.device.graph(cuda_graph) first",
+        "capture with lightning_graphs.core.graph(cuda_graph) first",
     )
 
 
