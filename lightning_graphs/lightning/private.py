@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import dataloader
 
+from lightning_graphs.private.callsite import frames_from
 from lightning_graphs.private.exchange import replaced, subclassed
 from lightning_graphs.private.torch import is_newer_than_tested
 from lightning_graphs.values.snapshot import PythonSnapshot
@@ -639,8 +640,7 @@ def given_to_fabric() -> Sequence[Any]:
     It asks factories for further ones (``Fabric._configure_callbacks``), and tells them nothing.
     Without that name there are none here, and a Fabric is refused by its first hook.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_configure_callbacks":
-        frame = frame.f_back
-    found = [] if frame is None else frame.f_locals.get("callbacks")
+    frames = frames_from(sys._getframe())
+    making = (f.f_locals for f in frames if f.f_code.co_name == "_configure_callbacks")
+    found = next(making, {}).get("callbacks")
     return found if isinstance(found, list) else []

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_graphs.errors import CaptureError
-from lightning_graphs.private.callsite import is_library, package_of, variables_of
+from lightning_graphs.private.callsite import frames_from, is_library, package_of, variables_of
 from lightning_graphs.private.exchange import nothing, replaced
 from lightning_graphs.private.torch import (
     PLAIN_TENSORS,
@@ -640,11 +640,10 @@ def leaves_in_reach(frame: FrameType | None) -> Iterator[Tensor]:
     yields all that are alive. What is missing, CUDA refuses.
     """
     pending: deque[tuple[int, Any]] = deque()
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for each in frames_from(frame):
+        file = each.f_code.co_filename
         if not (is_library(file) or package_of(file)):
-            pending += [(0, variables_of(frame)), (0, frame.f_globals)]
-        frame = frame.f_back
+            pending += [(0, variables_of(each)), (0, each.f_globals)]
     found: dict[int, Tensor] = {}
     seen: dict[int, Any] = {}  # with each, so that an ``id`` stays its own
     while pending:

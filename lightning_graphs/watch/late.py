@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_graphs.private.callsite import OURS, instruction_at
+from lightning_graphs.private.callsite import OURS, frames_from, instruction_at
 from lightning_graphs.private.torch import is_wrapped, version_of
 from lightning_graphs.values.memory import Given, addresses_of, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
@@ -186,15 +186,13 @@ def _acts(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def _caller_past(*packages: str) -> FrameType | None:
     """Return the innermost frame outside of these packages; None inside of a layer of torch."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
+    for frame in frames_from(sys._getframe(2)):
         name = frame.f_globals.get("__name__", "")
         if name.startswith("torch.nn.modules."):  # which writes buffers
             return None
         if not name.startswith(packages):
-            break
-        frame = frame.f_back
-    return frame
+            return frame
+    return None
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
