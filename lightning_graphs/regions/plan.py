@@ -101,20 +101,11 @@ class Plan:
     def cancel(self) -> None:
         """Undo what :meth:`fits` has prepared, since there is no replay."""
 
-    def launch(self, name: str) -> None:
-        """Launch the graph of a part."""
-        for instruction in self.parts[name].before:
-            instruction()
-
-    def emit(self, name: str) -> None:
-        """Do what follows the graph of a part."""
-        for instruction in self.parts[name].after:
-            instruction()
-
     def replay(self, name: str) -> None:
-        """Launch a part, and do what follows."""
-        self.launch(name)
-        self.emit(name)
+        """Launch the graph of a part, and do what follows."""
+        part = self.parts[name]
+        for instruction in (*part.before, *part.after):
+            instruction()
 
 
 @dataclass(slots=True)
@@ -458,7 +449,7 @@ class StepPlan(Plan):
         if self.is_launched:
             self.is_launched = False
         else:
-            for instruction in self.parts["forward"].before:  # as :meth:`launch`, but for a call
+            for instruction in self.parts["forward"].before:
                 instruction()
         try:
             returned = self.hand_out()
