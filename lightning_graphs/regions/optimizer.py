@@ -39,6 +39,7 @@ from lightning_graphs.private.torch import (
     step_hook_tables,
 )
 from lightning_graphs.regions.conditions import OptimizerGuard, each, where_moved
+from lightning_graphs.regions.context import TrainingContext
 from lightning_graphs.regions.gradients import drop_gradients
 from lightning_graphs.regions.tried import (
     RETURNING,
@@ -64,7 +65,6 @@ from lightning_graphs.watch.user_code import hidden_in, step_brought
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers with one kernel for all parameters that reads its learning rate on the device."""
-
 
 Kernel = Literal["fused", "own"]
 """What Adam, AdamW and SGD run where they were not asked for another kernel: the fused one for all
@@ -294,9 +294,10 @@ _following: WeakKeyDictionary[Optimizer, frozenset[str]] = WeakKeyDictionary()
 """Optimizers that are tried with live numbers: names of those that move time and again."""
 
 
-def why_cycles_stay(cycles: str, optimizers: Sequence[Optimizer], *kernel: Any) -> str:
+def why_cycles_stay(context: TrainingContext) -> str:
     """Say why numbers that schedulers cycle keep updates eager; empty if graphs follow them."""
-    for one in optimizers if cycles else ():
+    kernel = context.options.optimizer_kernel, context.pool.backend.device_type
+    for one in context.watch.optimizers if (cycles := context.watch.cycles) else ():
         name = "betas" if "betas" in one.defaults else "momentum"
         are_numbers = all(type(group.get(name)) in REALS for group in one.param_groups)
         if not (are_numbers and _is_tried(one, *kernel)):
@@ -315,8 +316,7 @@ def follow_moving(capturables: Iterable[CapturableOptimizer], churn: HyperParame
     A graph that freezes them runs the optimizer's kernels as they are. One that follows them has
     numbers on the device, a kernel for each parameter, and needs no further capture.
     """
-    learned = [one.follow(churn.moved) for one in capturables]
-    if any(learned):
+    if any([one.follow(churn.moved) for one in capturables]):  # each learns
         churn.obstacle = ""
 
 

@@ -66,9 +66,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
         self._gradients = gradients
         self._verifier = verifier
         self._observers = context.watch.observers()
-        kind = context.options.optimizer_kernel, context.pool.backend.device_type
-        cycles = why_cycles_stay(context.watch.cycles, context.watch.optimizers, *kind)
-        self._churn = HyperParameterChurn(cycles)
+        self._churn = HyperParameterChurn(why_cycles_stay(context))
         self._awaited = StateAwaited()
         # What reads the numbers by which captured steps have gone their way
         self._ways: dict[str, Callable[[], Any]] = {}

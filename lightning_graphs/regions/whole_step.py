@@ -116,9 +116,7 @@ class StepRegion(HeadedSteps):
         # Lets graphs step each optimizer; None for one that cannot be captured
         self.capturables: dict[Optimizer, CapturableOptimizer | None] = {}
         self._by_hand = fit.watch.optimizes_itself
-        kind = fit.options.optimizer_kernel, fit.pool.backend.device_type
-        cycles = why_cycles_stay(fit.watch.cycles, fit.watch.optimizers, *kind)
-        self._churn = HyperParameterChurn(cycles)
+        self._churn = HyperParameterChurn(why_cycles_stay(fit))
         self._awaited = StateAwaited()
         self._optimizers: list[Optimizer] = []
         self._left: dict[Optimizer, str] = {}  # those that step eagerly, and why
