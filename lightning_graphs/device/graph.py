@@ -40,6 +40,10 @@ random generator, the allocator and the modes are as they were.
 """
 
 
+BACKENDS: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
+"""Type of the device on which code computes -> the backend of its captures."""
+
+
 @functools.cache
 def _backend(name: str) -> Backend:
     return CudaBackend() if name == "cuda" else EmulatedBackend()

@@ -14,10 +14,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_graphs.device.cuda import joined_stream
+from lightning_graphs.device.graph import BACKENDS
 from lightning_graphs.errors import UnsupportedError, in_one_line
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
 from lightning_graphs.lightning.fit import (
-    BACKEND_OF,
     FitSummary,
     StepRate,
     fit_context,
@@ -161,7 +161,7 @@ class GraphCapture(Callback):
             )
         device = trainer.strategy.root_device
         backend = self.options.backend
-        if backend not in ("auto", BACKEND_OF.get(device.type)):
+        if backend not in ("auto", BACKENDS.get(device.type)):
             raise OptionError(
                 "backend must be 'auto', 'cuda' on a GPU or 'emulated' on the CPU.",
                 f"got {backend!r} with a trainer on {device}",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_graphs.device.cuda import joined_stream
-from lightning_graphs.device.graph import Backend, GraphPool
+from lightning_graphs.device.graph import BACKENDS, Backend, GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.lightning.oom import OomRecovery
 from lightning_graphs.lightning.private import cheap_contexts, step_of_loggers, updates_loggers
@@ -45,13 +45,11 @@ from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
 from lightning_graphs.report.report import share_of
 from lightning_graphs.watch.assertions import OpenAssertions
 
-BACKEND_OF: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
-
 
 def reason_to_stay_out(trainer: Trainer, options: Options) -> str:
     """Why this fit is not captured, in one sentence; empty if it may be."""
     device = trainer.strategy.root_device
-    if device.type not in BACKEND_OF:
+    if device.type not in BACKENDS:
         return f"it captures on NVIDIA GPUs, and the trainer runs on {device}"
     if device.type == "cuda" and (reason := why_no_cuda_graphs()):
         return reason
@@ -101,7 +99,7 @@ def fit_context(
 ) -> LightningContext:
     """Make what the runners of a fit or of an evaluation share."""
     device, calls = trainer.strategy.root_device, calls_of(trainer.strategy)
-    name = statistics.backend = "emulated" if backend else BACKEND_OF[device.type]
+    name = statistics.backend = "emulated" if backend else BACKENDS[device.type]
     own_stream = progress = None
     if name == "cuda":
         own_stream = stack.enter_context(joined_stream(device, stream))

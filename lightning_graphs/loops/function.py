@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_graphs.device.cuda import joined_stream
-from lightning_graphs.device.graph import GraphPool
+from lightning_graphs.device.graph import BACKENDS, GraphPool
 from lightning_graphs.errors import UnsupportedError
 from lightning_graphs.loops.function_runner import (
     CallRecovery,
@@ -274,7 +274,6 @@ class CapturedFunction(Generic[P, R]):
 
 # ------------------ The calls of one function
 
-_BACKENDS: Mapping[str, Literal["cuda", "emulated"]] = {"cuda": "cuda", "cpu": "emulated"}
 _MANY = 10_000
 """Calls that are expected of a loop, whose end is not known."""
 _LOOK = 64
@@ -346,7 +345,7 @@ class Calls:
             OptionError: The backend is one of another device.
         """
         options, device, diagnoses = self._options, self._device, self._options.diagnose
-        if options.backend not in ("auto", _BACKENDS.get(device.type)):
+        if options.backend not in ("auto", BACKENDS.get(device.type)):
             raise OptionError(
                 "backend must be 'auto', 'cuda' for a model on a GPU or 'emulated' on the CPU.",
                 f"got {options.backend!r} with a model on {device}",
@@ -356,7 +355,7 @@ class Calls:
             self._messages.note("inactive on a CPU; backend='emulated' rehearses there")
             return False
         reason = obstacle_in(self.program) or ""
-        if device.type not in _BACKENDS:
+        if device.type not in BACKENDS:
             reason = f"it captures on NVIDIA GPUs, and the model is on {device}"
         elif device.type == "cuda" and (unsupported := why_no_cuda_graphs()):
             reason = unsupported
@@ -382,7 +381,7 @@ class Calls:
         if options.diagnose:
             self._steps = self._judged(evaluates=evaluates)
             return
-        backend = statistics.backend = _BACKENDS[device.type]
+        backend = statistics.backend = BACKENDS[device.type]
         if is_newer_than_tested():
             newer = f"torch {torch.__version__} was not tested yet; public ways are used"
             self._messages.say(f"{self._messages.who}: {newer}")
