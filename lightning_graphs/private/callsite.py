@@ -480,6 +480,14 @@ def listing_of(code: CodeType) -> Listing:
     return Listing(found, lines, [instruction.offset for instruction in found])
 
 
+def names_global(code: CodeType, name: str) -> bool:
+    """Return whether code names a global or builtin so, rather than an attribute alone."""
+    return name in code.co_names and any(
+        each.argval == name and each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        for each in listing_of(code).instructions
+    )
+
+
 _FRAMES = frozenset({"locals", "vars", "eval", "exec", "_getframe", "currentframe", "stack"})
 """Names in code that may look at variables of its own."""
 

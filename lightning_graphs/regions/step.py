@@ -600,7 +600,7 @@ class StepCapture(Attempts):
             Watcher(self.context.compiled.watching),
             Watcher(
                 partial(effects.exchanged, number, self.client.own.modules),
-                finish=lambda: effects.refuse_untouched(environment.outside.words),
+                finish=lambda: effects.refuse_untouched(environment.outside.codes),
                 mechanism=partial(effects.mechanism, present),
             ),
             # Ahead of the watched classes: asking a new class whether it is a metric takes long.

@@ -6,11 +6,11 @@ import contextlib
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lightning_graphs.autograd.graphed import Stores
 from lightning_graphs.device.rules import BATCH_CHANGED, STORED
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.errors import CaptureError, stop
-from lightning_graphs.private.callsite import LIBRARIES
+from lightning_graphs.private.callsite import LIBRARIES, names_global
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
     has_memory,
@@ -370,11 +370,11 @@ class SideEffects:
         """Return whether a replay has side effects on places or on its batch."""
         return bool(self._contained or self._types or self._effects)
 
-    def refuse_untouched(self, words: Container[str]) -> None:
-        """Refuse lists that other steps fill, if this one asks for types, by the words of it."""
-        for _, given in self._given if "type" in words else ():
-            if isinstance(given, ListAppend) and not given.operations:
-                given.refuse()
+    def refuse_untouched(self, codes: Iterable[CodeType]) -> None:
+        """Refuse lists that other steps fill, if this one asks for types, by the code of it."""
+        untouched = [g for _, g in self._given if isinstance(g, ListAppend) and not g.operations]
+        if untouched and any(names_global(code, "type") for code in codes):
+            untouched[0].refuse()
 
     @property
     def left(self) -> Sequence[Tensor]:

@@ -171,6 +171,10 @@ ROWS = {
     )
     for name, texts in TABLE.items()
 }  # fmt: skip
+ROWS["append now and then, beside a cast"] = row(
+    partial(Filling, LIST, f"h.type(torch.float64)\nif i % 3 == 0: {APPEND}", "pass"),
+    graphs=3, below="", max_epochs=5, data=lambda: batches(7), validation=0,
+)  # fmt: skip
 ROWS |= {
     name: row(partial(Filling, *texts), said=said, placed=False, max_epochs=2, validation=0)
     for name, (*texts, said) in NONE_STAYS.items()
