@@ -16,6 +16,7 @@ from functools import partial
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -512,8 +513,12 @@ def _functions_of(callee: FrameType) -> list[FunctionType]:
 
 
 def _function_in(value: Any) -> FunctionType | None:
-    value = value.__func__ if type(value) is staticmethod else value
+    value = value.__wrapped__ if type(value) in _WRAPPERS else value
     return value if type(value) is FunctionType else None
+
+
+_WRAPPERS = {staticmethod, type(numpy.mean)} - {FunctionType}
+"""Classes in C whose instances call a function of Python: NumPy's dispatch to other arrays."""
 
 
 _BACKWARD = {function.__code__ for function in (torch.autograd.backward, torch.autograd.grad)}

@@ -102,13 +102,14 @@ def averaging(model: Any, optimizer: Any, batch: Any) -> Any:
     """NumPy asks for the number, in a function of Python's."""
     optimizer.zero_grad()
     loss = loss_of(model, batch)
+    loss = loss / np.mean([loss.item(), 2.0])
     loss.backward()
     optimizer.step()
-    return loss.detach() / np.mean([loss.item(), 2.0])
+    return loss.detach()
 
 
 REFUSED = {
-    averaging: r"in averaging: return loss.detach\(\) / np.mean",
+    averaging: r"in averaging: loss = loss / np.mean",
     counting: r"counting changes Counted.calls, named at .* in counting: Counted.calls \+= 1\n",
     taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
     leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",

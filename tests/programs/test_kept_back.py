@@ -68,6 +68,7 @@ def read_as_arrays(self: Any, batch: Any, batch_idx: int) -> Any:
     truth = (batch["y"] + guess_of(logits)).to("cpu").data.numpy()
     self.log("correct", float_of(guess == truth))
     self.log("spread", numpy.std(guess) + numpy.mean(truth))
+    self.log("losses", numpy.mean([loss.item(), logits.std().item()]))
     return loss
 
 
