@@ -57,7 +57,6 @@ from lightning_graphs.regions.plan import (
     batch_written,
 )
 from lightning_graphs.regions.reduction import BucketReduction, reduction_of
-from lightning_graphs.values.guards import Constant
 from lightning_graphs.values.memory import StaticInputs
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Snapshot
@@ -262,10 +261,8 @@ class Attempts(StepBody):
         if isinstance(error, PlaceUsedError):
             facts.places.are_used(error.place)
             return True
-        if isinstance(error, NumberMovedError) and type(error.number) is float:
-            number = Constant.plain(error.number)
-            if facts.places.learn_named([name for name, v in facts.reads.now() if v == number]):
-                return True
+        if isinstance(error, NumberMovedError) and facts.places.learn_logged(error.number):
+            return True
         if self._behind and error.rule == USED_BEHIND.rule and not facts.steps_between:
             facts.steps_between = True
             return True

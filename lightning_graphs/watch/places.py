@@ -32,6 +32,7 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import (
     DEPTH,
     REALS,
+    Constant,
     attributes_of,
     is_array,
     is_constant,
@@ -339,6 +340,7 @@ class StepState:
         self.last: PythonSnapshot | None = None
         self._apart: set[str] = set()  # names of modules that ran later than that
         self._is_changed = False  # places were adopted
+        self._numbers: dict[tuple[int, Any], Any] = {}  # behind the last step of the warm-up
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self._places.values())
@@ -378,6 +380,7 @@ class StepState:
         contents, trained = self._take(held), trained_parameters(self._optimizers())
         yield
         self._find_apart(held)
+        self._numbers = _numbers_in(contents)
         changes = [*self._changes(contents)]
         found = [(place_of(each, contents, trained), each.before) for each in changes]
         if all(place is not None for place, _ in found):
@@ -479,6 +482,15 @@ class StepState:
         named = (one for one in held.entries() if (id(one.owner), one.key) in where)
         found = (place_of(one, held, ()) for one in named)
         return self.learn([p for p in found if isinstance(p, Number) or (p and p.is_filled())])
+
+    def learn_logged(self, logged: object) -> bool:
+        """Add numbers of which a step logs one, or what it computes of some that hooks move."""
+        value = Constant.plain(logged) if type(logged) is float else None
+        if self.learn_named([name for name, held in self._reads.now() if held == value]):
+            return True
+        now, before = _numbers_in(self._all_held()), self._numbers
+        moved = {where for where in now.keys() & before.keys() if now[where] != before[where]}
+        return self.learn_named([n for n, where in self._reads.where.items() if where in moved])
 
     def are_used(self, *filled: Entry) -> bool:
         """Mark filled lists with which steps compute as state: these, or all; False if none."""
@@ -648,6 +660,11 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
         own = held.label(owner, above)
         keys, label = (above, *keys), own + label
     return None
+
+
+def _numbers_in(held: PythonSnapshot) -> dict[tuple[int, Any], Any]:
+    """Return the present numbers in a snapshot's containers, by their ``id`` and the key there."""
+    return {(id(e.owner), e.key): e.now for e in held.entries() if type(e.now) in REALS}
 
 
 def _places_of(

@@ -119,6 +119,19 @@ class SetByHook(Net):
         return loss
 
 
+class ComputedOfHook(Net):
+    """Logs what it computes of a count that a hook advances, as EDM its thousands of images."""
+
+    images = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("thousands", self.images / 1e3)
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.images += len(batch["x"])
+
+
 class Varying(Net):
     """Batch sizes and options that change, and a key that is logged twice in a step."""
 
@@ -388,7 +401,7 @@ ROWS = (
         ),
     }
     | table(Temperature, FromHooks, **OF_NET)
-    | table(SetByHook, graphs=1, modules=("net",), also="accumulated; verified")
+    | table(SetByHook, ComputedOfHook, graphs=1, modules=("net",), also="accumulated; verified")
     | table(OneName, max_epochs=3, also="modules, verified")
     | table(
         Varying, said="would freeze a counter", found=None, data=lambda: batches(11, last=3),
