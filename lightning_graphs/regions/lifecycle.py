@@ -433,11 +433,11 @@ class Region(ABC, Generic[Call, P]):
         """
         return call
 
-    def wait(self, call: Call, key: Any) -> None:
-        """Note that the call is not worth a capture yet; the cache says why."""
+    def wait(self, key: Any) -> None:
+        """Note that calls with this key are not worth a capture yet; the cache says why."""
 
-    def is_ready(self, call: Call, key: Any) -> bool:
-        """Whether all is there that a capture of the call needs."""
+    def is_ready(self, key: Any) -> bool:
+        """Whether all is there that a capture of such a call needs."""
         return True
 
     @abstractmethod
@@ -582,9 +582,9 @@ class Lifecycle(Generic[Call, P]):
             return None
         if not self.cache.is_due(key):
             if self.cache.why_not:
-                self._region.wait(call, key)
+                self._region.wait(key)
             return None
-        return key if self._region.is_ready(call, key) else None
+        return key if self._region.is_ready(key) else None
 
     def capture(self, call: Call, key: Hashable) -> P | None:
         """Capture and verify a call whose key was due; return None if that fails."""

@@ -347,14 +347,14 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         kind = StepKind(batch_signature(call.batch, self._device_type), call.flags)
         return kind, self._read(kind)
 
-    def wait(self, call: StepCall, key: Any) -> None:
+    def wait(self, key: Any) -> None:
         plans = self._plans
         is_new, is_full = plans.is_new(key), plans.is_full
         self._context.messages.waits(
             key[0], plans.why_not, self._difference, is_new=is_new, at_once=is_full
         )
 
-    def is_ready(self, call: StepCall, key: Any) -> bool:
+    def is_ready(self, key: Any) -> bool:
         self._context.messages.replayed()
         if self._observed is None:  # else one waits for its values to come back
             self._observe(key[0])

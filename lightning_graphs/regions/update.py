@@ -158,7 +158,7 @@ class CapturedUpdate(Region[Hashable, Plan]):
 
     # ------------------------------------------------------------------ the region
 
-    def is_ready(self, call: Hashable, key: Hashable) -> bool:
+    def is_ready(self, key: Hashable) -> bool:
         return self.capturable is not None and self.capturable.has_stepped
 
     def capture(self, call: Hashable, key: Hashable) -> Plan:

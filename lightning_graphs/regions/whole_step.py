@@ -253,7 +253,7 @@ class StepRegion(HeadedSteps):
             return None
         return self._signature_of(call, self._conditions)[0]
 
-    def wait(self, call: tuple[Any, ...], key: Signature) -> None:
+    def wait(self, key: Signature) -> None:
         self._waits = True
         if self._follows_numbers(key):
             return
@@ -271,7 +271,7 @@ class StepRegion(HeadedSteps):
         self._moves = self._moves + 1 if names else 0
         return self._moves == FEW and self._facts.places.learn_named(names)
 
-    def is_ready(self, call: tuple[Any, ...], key: Signature) -> bool:
+    def is_ready(self, key: Signature) -> bool:
         # Libraries choose and load their kernels for a shape in its first step.
         if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return False
