@@ -513,7 +513,9 @@ class Lifecycle(Generic[Call, P]):
     ) -> None:
         self._region = region
         self._policy, self._ranks = context.policy, context.ranks
-        self._verifier = verifier
+        self._verifier = verifier if verifier is not None and verifier.is_on else None
+        # What compares plans again, every so many steps
+        self._again = verifier if verifier is not None and verifier.every > 0 else None
         capacity = context.options.max_graphs
         self.cache = PlanCache[Any, P](self._policy, region.release, capacity, shape)
         self.is_failing = False  # this rank gives up as soon as all do
@@ -550,8 +552,7 @@ class Lifecycle(Generic[Call, P]):
             return self.capture(call, region.key(call) if key is None else key)
         if choice <= EAGER or plan is None:
             return None
-        verifier = self._verifier
-        again = verifier is not None and verifier.every > 0 and verifier.is_due
+        again = self._again is not None and self._again.is_due
         return self.verified(plan, call) if wish or again else plan
 
     def find(self, call: Call) -> P | None:
@@ -566,9 +567,7 @@ class Lifecycle(Generic[Call, P]):
 
     def is_ready(self, plan: P) -> bool:
         """Whether a plan that fits may be replayed with nothing else to decide, on one rank."""
-        verifier = self._verifier
-        again = verifier is not None and verifier.every > 0 and verifier.is_due
-        again |= plan.uses >= plan.due
+        again = plan.uses >= plan.due or (self._again is not None and self._again.is_due)
         return not (plan.unverified or self.is_failing or self._policy.is_over or again)
 
     def _due_key(self, call: Call) -> Hashable | None:
@@ -601,7 +600,7 @@ class Lifecycle(Generic[Call, P]):
             return None
         self._failed = 0
         plan.number = next(self._ranks.numbers)
-        plan.unverified = self._verifier is not None and self._verifier.is_on
+        plan.unverified = self._verifier is not None
         self.cache.add(plan.key, plan)
         is_missed = region.enter(plan, call) is False
         if self._ranks.any(is_missed):
@@ -619,7 +618,7 @@ class Lifecycle(Generic[Call, P]):
 
     def verified(self, plan: P, call: Call) -> P | None:
         """Return the plan if it computes what the eager call does; else drop it."""
-        if self._verifier is None or not self._verifier.is_on:
+        if self._verifier is None:
             return plan
         try:
             with TURN, self._policy.verifying():
