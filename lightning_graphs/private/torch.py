@@ -448,10 +448,7 @@ scaling_states: Callable[[torch.amp.GradScaler], Any] = attrgetter("_per_optimiz
 
 
 def step_hook_tables(optimizer: Optimizer) -> list[Any]:
-    """Return the tables of hooks around ``optimizer.step``, its own and the global ones.
-
-    torch has functions to register them and none to ask. Tables that it lacks are empty here.
-    """
+    """Return the tables of hooks around ``optimizer.step``; torch only lets others add some."""
     shared = sys.modules[Optimizer.__module__]  # torch.optim does not show it as an attribute
     return [
         getattr(optimizer, "_optimizer_step_pre_hooks", ()),
@@ -472,12 +469,13 @@ def capturable_unasked(optimizer: Optimizer) -> AbstractContextManager[None]:
     return exchanged([(optimizer, name, nothing) for name in own])
 
 
-def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any]) -> None:
-    """Mark the replacement of ``optimizer.step`` as one that schedulers watch already.
+def count_for_schedulers(optimizer: Optimizer, step: Callable[..., Any], own: Any) -> None:
+    """Mark what stands for a method that no scheduler watches yet as one that is watched.
 
     One that is made in the middle of a fit would wrap it for good.
     """
-    step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
+    if hasattr(own, "__func__"):
+        step._wrapped_by_lr_sched = optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 # ------------------ Transforms and compiled code

@@ -438,7 +438,7 @@ class CapturableOptimizer:
             return returned
 
         known = left_alone(stand_in)
-        count_for_schedulers(self.optimizer, known)
+        count_for_schedulers(self.optimizer, known, step)
         return known
 
     def _step_as_it_is(self, step: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -409,6 +410,58 @@ def test_one_cycle_with_its_momentum(
                 mine["step"] = mine["step"].to(other["step"].device)
         compare(eager, captured, replayed=False)
         assert captured.statistics.replayed >= 14
+
+
+class AheadOfItsOptimizer(Net):
+    """Steps its scheduler first, of which torch warns once."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        cast(Any, self.lr_schedulers()).step()
+
+
+class BehindAReplacedStep(Net):
+    """Replaces the step of its optimizer after a scheduler was made, of which torch warns once."""
+
+    def configure_optimizers(self) -> Any:
+        made: Any = super().configure_optimizers()
+        optimizer, own = made["optimizer"], made["optimizer"].step
+        optimizer.step = lambda closure=None: own(closure)
+        return made
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [(Net, 0), (AheadOfItsOptimizer, 1), (BehindAReplacedStep, 1)],
+)
+def test_what_torch_says_of_the_order_of_steps(
+    backend: str, tmp_path: Path, module: type[Net], said: int, by_hand: bool
+) -> None:
+    def stepping(self: Any, batch: Any, batch_idx: int) -> None:
+        self.optimizers().zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.optimizers().step()
+        self.lr_schedulers().step()
+
+    own = {"training_step": stepping, "automatic_optimization": False} if by_hand else {}
+
+    def made() -> Net:
+        return type("Module", (module,), own)(net_with(SCHEDULES["step"])()._optimizers)
+
+    for captured in (False, True):
+        fit = prepare(backend, tmp_path, captured, module=made, capture={"on_failure": "eager"})
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            fit.run()
+        found = [str(each.message) for each in seen]
+        assert (
+            sum(
+                "call `optimizer.step()` before" in f or "`lr_scheduler.step()` before" in f
+                for f in found
+            )
+            == said
+        ), found
+    assert fit.statistics.replayed > 0
 
 
 class TestSchedules(Promises):
