@@ -31,7 +31,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn.utils.rnn import invert_permutation
 
-from lightning_graphs.device.rules import RECURRENT, SET_GENERATOR, refuse, with_known_remedy
+from lightning_graphs.device.rules import (
+    HOST_READ,
+    RECURRENT,
+    SET_GENERATOR,
+    Obstacle,
+    refuse,
+    with_known_remedy,
+)
 from lightning_graphs.device.trace import OperatorCall, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import OURS, CallSite, CallSiteFinder, outside_of
@@ -281,9 +288,23 @@ def is_exact(func: OpOverload, outputs: Sequence[Tensor], elements: int) -> bool
 _marks = itertools.count(2**40)
 """Seeds of states in which captures leave generators of user code; none is used twice."""
 
+UNLIKE_DEVICES = Obstacle(
+    "On a GPU PyTorch computes nothing of a tensor there into a tensor on the CPU.",
+    "make the tensor on the device of the module: without device= it is on the CPU",
+    kind="unlike-devices",
+    code="total = torch.zeros(1, device=self.device)  # in place of torch.zeros(1)",
+)
 RULE = "A replay cannot repeat everything that a step computes on the host."
 REMEDY = "compute that value on the device, or pass the value in with the batch"
 _FURTHER_DRAWS = 64
+
+
+def refuse_write(func: OpOverload) -> None:
+    """Refuse an operator that writes what the device has to a tensor of the host."""
+    if torch.Tag.pointwise in func.tags:
+        UNLIKE_DEVICES.refuse_here(f"{func} writes to a tensor of the host")
+    else:
+        HOST_READ.refuse_here(f"{func} writes to a tensor of the host")
 
 
 class HostTape:

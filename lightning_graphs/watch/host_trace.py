@@ -50,6 +50,7 @@ from lightning_graphs.watch.host import (
     is_exact,
     numbers,
     operator_name,
+    refuse_write,
 )
 from lightning_graphs.watch.tracers import ScalarTracer
 
@@ -337,7 +338,7 @@ class HostTracer(LightMode):
                 return self._copied(call.args[0], kwargs)
             return self.tape.of_known_shape(call.func, self.tape.run(call))
         if any(map(self.tape.knows, call.written)):
-            HOST_READ.refuse_here(f"{func} writes to a tensor of the host")
+            refuse_write(func)
         if any(map(self._is_host, call.written)) or func is aten._pack_padded_sequence.default:
             return call.run()  # what a graph may do the recorder decides; or it reads constants
         move = self._moving(func, [t for t in call.inputs if not self._is_host(t)])

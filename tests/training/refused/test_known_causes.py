@@ -65,6 +65,23 @@ class CodedInThree(Coded):
     options = {"num_classes": 3}  # noqa: RUF012
 
 
+class Summed(Net):
+    """Adds what a GPU computes to a tensor that stays on the CPU there: PyTorch raises."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        total = self.zero(batch["x"].device)
+        total += super().loss(batch).detach()
+        return super().loss(batch) + total
+
+    def zero(self, device: torch.device) -> Tensor:
+        return torch.tensor(0.0)
+
+
+class SummedThere(Summed):
+    def zero(self, device: torch.device) -> Tensor:
+        return torch.tensor(0.0, device=device)
+
+
 # A whole step waits for what torch reads from a mask; a submodule alone does not.
 BY_MODULE = {"scope": "modules", "modules": ["encoder"]}
 CASES: list[tuple[type[Net], str, type[Net], dict[str, Any]]] = [
@@ -77,6 +94,7 @@ CASES: list[tuple[type[Net], str, type[Net], dict[str, Any]]] = [
 REHEARSED = [
     (Coded, "pass num_classes", CodedInThree),
     (CodedByDefault, "pass num_classes", CodedInThree),
+    (Summed, "make the tensor on the device of the module", SummedThere),
 ]
 
 
