@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_graphs.device.rules import MOVING_VALUE, Obstacle
+from lightning_graphs.device.rules import FILLED, MOVING_VALUE, Obstacle
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import named_at, site_in
 from lightning_graphs.private.engine import tensor_hooks
@@ -167,8 +168,15 @@ def read_otherwise(
 
 def moving(before: Signature, after: Signature, codes: Iterable[CodeType]) -> CaptureError | None:
     """Return the refusal of steps that find other values of user code; None of other steps."""
-    moved = _moved(before, after)
-    return MOVING_VALUE.refused(listed(moved) + named_at(moved[0], codes)) if moved else None
+    moved = [line.removeprefix("structure: ") for line in _moved(before, after)]
+    if not moved:
+        return None
+    obstacle = FILLED if _LIST.match(moved[0]) else MOVING_VALUE
+    return obstacle.refused(listed(moved) + named_at(moved[0], codes))
+
+
+_LIST = re.compile(r"\S+: (list|deque|set) of \d+ ")
+"""The description of a list that steps compute with, and that has another length now."""
 
 
 def numbers_moved(before: Signature, after: Signature) -> list[str]:

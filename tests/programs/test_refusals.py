@@ -115,6 +115,19 @@ class ListingLabels(Net):
         return self.loss(batch) * sums.float().mean()
 
 
+class Windowed(Net):
+    """The end of a list that grows: it is another one in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())  # read
+        return loss / sum(self.losses[-3:])
+
+
 class Copying(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch) + copy.deepcopy(self.net)(batch["x"]).mean()
@@ -211,6 +224,10 @@ TWENTY = {"data": lambda: batches(20), "validation": 0}
 LAYERS = {"capture": {"scope": "modules"}, "found": "rule remedy line", "replayed": 1, **TWENTY}
 ROWS = (
     table(Catching, Listing, said=".", placed=False, **TWENTY)
+    | table(
+        Windowed, said="cannot compute with the list: self.losses: list of", found=None, replayed=0,
+        data=lambda: batches(48), validation=0, max_epochs=1,
+    )
     | table(Saving, found=None, **TWENTY)  # saves behind each replay
     | table(ListingLabels, found=None, **TWENTY)  # ahead of the graph
     | table(CatchingAll, Copying, said=None, placed=False, found=None, **TWENTY)  # CUDA captures it
