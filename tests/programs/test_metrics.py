@@ -90,6 +90,16 @@ class CollectedForwardValue(CollectedAsObject):
         return loss
 
 
+class CollectedInPart(CollectedAsObject):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        values = self.metrics(self.net(batch["x"]), batch["y"])
+        self.log("error", 1 - values.pop("train_accuracy"))
+        del values["train_recall"]
+        self.log_dict(values)
+        return loss
+
+
 class ChangedAfterwards(Scored):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -110,8 +120,8 @@ class OfTheIndex(Scored):
 
 ROWS = table(
     LoggedObject, LoggedForwardValue, ComputedAtEpochEnd, Collected,
-    Program(CollectedAsObject, capture={"verify": 3}), CollectedForwardValue, ChangedAfterwards,
-    OfTheIndex, max_epochs=3, data=lambda: batches(6),
+    Program(CollectedAsObject, capture={"verify": 3}), CollectedForwardValue, CollectedInPart,
+    ChangedAfterwards, OfTheIndex, max_epochs=3, data=lambda: batches(6),
 )  # fmt: skip
 
 
