@@ -171,8 +171,9 @@ def moving(before: Signature, after: Signature, codes: Iterable[CodeType]) -> Ca
     moved = [line.removeprefix("structure: ") for line in _moved(before, after)]
     if not moved:
         return None
-    obstacle = FILLED if _LIST.match(moved[0]) else MOVING_VALUE
-    return obstacle.refused(listed(moved) + named_at(moved[0], codes))
+    if _LIST.match(moved[0]):
+        return FILLED.refused(listed(moved) + named_at(moved[0], codes))
+    return MOVING_VALUE.refused(listed(moved) + named_at(moved[0], codes))
 
 
 _LIST = re.compile(r"\S+: (list|deque|set) of \d+ ")

@@ -19,7 +19,7 @@ from lightning_graphs.watch.tracers import Tracer
 
 
 class PlaceUsedError(CaptureError):
-    """Raised if a captured step computes with a list that it fills."""
+    """Raised if a captured step computes with a list that it fills, or reads what others store."""
 
     place: Any  # where that is kept
 

@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn import Parameter
 
 from lightning_graphs.autograd.graphed import Stores
-from lightning_graphs.device.rules import BATCH_CHANGED, STORED
+from lightning_graphs.device.rules import BATCH_CHANGED, FILLED, STORED
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.errors import CaptureError, stop
 from lightning_graphs.private.callsite import LIBRARIES, names_global
@@ -44,7 +44,7 @@ from lightning_graphs.values.signature import CallPlan
 from lightning_graphs.values.snapshot import Result, results_in
 from lightning_graphs.values.tree import item_label, leaves_of, substitute
 from lightning_graphs.watch.batch import Holder, holders_in, new_results
-from lightning_graphs.watch.filled import ListAppend, lengths_followed, perform
+from lightning_graphs.watch.filled import ListAppend, PlaceUsedError, lengths_followed, perform
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.mechanism import Mechanism
@@ -224,7 +224,7 @@ class SideEffects:
         batch: Any = None,  # of the captured code, which may change its containers
     ) -> None:
         self._copies = CopiedOut(state)
-        found = Arranged(places)
+        found, self._is_read = Arranged(places), is_read
         self._filled, self._counted = found.filled, found.counted
         self._states = [State(place, found.all) for place in found.stored if is_read(place)]
         self._unread = [place for place in found.stored if not is_read(place)]
@@ -307,6 +307,10 @@ class SideEffects:
             name = self._states[0].place.name
             raise STORED.refused(f"a gradient reaches {name}, which the step sets")
         if self._looked is None:
+            for place in filter(self._is_read, self._unread):  # no capture had come so far before
+                error = PlaceUsedError(FILLED.rule, f"{place.name} is used", FILLED.remedy)
+                error.place = place
+                raise error
             self._add_unread(adopt())
         now = [(place.now(), place.content(given)) for place, given in self._given]
         if self._looked is not None:

@@ -442,6 +442,32 @@ class Smoothed(Storing):
         return self.smooth
 
 
+class ReadNowAndThen(Smoothed):
+    """What most steps only store, some read first, and are captured later."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if batch_idx % 4 == 3:
+            self.log("last", self.smooth * 0.9)
+        self.smooth = loss.detach()
+        return loss
+
+
+class Counted(Smoothed):
+    """Averages histograms as FreeMatch does, of which a capture learns ahead of the average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zeros", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch["x"]).float()
+        counts = torch.bincount(logits.argmax(-1), minlength=3)
+        before = self.zeros if self.smooth is None else self.smooth
+        self.smooth = before * 0.9 + 0.1 * (counts / counts.sum())
+        return F.cross_entropy(logits, batch["y"])
+
+
 # ---------------------------------------------------------------------- metrics
 
 
@@ -805,7 +831,10 @@ ROWS = (
         also=f"{EACH_WAY}; in turn", graphs=1, **USUAL,
     )
     | table(Recurrent, also=EACH_WAY, graphs=1, **USUAL)
-    | table(Branching, Reset, InPlaceAndAnew, Alternating, also="verified", **USUAL)
+    | table(
+        Branching, Reset, InPlaceAndAnew, Alternating, ReadNowAndThen, Counted,
+        also="verified", **USUAL,
+    )
     | table(Weighted, Annealed, WithNumbers, also="verified", **USUAL)
     | table(Clipped, graphs=1, below="", validation=0)
     | table(
