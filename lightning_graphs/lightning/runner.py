@@ -124,9 +124,9 @@ class StepRunner(StepRegion):
         own = type(closure) is self._closure
         if not own and is_lightnings_closure(closure):
             own, self._closure = True, type(closure)
-        if not own and not takes_no_closure(closure) and self._in_graphs:
+        if not own and not takes_no_closure(closure) and self._capture.in_graphs:
             self._messages.note(_WRAPPED)
-        if kwargs and self._in_graphs:
+        if kwargs and self._capture.in_graphs:
             self._messages.note(_FURTHER_ARGUMENTS)
         own = own and not kwargs
         self._stepping = own
@@ -156,7 +156,7 @@ class StepRunner(StepRegion):
 
     def _step_after_hooks(self, plan: StepPlan) -> None:
         """Replay the optimizer step after hooks have run, or run it eagerly if they changed it."""
-        guard = self._in_graphs[0].guard
+        guard = self._capture.in_graphs[0].guard
         moved = guard.numbers() != plan.conditions.hyper_parameters
         if moved or guard.is_replaced(self._trainer.current_epoch) or not plan.gradients.complete():
             self._capture.step_eagerly(plan.scaling)
@@ -207,7 +207,7 @@ class StepRunner(StepRegion):
         if self._warmup_left > 0 or not self.is_undivided or self._policy.is_over:
             return None
         has_head = self._head.now is not None
-        if has_head and (self._captures_ahead or (stepping and not self._in_graphs)):
+        if has_head and (self._captures_ahead or (stepping and not self._capture.in_graphs)):
             return None
         if recovery.is_open and recovery.begin_step():
             return None

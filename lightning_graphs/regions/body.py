@@ -81,6 +81,7 @@ class StepBody:
     def __post_init__(self) -> None:
         self.module, self.client = self.context.module, self.context.watch
         self._scaler = self.client.scaler
+        self.in_graphs = [one for one in self.optimizers.values() if one is not None]
         first: tuple[Optimizer, CapturableOptimizer | None] = NoOptimizer(), None
         self.optimizer, self.capturable = next(iter(self.optimizers.items()), first)
 

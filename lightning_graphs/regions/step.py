@@ -490,7 +490,7 @@ class StepCapture(Attempts):
         if [*self._facts.places]:  # other values stood there
             before = None
         effects, environment = begun.effects, begun.environment
-        for capturable in self._captured_optimizers:
+        for capturable in self.in_graphs:
             capturable.guard.remember()
         stores = {n: effects.without_places(found) for n, found in segments.stores.items()}
         environment.outside.read_into(self._facts.reads)
@@ -521,7 +521,7 @@ class StepCapture(Attempts):
             visible=gradients.visible,
             dropped=gradients.dropped,
             graphs=segments.graphs,
-            steps=phase.stepping and bool(self._captured_optimizers),
+            steps=phase.stepping and bool(self.in_graphs),
             adds=begun.targets.adds,
             written=environment.loose.written(),
             stores=stores,
@@ -533,10 +533,6 @@ class StepCapture(Attempts):
             behind=self._behind,
             surroundings=(environment.held, before, environment.small),
         )
-
-    @property
-    def _captured_optimizers(self) -> list[CapturableOptimizer]:
-        return [one for one in self.optimizers.values() if one is not None]
 
     def _begin(self, given: Given, phase: Phase, recorder: StepRecorder) -> _Begun:
         """Prepare a capture of this call."""
@@ -629,13 +625,13 @@ class StepCapture(Attempts):
         ]
 
     def _refreshed(self) -> Mechanism | None:
-        found = [capturable.refreshing for capturable in self._captured_optimizers]
-        counters = [one.counters for one in self._captured_optimizers if one.counters is not None]
+        found = [capturable.refreshing for capturable in self.in_graphs]
+        counters = [one.counters for one in self.in_graphs if one.counters is not None]
         after = [one.advance for one in counters if one.advance is not None]
         checks = [check for one in counters for check in one.checks]
         made = partial(Mechanism, checks=checks, before_update=found, after=after)
         if settings := self._numbers.settings:  # once all that was there before is read
-            own = (one for one in self._captured_optimizers if one.has_rates)
+            own = (one for one in self.in_graphs if one.has_rates)
             fills = [partial(one.refresh, anew=True) for one in own]
             return made(noted=[settings.apply, *fills], last=[settings.end])
         return made(before=found) if found else None

@@ -121,7 +121,6 @@ class StepRegion(HeadedSteps):
         self._optimizers: list[Optimizer] = []
         self._left: dict[Optimizer, str] = {}  # those that step eagerly, and why
         self._awaiting = -1  # entries of their state, while more of it is awaited
-        self._in_graphs: list[CapturableOptimizer] = []
         self._bind()
 
     # ------------------------------------------------------------------ what a client supplies
@@ -157,9 +156,8 @@ class StepRegion(HeadedSteps):
         if obstacle:
             self._messages.note(f"the optimizer step runs eagerly: {obstacle}")
         in_graphs = dict.fromkeys(self._optimizers) if self._churn.obstacle else self.capturables
-        self._in_graphs = [one for one in in_graphs.values() if one is not None]
         self._capture = self.captures(self._fit, self._facts, in_graphs, self._observers)
-        guards = [one.guard for one in self._in_graphs]
+        guards = [one.guard for one in self._capture.in_graphs]
         # Gradients of earlier steps that it may read: if its own code optimizes, all of them
         old = parameters_of(*self._optimizers) if guards or self._by_hand else []
         if self._by_hand:
@@ -278,7 +276,7 @@ class StepRegion(HeadedSteps):
         if len(self._cache) and self._facts.forks.is_refused():
             return False
         steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
-        return not steps or all(one.has_stepped for one in self._in_graphs)
+        return not steps or all(one.has_stepped for one in self._capture.in_graphs)
 
     def _is_unseen(self, signature: Signature) -> bool:
         return self._policy.measures and self._cache.is_new(signature)
@@ -370,7 +368,7 @@ class StepRegion(HeadedSteps):
                 raise unlike() from None
             return False
         except VerificationError as error:
-            follows = any(one.follows for one in self._in_graphs)
+            follows = any(one.follows for one in self._capture.in_graphs)
             if self._fit.options.on_failure == "raise" or not (follows and self._ranks.are_one):
                 raise
             self._leave_update(rounded_otherwise(error))
@@ -457,7 +455,7 @@ class StepRegion(HeadedSteps):
             self._rebind(reason)
         conditions = self._watch.conditions()
         if self._churn.are_too_many(conditions.hyper_parameters):
-            follow_moving(self._in_graphs, self._churn)
+            follow_moving(self._capture.in_graphs, self._churn)
             self._rebind()
             conditions = self._watch.conditions()
         return conditions
@@ -605,7 +603,6 @@ class EvaluationSteps(StepRegion):
         """Make guards and captures for the present parameters and modules."""
         self._observers = NO_OBSERVERS
         self._optimizers = self._present()
-        self._in_graphs = []
         optimizers = dict.fromkeys(self._optimizers or [NoOptimizer()])
         self._capture = EvaluationCapture(self._fit, self._facts, optimizers, NO_OBSERVERS)
         guards = self._facts, self._client_guards()
