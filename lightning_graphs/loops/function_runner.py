@@ -317,7 +317,7 @@ class CallRecovery(MemoryRecovery):
         raises: bool,
     ) -> None:
         super().__init__(program, statistics, budget, ranks, raises=raises)
-        self._program, self._watch = program, watch
+        self._watch = watch
         self.who = f"capture({program.name})"
 
     def _snapshot(self, args: tuple[Any, ...], *, gradients: bool = False) -> StateBefore:
@@ -331,13 +331,13 @@ class CallRecovery(MemoryRecovery):
         ]
         environment = watch.environment()
         outside = environment.outside
-        outside.assume(self._program.inner)  # it runs unfollowed
+        outside.assume(self._module.inner)  # it runs unfollowed
         found = StateBefore(
-            self._program,
+            self._module,
             args,
             self._budget,
             gradients=True,
-            tensors=[*self._program.parameters(), *parameters_of(*watch.optimizers), *kept],
+            tensors=[*self._module.parameters(), *parameters_of(*watch.optimizers), *kept],
             outside=[PythonSnapshot(named), outside.contents, environment.generators],
         )
         for state in states:
