@@ -482,10 +482,10 @@ class LoggedNumbers:
     behind a replay. Else such a number is a part of the key.
     """
 
-    # The number that was logged last, by its name and where: branches may log constants in turn
+    # The number that was logged first, by its name and where: branches may log constants in turn
     values: dict[tuple[str, CallSite], Any] = field(default_factory=dict)
     changing: set[tuple[str, CallSite]] = field(default_factory=set)
-    # The same of batch sizes, by the name that is logged, and of what is returned, by its key
+    # The first batch size, by the name that is logged, and the first number returned, by its key
     others: dict[Any, Any] = field(default_factory=dict)
     frozen: dict[Any, CallSite] = field(default_factory=dict)
     is_asked: bool = False  # such a number was refused

@@ -536,7 +536,7 @@ def positions_of(code: CodeType, offset: int) -> tuple[int | None, ...] | None:
 
 
 def position_of(node: Any) -> tuple[int | None, ...]:
-    """Return the same of an expression."""
+    """Return first and last line, first and last column of a node of source text."""
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 

@@ -485,7 +485,7 @@ def _place(given: Numbers, part: Any, size: int) -> Any:
 def _ranged(
     here: torch.device, start: Any, end: Any = None, step: Any = 1, **options: Any
 ) -> Form | None:
-    """Form of ``torch.arange(ptr, ptr + n)``: as many places as ever, from a number on."""
+    """Form of ``torch.arange(ptr, ptr + n)``: a fixed count of numbers, from a live one on."""
     numbers = [number.value for number in (start, end) if _is_number(number)]
     is_whole = step == 1 and all(type(number) is int for number in numbers)
     is_whole &= type(end) is int or _is_number(end)

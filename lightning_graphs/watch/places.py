@@ -335,7 +335,7 @@ class StepState:
         # cannot be stored again
         self.found: list[Place] = []
         self._contents = PythonSnapshot()  # what modules held ahead of the code that is watched
-        # The same, where it is known for the coming code; and what it was for the last one
+        # What they hold ahead of the coming code, if it is known; what they held ahead of the last
         self.known: PythonSnapshot | None = None
         self.last: PythonSnapshot | None = None
         self._apart: set[str] = set()  # names of modules that ran later than that
