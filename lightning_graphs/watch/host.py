@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -128,25 +129,15 @@ def _is_table(value: Any) -> bool:
     return type(value) is tuple and len(value) == 2 and type(value[0]) is torch.Size
 
 
-class Draw:
-    """Operation: a call of a function that draws from Python's or NumPy's generator."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self.value: Any = None  # what it has drawn last
-
-    def __call__(self) -> None:
-        self.value = self._call()
-
-
 class Reading:
-    """Operation: reads the number in a tensor of the host."""
+    """Operation: reads a tensor of the host, a clock, or a generator of Python or NumPy."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
         self.value: Any = None  # what it has read last
 
-    def __call__(self, tensor: Tensor) -> None:
-        self.value = tensor.item()
+    def __call__(self, *given: Tensor) -> None:
+        self.value = self._call(*given)
 
 
 @dataclass(eq=False)
@@ -335,7 +326,7 @@ class HostTape:
         self._registers: dict[Tensor, Register | None] = {}
         self._born: set[Tensor] = set()  # those among them that the captured code has made
         self._entries: list[Tensor] = []  # copies of parts of others, where code has views
-        self._draws: list[tuple[HostGenerator, Draw]] = []
+        self._draws: list[tuple[HostGenerator, Reading]] = []
         self._sites = CallSiteFinder()
 
     def knows(self, tensor: Tensor) -> bool:
@@ -392,7 +383,7 @@ class HostTape:
 
     def reading(self, tensor: Tensor) -> Reading:
         """Let replays read the number in a tensor of the host."""
-        reading = Reading()
+        reading = Reading(methodcaller("item"))
         with out_of_sight():
             reading(tensor)
         self.operations.append(HostOperation(reading, [self._registers[tensor]], {}, []))
@@ -407,9 +398,9 @@ class HostTape:
         self.constant(known)
         return known
 
-    def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Draw:
+    def draw(self, generator: HostGenerator, call: Callable[[], Any]) -> Reading:
         """Draw from a generator of Python or NumPy, and let replays draw."""
-        draw = Draw(call)
+        draw = Reading(call)
         with self._continued(generator):
             draw()
         self.operations.append(HostOperation(draw, [], {}, [], generator))

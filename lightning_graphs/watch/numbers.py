@@ -57,7 +57,7 @@ from lightning_graphs.watch.environment import Client, Environment
 from lightning_graphs.watch.foreseen import ForeseenReads
 from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.forms import PARTS, Numbers, part_of
-from lightning_graphs.watch.host import Draw, HostProgram, HostTape
+from lightning_graphs.watch.host import HostProgram, HostTape, Reading
 from lightning_graphs.watch.host_trace import HostTracer, counted
 from lightning_graphs.watch.kept import CallAt
 from lightning_graphs.watch.mechanism import Instruction, Mechanism, Watcher
@@ -278,7 +278,7 @@ class Clocks:
 
     def __init__(self, numbers: StepNumbers, own: UserCode) -> None:
         self._numbers, self._own = numbers, own
-        self._taken: list[Draw] = []
+        self._taken: list[Reading] = []
 
     def watched(self) -> AbstractContextManager[None]:
         """Give user code in the body, captured code, tracers in place of readings."""
@@ -286,7 +286,7 @@ class Clocks:
 
     def _reading(self, name: str, function: Callable[..., Any]) -> Any:
         """Return one more reading during a capture, without a call of the user's clock."""
-        reading = Draw(function)
+        reading = Reading(function)
         reading.value = self._apart(name)
         self._taken.append(reading)
         read = partial(getattr, reading, "value")
