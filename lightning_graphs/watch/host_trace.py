@@ -333,10 +333,9 @@ class HostTracer(LightMode):
             return self._follow(call, result)
         self.has_given = True
         if len(hosts) == len(call.inputs):
-            target = kwargs.get("device")
-            if not self._emulated and target is not None and target.type != "cpu":
+            if not self._emulated and device is not None and device.type != "cpu":
                 return self._copied(call.args[0], kwargs)
-            return self.tape.of_known_shape(call.func, self.tape.run(call))
+            return self.tape.of_known_shape(func, self.tape.run(call))
         if any(map(self.tape.knows, call.written)):
             refuse_write(func)
         if any(map(self._is_host, call.written)) or func is aten._pack_padded_sequence.default:
