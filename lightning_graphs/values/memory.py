@@ -85,7 +85,7 @@ class StaticInputs:
         # A buffer made under inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             own = {
-                i: given[i].detach() if i in given else _empty_like(tensors[i])
+                i: given[i].detach() if i in given else empty_as(tensors[i])
                 for i in sorted(set(firsts))
             }
             spans = {i: overlap_span(b) for i, b in own.items() if b.numel()}
@@ -337,11 +337,10 @@ def _named(table: str, key: str) -> str:
     return f"{table}{key}`" if table else key
 
 
-def _empty_like(tensor: Tensor) -> Tensor:
+def empty_as(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Make a buffer with a tensor's strides, overlaps and gaps, in a new storage."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    like: dict[str, Any] = {"dtype": tensor.dtype, "device": device or tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **like)
 
 
 def extent(tensor: Tensor) -> int:

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from lightning_graphs.device.rules import COUNTER, HOST_READ, Obstacle
 from lightning_graphs.values.guards import REALS
+from lightning_graphs.values.memory import empty_as
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.tracers import NumberUses, ScalarTracer
 
@@ -405,8 +406,7 @@ def part_of(
     numbers = [(part.start, part.stop) if isinstance(part, slice) else part for part in parts]
     view = tensor[tuple(map(_now, parts))]
     if not view.is_contiguous():  # kernels add up in the order of strides
-        like: dict[str, Any] = {"dtype": view.dtype, "device": view.device}
-        found = torch.empty_strided(view.shape, view.stride(), **like).copy_(found)
+        found = empty_as(view).copy_(found)
     (name, *_) = (number.name for number in leaves_of(numbers, ScalarTracer))
     given.read_only(f"{name}, an index into a tensor that the step writes,", tensor, found)
     return found

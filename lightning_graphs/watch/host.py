@@ -45,6 +45,7 @@ from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import OURS, CallSite, CallSiteFinder, outside_of
 from lightning_graphs.private.generators import HostGenerator, comparable, generator_identity
 from lightning_graphs.private.torch import memory_of, out_of_sight, storage_uses
+from lightning_graphs.values.memory import empty_as
 
 # ------------------ The host program
 
@@ -352,7 +353,7 @@ class HostTape:
     def of_shape(self, tensor: Tensor) -> Tensor:
         """Return a constant with the shape of a tensor of the device."""
         with out_of_sight():
-            constant = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            constant = empty_as(tensor, torch.device("cpu"))
         self.constant(constant)
         return constant
 

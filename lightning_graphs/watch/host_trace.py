@@ -31,7 +31,7 @@ from lightning_graphs.private.torch import (
     out_of_sight,
     run_kernel,
 )
-from lightning_graphs.values.memory import extent
+from lightning_graphs.values.memory import empty_as, extent
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.forms import tensor_of_numbers
 from lightning_graphs.watch.host import (
@@ -131,10 +131,7 @@ class Arena:
         begin = self._needed
         self._needed += math.ceil(size / _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
         if self._needed > self._memory.nbytes:  # the capture is done again with more
-            device = self._memory.device
-            return torch.empty_strided(
-                value.shape, value.stride(), dtype=value.dtype, device=device
-            )
+            return empty_as(value, self._memory.device)
         flat = self._memory[begin : begin + size].view(value.dtype)
         return flat.as_strided(value.shape, value.stride(), flat.storage_offset())
 
