@@ -422,7 +422,7 @@ def walk(
 
 
 def values_of_class(kind: type) -> dict[str, Any]:
-    """Yield name and value of class attributes that instances find, except those of libraries.
+    """Return the class attributes that instances find by name, except those of libraries.
 
     Of what classes have, these are the values that captures bake in: no functions, no properties.
     """
