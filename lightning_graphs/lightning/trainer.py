@@ -164,7 +164,8 @@ class TrainerWatch(Client):
 
     @property
     def clipping(self) -> tuple[object, ...]:
-        return self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
+        found: tuple[object, ...] = _CLIPPING(self._trainer)
+        return found
 
     @property
     def epoch(self) -> int:
@@ -227,7 +228,7 @@ class TrainerWatch(Client):
         return closure is None or takes_no_closure(closure)
 
     def clip(self, optimizer: Optimizer) -> None:
-        value, algorithm = self._trainer.gradient_clip_val, self._trainer.gradient_clip_algorithm
+        value, algorithm = _CLIPPING(self._trainer)
         self._module.configure_gradient_clipping(
             optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm
         )
@@ -239,8 +240,7 @@ class TrainerWatch(Client):
         announce_optimizer_step(self._trainer, optimizer)
 
     def waits_for_gradients(self) -> bool:
-        ddp = wrapper_of(self._trainer)
-        return ddp is not None and is_within_backward(ddp)
+        return (ddp := self.ddp) is not None and is_within_backward(ddp)
 
     def copies_on_host(self, batch: Sequence[Tensor]) -> Sequence[Tensor | None]:
         transfer = getattr(vars(self._trainer.strategy).get("batch_to_device"), "__self__", None)
@@ -327,7 +327,7 @@ class TrainerWatch(Client):
     @contextlib.contextmanager
     def around_step(self) -> Iterator[None]:
         """Let DDP and autocast cache nothing of a step that is captured or compared."""
-        ddp = wrapper_of(self._trainer)
+        ddp = self.ddp
         unseen = contextlib.nullcontext() if ddp is None else exchanged(unseen_by([ddp]))
         with unseen, _without_autocast_cache(self._trainer.precision_plugin):
             yield
