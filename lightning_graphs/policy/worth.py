@@ -23,7 +23,7 @@ from lightning_graphs.errors import no_room
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.engine import allocating_from
 from lightning_graphs.report import GraphRecord, StepTime
-from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics, StepTimes
+from lightning_graphs.report.messages import FEW, NOT_TIMED, TOO_RARE, Statistics
 from lightning_graphs.values.tree import leaves_of
 
 SAMPLES = 8
@@ -281,8 +281,7 @@ class CapturePolicy:
         given, on_gpu = options.min_repeats, statistics.backend == "cuda"
         # Times decide, and not sightings alone
         self.measures = on_gpu and options.only_if_faster and given is None
-        self._step_times = statistics.step_times if self.measures else None
-        self._statistics = statistics
+        self._statistics, self._times = statistics, statistics.step_times
         self._verifies = options.verify is not False
         self._sightings = _SIGHTINGS if given is None else given
         # After how many steps the first graph may come
@@ -302,7 +301,7 @@ class CapturePolicy:
         self._in_vain = 0.0  # what was spent since the last attempt that succeeded
         self._spent = 0.0  # what was spent in all since the first one that did
         self._started = perf_counter()
-        self._eager = float("inf")  # milliseconds of an eager step, ahead of the first graph
+        self._alone = float("inf")  # milliseconds of an eager step, ahead of the first graph
         self._verified = 0.0
         self._verification = 0.0
 
@@ -315,13 +314,13 @@ class CapturePolicy:
                 "graphs have to be dropped before they have paid off "
                 f"({history.lost} graphs, {history.uses} replays)"
             )
-        if self._step_times is None:
+        if not self.measures:
             return "" if history.seen > self._sightings else TOO_RARE
         if history.moved and history.seen <= self._sightings:
             return "values that the step reads keep changing"
-        if not self._step_times.eager:
+        if not self._is_timed:
             return NOT_TIMED
-        saving, remaining = self._saving(self._step_times), self._steps_left()
+        saving, remaining = self._saving, self._steps_left()
         if saving <= 0.0:
             return _BUSY
         share, rest, others = outlook()
@@ -331,8 +330,7 @@ class CapturePolicy:
         rest = min(rest, coming)
         self._expected = 1.0 + trust * (rest + (coming - rest) * share)
         self._others = [trust * remaining * other for other in others]
-        wanted = self._wanted(self._step_times)
-        eager, safe = median(self._step_times.eager), self._safe(self._step_times)
+        wanted, eager, safe = self._wanted, self._eager, self._safe
         if remaining < wanted:
             at_best = wanted * saving / (_SAVED * self._part * eager)
             self.is_over = not self._costs and remaining < at_best
@@ -340,7 +338,7 @@ class CapturePolicy:
                 return _BUSY
             return f"too few steps are left to repay a capture (about {wanted:.0f})"
         if remaining < safe:
-            is_settled = len(self._step_times.eager) >= SAMPLES or self._in_vain > 0.0
+            is_settled = len(self._times.eager) >= SAMPLES or self._in_vain > 0.0
             self.is_over = remaining < (1.0 if is_settled else _SURE) * safe
             met = f"; the last attempt met this: {self.met}" if self.met else ""
             return (
@@ -349,15 +347,17 @@ class CapturePolicy:
             )
         return "" if self._expected >= wanted else TOO_RARE
 
-    def _wanted(self, times: StepTimes) -> float:
-        """Return how many uses a signature must be expected to have.
+    @property
+    def _wanted(self) -> float:
+        """How many uses a signature must be expected to have.
 
         What the first capture costs beyond a further one, captures of the others help to repay.
         """
         uses = self.break_even
         if len(self._costs) == 1:  # what a further one costs is not known yet
-            at_risk = self._costs[0] - _AT_RISK * self._total(times)
-            return max(_FURTHER_MARGIN * uses, at_risk / self._saving(times))
+            steps = self._statistics.eager + self._statistics.replayed + self._steps_left()
+            at_risk = self._costs[0] - _AT_RISK * steps * self._eager
+            return max(_FURTHER_MARGIN * uses, at_risk / self._saving)
         if self._costs:
             return _FURTHER_MARGIN * uses
         dearer = min(1.0, _FURTHER_DEARER / self._dearer)
@@ -372,16 +372,19 @@ class CapturePolicy:
     @property
     def is_likely(self) -> bool:
         """Whether there may be a first capture, as far as the times so far tell."""
-        times = self._step_times
-        return times is None or not times.eager or self._steps_left() >= self._safe(times)
+        return not self._is_timed or self._steps_left() >= self._safe
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether times decide, and an eager step has one."""
+        return self.measures and bool(self._times.eager)
 
     @property
     def break_even(self) -> float:
         """How many replays repay a capture."""
-        if self._step_times is None or not self._step_times.eager:
+        if not self._is_timed:
             return PAYBACK
-        saving = self._saving(self._step_times)
-        return self._price(self._step_times) / saving if saving > 0.0 else float("inf")
+        return self._price / self._saving if self._saving > 0.0 else float("inf")
 
     @contextmanager
     def timing_capture(self) -> Iterator[None]:
@@ -408,8 +411,7 @@ class CapturePolicy:
 
     def observed(self, since: float) -> None:
         """Note that a step was observed from a moment of ``perf_counter`` on until now."""
-        times = self._step_times
-        eager = median(times.eager) if times is not None and times.eager else 0.0
+        eager = self._eager if self._is_timed else 0.0
         self._spend(max(0.0, (perf_counter() - since) * 1e3 - eager))
 
     @contextmanager
@@ -425,8 +427,8 @@ class CapturePolicy:
         """Note that the last attempt has made a graph: nothing was in vain."""
         if not self._costs and self.measures:
             self._experience.has_succeeded = True
-            if self._step_times is not None and self._step_times.eager:
-                self._eager = median(self._step_times.eager)
+            if self._is_timed:
+                self._alone = self._eager
         self._costs.append(self._attempt)
         self._in_vain = 0.0
 
@@ -439,10 +441,7 @@ class CapturePolicy:
     def goes_on(self) -> bool:
         """Whether another attempt is worth it, after all that earlier ones have cost."""
         self.tries_again()
-        times = self._step_times
-        if times is None or not times.eager:
-            return True
-        return self._expected >= self._wanted(times) and self.is_likely
+        return not self._is_timed or (self._expected >= self._wanted and self.is_likely)
 
     def follows_host(self) -> None:
         """Note that captures must look at every operator."""
@@ -451,27 +450,28 @@ class CapturePolicy:
     def goes_on_with_part(self, part: float) -> bool:
         """Whether captures are still worth it if a part of each step at least has graphs."""
         self._part, self._dearer = min(max(part, _LEAST_SAVED), _NOT_ALL), _BY_CALL
-        if self._step_times is None or not self._step_times.eager:
+        if not self._is_timed:
             return True
-        least = max(_MARGIN * self.break_even, self._safe(self._step_times))
-        return self._steps_left() >= least
+        return self._steps_left() >= max(_MARGIN * self.break_even, self._safe)
 
-    def _saving(self, times: StepTimes) -> float:
-        """Estimate the milliseconds that a replay saves."""
+    @property
+    def _eager(self) -> float:
+        """Milliseconds of an eager step."""
+        return median(self._times.eager)
+
+    @property
+    def _saving(self) -> float:
+        """An estimate of the milliseconds that a replay saves."""
         # Steps next to graphs find less memory at hand, and a capture repays none of that
-        eager = min(median(times.eager), self._eager)
+        eager, times = min(self._eager, self._alone), self._times
         if times.replayed:
             return eager - median(times.replayed)
         # A device that is still busy when a step has been launched did not wait for launches.
         return max(_LEAST_SAVED * eager, _SAVED * (eager - 3 * median(times.behind))) * self._part
 
-    def _total(self, times: StepTimes) -> float:
-        """Estimate the milliseconds that the fit would take without graphs."""
-        done = self._statistics.eager + self._statistics.replayed
-        return (done + self._steps_left()) * median(times.eager)
-
-    def _safe(self, times: StepTimes) -> float:
-        """Estimate how many steps must be left, so that an attempt in vain hardly shows."""
+    @property
+    def _safe(self) -> float:
+        """How many steps must be left, so that an attempt in vain hardly shows."""
         if self._costs or self._experience.has_succeeded:
             return 0.0
         steps, constant = _REFUSED
@@ -479,21 +479,22 @@ class CapturePolicy:
             steps *= _BY_CALL
         if self._longest:  # what the first one loads is there
             constant = 0.0
-        refused = max(steps * median(times.eager) + constant, self._longest)
+        refused = max(steps * self._eager + constant, self._longest)
         at_risk = max(self._in_vain + refused, self._expects)
         done = self._statistics.eager + self._statistics.replayed
-        return max(0.0, at_risk / _AT_RISK / median(times.eager) - done)
+        return max(0.0, at_risk / _AT_RISK / self._eager - done)
 
-    def _price(self, times: StepTimes) -> float:
-        """Estimate the milliseconds that the next capture costs, with all attempts."""
+    @property
+    def _price(self) -> float:
+        """An estimate of the milliseconds that the next capture costs, with all attempts."""
         if self._costs:
             first, *further = self._costs
             each = self._spent / max(1, len(further))
             return each if further else max(each, _FURTHER_CAPTURE * first)
         steps, constant = _COMPARED if self._verifies else (0.0, 0.0)
-        compared = steps * median(times.eager) + constant
+        compared = steps * self._eager + constant
         steps, constant = _ATTEMPT
-        attempt = max(steps * median(times.eager) * self._dearer + constant, self._longest)
+        attempt = max(steps * self._eager * self._dearer + constant, self._longest)
         return max(self._in_vain + attempt + compared, self._expects)
 
     # ------------------------------------------------------------------ verification
@@ -501,7 +502,7 @@ class CapturePolicy:
     @property
     def affords_verification(self) -> bool:
         """Whether one more verification is within what verification may take of the fit's time."""
-        if self._step_times is None or not self._verification:
+        if not (self.measures and self._verification):
             return True
         allowed = _FOR_VERIFICATION * (perf_counter() - self._started)
         return self._verified + self._verification <= allowed
