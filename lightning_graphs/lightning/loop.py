@@ -35,6 +35,7 @@ from torch import Tensor
 
 from lightning_graphs.lightning.evaluation_runner import EvaluationHandler
 from lightning_graphs.lightning.private import (
+    HOOK,
     copies_of,
     functions_of,
     is_known_evaluation,
@@ -51,7 +52,6 @@ from lightning_graphs.private.callsite import leaves_unread
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.regions.plan import UNREAD
 
-FX = "_current_fx_name"
 _CACHE = attrgetter("_forward_cache")
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _SCHEDULERS = "torch.optim.lr_scheduler"
@@ -133,16 +133,16 @@ class BatchLoop:
             moved = rebuilt(batch, self._device)
             if moved is not None:
                 return moved
-        before, names[FX] = names[FX], "batch_to_device"
+        before, names[HOOK] = names[HOOK], "batch_to_device"
         batch = strategy.batch_to_device(batch, dataloader_idx=loader)
-        names[FX] = before
+        names[HOOK] = before
         return batch
 
     def _call(self, hook: Hook, *values: Any) -> Any:
         """Call a hook where it is overridden; return what the module's own one returns."""
         trainer, module, names = self._trainer, self._module, self._names
         name, idle, of_module = hook
-        before, names[FX], answer = names[FX], name, None
+        before, names[HOOK], answer = names[HOOK], name, None
         for owner in trainer.callbacks:  # the live list, to which hooks may add
             own = getattr(type(owner), name) not in idle or name in vars(owner)
             if own and callable(function := getattr(owner, name)):
@@ -150,7 +150,7 @@ class BatchLoop:
         own = getattr(type(module), name) not in of_module or name in names
         if own and callable(function := getattr(module, name)):
             answer = function(*values)
-        names[FX] = before
+        names[HOOK] = before
         return answer
 
     def _is_output_read(self, hook: Hook) -> bool:
@@ -320,10 +320,10 @@ class ReplayLoop(BatchLoop):
         updates = automatic.optim_progress.optimizer.step
         updates.total.ready += stepping
         updates.current.ready += stepping
-        before, names[FX] = names[FX], "training_step"
+        before, names[HOOK] = names[HOOK], "training_step"
         is_read = self._is_output_read(self._end)
         returned = self._runner.replay(given, stepping=stepping, is_read=is_read)
-        names[FX] = before
+        names[HOOK] = before
         if returned is None:  # Lightning counts
             updates.total.ready -= stepping
             updates.current.ready -= stepping
@@ -355,9 +355,9 @@ class ReplayLoop(BatchLoop):
         names, returned = self._names, None
         loop.on_run_start()  # an eager step tells Lightning of the optimizers' steps
         with contextlib.suppress(StopIteration):
-            before, names[FX] = names[FX], "training_step"
+            before, names[HOOK] = names[HOOK], "training_step"
             returned = self._strategy.training_step(*given)
-            names[FX] = before
+            names[HOOK] = before
         loop._restarting = False
         loop.on_run_end()
         return loop.output_result_cls.from_training_step_output(returned).asdict()
@@ -381,9 +381,9 @@ class ReplayLoop(BatchLoop):
                 ):
                     progress.total.ready += 1
                     progress.current.ready += 1
-                    before, names[FX] = names[FX], "lr_scheduler_step"
+                    before, names[HOOK] = names[HOOK], "lr_scheduler_step"
                     config.scheduler.step()
-                    names[FX] = before
+                    names[HOOK] = before
                     progress.total.completed += 1
                     progress.current.completed += 1
         if is_last:
@@ -546,11 +546,11 @@ class EvaluationLoop(BatchLoop):
             given = (batch, *given[2:])
         handler, names = self._handler, self._names
         name = handler.name
-        before, names[FX] = names[FX], name
+        before, names[HOOK] = names[HOOK], name
         is_read = self._is_output_read(self._end)
         returned = handler.replay_batch(given, is_read=is_read)
         returned = returned or (getattr(self._strategy, name)(*given),)
-        names[FX] = before
+        names[HOOK] = before
         return None if returned[0] is UNREAD else returned[0]
 
     # ------------------------------------------------------------------ batches
