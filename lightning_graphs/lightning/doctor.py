@@ -204,7 +204,7 @@ class Doctor:
         falls_back = bool(no_whole_step) and options.scope != "step"
         self._only_submodules = options.by_submodules or falls_back
         self._open = contextlib.ExitStack()
-        self._calls = {name: getattr(trainer.strategy, name) for name in self.names}
+        self._calls = calls_of(trainer.strategy, self.names[0])
         self._refusals = Refusals()
         self._findings = self._into(self.diagnosis)
         with contextlib.ExitStack() as stack:
@@ -224,9 +224,8 @@ class Doctor:
         backend = UndoingBackend(device, is_rehearsal=options.backend == "emulated")
         fit = fit_context(self._trainer, self._module, given, statistics, None, stack, backend)
         budget = MemoryBudget(torch.device("cpu"))  # of a GPU nothing is kept
-        calls = replace(calls_of(self._trainer.strategy), training_step=self._calls[self.names[0]])
         parts = statistics, budget, fit.ranks
-        recovery = OomRecovery(self._trainer, calls, *parts, raises=True)
+        recovery = OomRecovery(self._trainer, self._calls, *parts, raises=True)
         return replace(fit, budget=budget, recovery=recovery, messages=self._refusals)
 
     def _judged(self, fit: LightningContext) -> Judge:
@@ -258,7 +257,7 @@ class Doctor:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Judge a step, and run it; after the last one, finish."""
-        step = self._calls[self.names[0]]
+        step = self._calls.training_step
         if self._finished:
             return step(*args, **kwargs)
         self._judge_calls()
@@ -276,8 +275,8 @@ class Doctor:
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass of a step."""
-        run = self._calls["backward"] if self._submodules is None else self._submodules.backward
-        return run(closure_loss, *args, **kwargs)
+        runner = self._calls if self._submodules is None else self._submodules
+        return runner.backward(closure_loss, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -285,7 +284,7 @@ class Doctor:
         """Take an optimizer step, whose closure runs the step that is judged."""
         self._judge._stepping = is_lightnings_closure(closure)
         try:
-            return self._calls["optimizer_step"](optimizer, closure, model, **kwargs)
+            return self._calls.optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             self._judge._stepping, self._judge.has_stepped = False, True
 

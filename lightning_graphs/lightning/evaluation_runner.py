@@ -222,7 +222,7 @@ class EvaluationHandler(StrategyHandler):
             say=fit.messages.say,
             warn=fit.messages.warn_user,
         )
-        calls = replace(calls_of(trainer.strategy), training_step=getattr(trainer.strategy, name))
+        calls = calls_of(trainer.strategy, name)
         raises = options.on_failure == "raise"
         self._ranks_of_fit = ranks = fit.ranks
         if not ranks.are_one:

@@ -55,8 +55,9 @@ class StrategyCalls:
     optimizer_step: Callable[..., Any]
 
 
-def calls_of(strategy: Strategy) -> StrategyCalls:
-    return StrategyCalls(strategy.training_step, strategy.backward, strategy.optimizer_step)
+def calls_of(strategy: Strategy, step: str = NAMES[0]) -> StrategyCalls:
+    """Return the methods of a strategy, with that of this name for steps."""
+    return StrategyCalls(getattr(strategy, step), strategy.backward, strategy.optimizer_step)
 
 
 def saving_exchanged(
