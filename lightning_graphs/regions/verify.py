@@ -408,7 +408,7 @@ class Verification(StepBody):
         if plan is None:
             return RegionState.of_step(*parts, unseen=unseen)
         written, others = plan.loose, plan.outside.parameters
-        followed = [one.counters for one in self.optimizers.values() if one is not None]
+        followed = [one.counters for one in self.in_graphs]
         counted = {place for counters in followed if counters for place in counters.places}
         return RegionState.of_step(
             *parts, written=written, unseen=unseen, others=others, renewed=plan.dropped,
@@ -418,7 +418,7 @@ class Verification(StepBody):
     @property
     def _rates(self) -> list[Tensor]:
         """The learning rates on the device, which each way fills as it finds those of the user."""
-        return [rate for one in self.optimizers.values() if one is not None for rate in one.rates]
+        return [rate for one in self.in_graphs for rate in one.rates]
 
     def update(self, cut: Callable[[str], None] = lambda _: None) -> None:
         """Run with rates on the device: kernels round those of the host in another way."""
