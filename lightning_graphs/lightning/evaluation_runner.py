@@ -30,7 +30,7 @@ from lightning_graphs.regions.conditions import ClientGuards, Phase
 from lightning_graphs.regions.plan import StepPlan, found_for_later
 from lightning_graphs.regions.whole_step import EvaluationSteps
 from lightning_graphs.report import summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import CompiledCode
 
@@ -217,7 +217,7 @@ class EvaluationHandler(StrategyHandler):
         fit.statistics.evaluation[name] = statistics
         messages = Messages(
             statistics,
-            PATIENCE + (options.min_repeats or 0),
+            options.min_repeats,
             steps=f"{_in_words(name)}s",
             say=fit.messages.say,
             warn=fit.messages.warn_user,

@@ -41,7 +41,7 @@ from lightning_graphs.private.torch import why_no_cuda_graphs
 from lightning_graphs.regions.conditions import flattened_once
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.report import render, summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.report.report import share_of
 from lightning_graphs.watch.assertions import OpenAssertions
 
@@ -138,12 +138,7 @@ def fit_context(
         options=options,
         pool=pool,
         statistics=statistics,
-        messages=Messages(
-            statistics,
-            PATIENCE + (options.min_repeats or 0),
-            say=rank_zero_info,
-            warn=rank_zero_warn,
-        ),
+        messages=Messages(statistics, options.min_repeats, say=rank_zero_info, warn=rank_zero_warn),
         progress=progress,
         policy=CapturePolicy(
             options,

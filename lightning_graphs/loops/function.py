@@ -48,7 +48,7 @@ from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report import Report, summary_line
-from lightning_graphs.report.messages import PATIENCE, Messages, Statistics
+from lightning_graphs.report.messages import Messages, Statistics
 from lightning_graphs.values.tree import stepping
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import obstacle_in
@@ -317,7 +317,7 @@ class Calls:
         self._watch = ProgramWatch(self.program, stepped, evaluates=optimizers is None)
         self._processes = self._watch.processes
         who = f"capture({name})"
-        parts = statistics, PATIENCE + (options.min_repeats or 0)
+        parts = statistics, options.min_repeats
         say, warn = (_LOG.info, _warn) if self._processes.is_first else (nothing, nothing)
         self._messages = Messages(*parts, steps="calls", who=who, say=say, warn=warn)
         statistics.device = device.type

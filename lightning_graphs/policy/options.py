@@ -98,6 +98,11 @@ class Options:
         """Whether graphs of submodules are asked for, and not tried after whole steps."""
         return self.scope == "modules" or bool(self.modules or self.exclude)
 
+    @property
+    def by_times(self) -> bool:
+        """Whether measured times, where there are any, decide what is captured."""
+        return self.only_if_faster and self.min_repeats is None
+
 
 OPTIONS = {field.name: field.default for field in fields(Options)}
 """Names -> values by default."""

@@ -278,9 +278,9 @@ class CapturePolicy:
         steps_left: Callable[[], int],
         experience: Experience | None = None,  # with fits like this one
     ) -> None:
-        given, on_gpu = options.min_repeats, statistics.backend == "cuda"
+        given = options.min_repeats
         # Times decide, and not sightings alone
-        self.measures = on_gpu and options.only_if_faster and given is None
+        self.measures = statistics.backend == "cuda" and options.by_times
         self._statistics, self._times = statistics, statistics.step_times
         self._verifies = options.verify is not False
         self._sightings = _SIGHTINGS if given is None else given

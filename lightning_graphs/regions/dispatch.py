@@ -59,8 +59,7 @@ class ModuleSelection:
         self._shown: dict[Hashable, str] = {}
         self._keys: dict[Hashable, set[Hashable]] = {}
         self._looked_at: set[StepKind] = set()
-        only_if_faster = options.only_if_faster and options.min_repeats is None
-        self._work = _WORK if only_if_faster and not options.modules else 0
+        self._work = _WORK if options.by_times and not options.modules else 0
         self._named = select(root, options.modules or (), options.exclude)
         self._left_out = _all_matches(_submodules(root), options.exclude, "exclude")
         if self._left_out and not (self._named or _with_parameters(root, self._left_out)):

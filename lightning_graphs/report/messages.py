@@ -255,7 +255,7 @@ class Messages:
 
     Args:
         statistics: The report as it grows, which has all that is said.
-        patience: So many eager steps in a row are waited for before it is said why.
+        repeats: So many eager steps more than usual are waited for before it is said why.
         steps: What the user calls the steps.
         who: Begins every sentence.
         say: Prints a sentence.
@@ -265,7 +265,7 @@ class Messages:
     def __init__(
         self,
         statistics: Statistics,
-        patience: int = PATIENCE,
+        repeats: int | None = None,
         *,
         steps: str = "steps",
         who: str = "GraphCapture",
@@ -273,7 +273,7 @@ class Messages:
         warn: Callable[..., object] = warnings.warn,
     ) -> None:
         self._statistics = statistics
-        self._patience, self._steps, self.who = patience, steps, who
+        self._patience, self._steps, self.who = PATIENCE + (repeats or 0), steps, who
         self.say, self.warn_user = say, warn
         # Why submodules run eagerly -> their names, and how the report says why
         self._refused: dict[str, tuple[list[str], str]] = {}
