@@ -28,6 +28,7 @@ from lightning_graphs.private.engine import (
 )
 from lightning_graphs.private.torch import hooks_registered, is_composed, local, version_of
 from lightning_graphs.values.memory import (
+    GRADIENT,
     AliasedBuffer,
     clone_all,
     copy_all,
@@ -35,8 +36,6 @@ from lightning_graphs.values.memory import (
     linear,
     overlap_span,
 )
-
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 class GradientMemory:
@@ -409,7 +408,7 @@ class DirectGradients:
     ) -> None:
         """Run the backward graph; afterwards ``.grad`` is as autograd would have set it."""
         parameters, buffers = self.parameters, self.buffers
-        before = list(map(_gradient, parameters))
+        before = list(map(GRADIENT, parameters))
         memory, is_whole = self._memory, reached is None
         if is_whole and not memory.are_copied and all(map(is_, before, self._nothing)):
             backward()

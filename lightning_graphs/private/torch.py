@@ -153,7 +153,7 @@ def asks_for_shapes() -> bool:
 # ------------------ Tensors
 
 
-PLAIN_TENSORS = (Tensor, nn.Parameter)
+PLAIN_TENSORS = frozenset({Tensor, nn.Parameter})
 """Classes of tensors whose operators are torch's own."""
 
 

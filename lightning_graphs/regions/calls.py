@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -42,6 +41,7 @@ from lightning_graphs.regions.plan import Plan
 from lightning_graphs.regions.verify import WrittenMemory
 from lightning_graphs.report import GraphRecord
 from lightning_graphs.report.messages import CaptureCost, Statistics, capture_cost, listed
+from lightning_graphs.values.memory import REQUIRES_GRAD
 from lightning_graphs.values.signature import EVERYTHING, BackendFlags, CallPlan, Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot, Snapshot
 from lightning_graphs.watch.assertions import Assertions, OpenAssertions
@@ -53,8 +53,6 @@ from lightning_graphs.watch.tracers import tensors_asked
 from lightning_graphs.watch.user_code import iter_objects
 
 # ------------------ Graphed calls
-
-REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class CallRefused(CaptureError):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter, gt, is_
+from operator import gt, is_
 from sys import getrefcount
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from lightning_graphs.private.torch import (
     without_ownership,
 )
 from lightning_graphs.regions.conditions import Observers, Phase
-from lightning_graphs.values.memory import ReferenceGuard, clone_all, reference_counts
+from lightning_graphs.values.memory import GRADIENT, ReferenceGuard, clone_all, reference_counts
 from lightning_graphs.values.tree import parameters_of
 
 # ------------------ Gradients of parameters
@@ -43,8 +43,6 @@ KEPT_LATE = (
     "a gradient that is kept between forward and backward pass has been overwritten once: keep a "
     "copy, p.grad.clone()"
 )
-
-_gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")
 
 
 def _references(gradient: Tensor) -> int:
@@ -301,7 +299,7 @@ class GradientBuffers:
                 torch._foreach_copy_(others, kept)
 
     def are_bound(self) -> bool:
-        return all(map(is_, map(_gradient, self.parameters), self.buffers))
+        return all(map(is_, map(GRADIENT, self.parameters), self.buffers))
 
     def complete(self) -> bool:
         """Whether, after hooks, just the parameters with a gradient at the capture have one."""
@@ -342,7 +340,7 @@ class KeptGradients(ReferenceGuard):
             return True
         if self.has_external_references():
             return False
-        if any(map(is_, map(_gradient, tracked.parameters), tracked.buffers)):
+        if any(map(is_, map(GRADIENT, tracked.parameters), tracked.buffers)):
             tracked.leave()
             self.tracked = None
             self.count()

@@ -30,6 +30,7 @@ from lightning_graphs.errors import CaptureError, CaptureStopped, GraphError, is
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.private.torch import (
+    PLAIN_TENSORS,
     capturable_unasked,
     count_for_schedulers,
     hides_memory,
@@ -55,6 +56,7 @@ from lightning_graphs.regions.tried import (
     why_failed,
 )
 from lightning_graphs.values.guards import REALS
+from lightning_graphs.values.memory import GRADIENT
 from lightning_graphs.values.snapshot import Gradients, OptimizerState
 from lightning_graphs.values.tree import leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
@@ -614,8 +616,8 @@ class CapturableOptimizer:
         groups = self.optimizer.param_groups
         has_momentum = isinstance(self.optimizer, torch.optim.SGD)
         trained = [p for p in parameters_of(self.optimizer) if p.grad is not None]
-        gradients = list(map(_gradient, trained))
-        if not _PLAIN.issuperset(map(type, trained)):  # some were frozen before, perhaps
+        gradients = list(map(GRADIENT, trained))
+        if not PLAIN_TENSORS.issuperset(map(type, trained)):  # some were frozen before, perhaps
             self._unlike.update(p for p in trained if not _is_plain(p))
         if not (self._unlike or has_momentum) and _are_alike(trained, gradients):
             return [True] * len(groups)
@@ -623,7 +625,7 @@ class CapturableOptimizer:
         for group in groups:
             trained = [p for p in group["params"] if p.grad is not None]
             is_taken = self._unlike.isdisjoint(trained)
-            is_taken &= _are_alike(trained, list(map(_gradient, trained)))
+            is_taken &= _are_alike(trained, list(map(GRADIENT, trained)))
             if has_momentum and group["momentum"] != 0:
                 is_taken &= self._momentum_is_even(trained)
             found.append(is_taken)
@@ -695,6 +697,4 @@ class CapturableOptimizer:
 
 
 _FLAGS = ("capturable", "fused", "foreach")
-_gradient: Callable[[Tensor], Any] = attrgetter("grad")
-_PLAIN = frozenset((Tensor, nn.Parameter))
 _kind = attrgetter("dtype", "device", "layout")

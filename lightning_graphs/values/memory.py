@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_graphs.errors import CaptureError, ReplayError
 from lightning_graphs.private.exchange import Absence, bind
 from lightning_graphs.private.torch import (
+    PLAIN_TENSORS,
     foreach_clone,
     has_memory,
     is_strided,
@@ -39,10 +40,9 @@ from lightning_graphs.private.torch import (
 from lightning_graphs.values.guards import is_plain
 from lightning_graphs.values.tree import alias_groups, flatten, substitute
 
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_GRADIENT = attrgetter("grad")
+REQUIRES_GRAD = attrgetter("requires_grad")
+GRADIENT = attrgetter("grad")
 _STORAGE, _BEGIN = Tensor.untyped_storage, torch.UntypedStorage.data_ptr
-_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
@@ -58,7 +58,7 @@ def clone_all(tensors: list[Tensor]) -> list[Tensor]:
 
     So are tensors of further classes: a foreach call would give all copies one class.
     """
-    if len(tensors) < 3 or not _PLAIN.issuperset(map(type, tensors)):
+    if len(tensors) < 3 or not PLAIN_TENSORS.issuperset(map(type, tensors)):
         return [tensor.clone() for tensor in tensors]
     if foreach_clone is not None:
         return list(foreach_clone(tensors))
@@ -94,11 +94,11 @@ class StaticInputs:
         self._every = _CopyPlan(own, targets)
         missing = {i: buffer for i, buffer in targets.items() if i not in given}
         self._own = _CopyPlan(own, missing) if given else self._every
-        self._differentiable = any(map(_REQUIRES_GRAD, tensors))
+        self._differentiable = any(map(REQUIRES_GRAD, tensors))
         # Given buffers hold their values, and autograd may count writes to them.
         self.copy_in([own[i] if i in given else tensor for i, tensor in enumerate(tensors)])
         for i, buffer in own.items():
-            if type(tensors[i]) not in _PLAIN and i not in given:
+            if type(tensors[i]) not in PLAIN_TENSORS and i not in given:
                 own[i] = of_class(type(tensors[i]), buffer)
             own[i].requires_grad_(tensors[i].requires_grad)
         self.tensors = [own[first] for first in firsts]
@@ -191,7 +191,7 @@ class AddressGuard:
         self._homes = list(map(Tensor.untyped_storage, self._local))  # graphs read and write there
         self._trainable = [t for t in self._tensors if t.requires_grad]
         self._frozen = [t for t in self._tensors if not t.requires_grad]
-        self._requires_grad = list(map(_REQUIRES_GRAD, self._tensors))
+        self._requires_grad = list(map(REQUIRES_GRAD, self._tensors))
         self._geometries = list(map(_geometry, self._tensors))
 
     @classmethod
@@ -230,8 +230,8 @@ class AddressGuard:
             or len(found) != len(self._objects)
             or not all(map(is_, found, self._objects))
             or not self.is_in_place()
-            or any(map(_REQUIRES_GRAD, self._frozen))
-            or (trainable and not all(map(_REQUIRES_GRAD, self._trainable)))
+            or any(map(REQUIRES_GRAD, self._frozen))
+            or (trainable and not all(map(REQUIRES_GRAD, self._trainable)))
             or (self._sparse and list(map(version_of, self._sparse)) != self._versions)
         )
 
@@ -406,7 +406,7 @@ class ReferenceGuard:
         tracked = self.bound = self.tracked
         if tracked is None or self.is_noticed:
             return not self.is_noticed
-        are_bound = all(map(is_, map(_GRADIENT, tracked.parameters), tracked.buffers))
+        are_bound = all(map(is_, map(GRADIENT, tracked.parameters), tracked.buffers))
         return (
             are_bound and reference_counts(tracked.buffers, tracked.storages) == self._uses
         ) or not self.has_external_references()

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_graphs.device.rules import COUNTER, HOST_READ, Obstacle
+from lightning_graphs.private.torch import PLAIN_TENSORS
 from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.memory import empty_as
 from lightning_graphs.values.tree import leaves_of
@@ -86,7 +86,7 @@ _NEAR_ZERO = 1e-7
 
 
 def _is_tensor(value: Any, dtypes: Any = _KNOWN) -> bool:
-    return type(value) in (Tensor, Parameter) and value.dtype in dtypes
+    return type(value) in PLAIN_TENSORS and value.dtype in dtypes
 
 
 def _is_number(value: Any) -> bool:

@@ -24,6 +24,7 @@ from lightning_graphs.errors import CaptureError, stop
 from lightning_graphs.private.callsite import LIBRARIES, names_global
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.torch import (
+    PLAIN_TENSORS,
     has_memory,
     is_strided,
     memory_of,
@@ -605,7 +606,7 @@ class SetData:
     def _take(self, parameter: Any, now: Tensor, value: Any) -> bool:
         """Copy a value to a parameter; False if that is not the same as setting its data."""
         uses = self._uses.get(id(parameter))
-        if uses is None or type(value) not in (Tensor, Parameter) or not is_strided(value):
+        if uses is None or type(value) not in PLAIN_TENSORS or not is_strided(value):
             return False
         kind = [(t.dtype, t.device, t.shape, t.stride()) for t in (now, value)]
         if kind[0] != kind[1]:
