@@ -309,7 +309,7 @@ class CapturePolicy:
 
     def why_not(self, history: History, outlook: Callable[[], Outlook]) -> str:
         """Why a signature is not worth a capture yet; empty if it is."""
-        if history.lost > FEW + history.uses / self.break_even:
+        if history.lost > FEW and history.lost > FEW + history.uses / self.break_even:
             return (
                 "graphs have to be dropped before they have paid off "
                 f"({history.lost} graphs, {history.uses} replays)"
@@ -384,7 +384,8 @@ class CapturePolicy:
         """How many replays repay a capture."""
         if not self._is_timed:
             return PAYBACK
-        return self._price / self._saving if self._saving > 0.0 else float("inf")
+        saving = self._saving
+        return self._price / saving if saving > 0.0 else float("inf")
 
     @contextmanager
     def timing_capture(self) -> Iterator[None]:
