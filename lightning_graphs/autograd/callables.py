@@ -57,6 +57,7 @@ from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import random_place, random_states
 from lightning_graphs.private.torch import PoolHandle, hooks_registered, version_of
 from lightning_graphs.values.memory import (
+    NO_CACHE,
     Bound,
     OutputPlan,
     StaticInputs,
@@ -656,7 +657,7 @@ def _contents_undone(
     """Undo and refuse what the body, the capture of a call, changes in its arguments."""
     remedy = "return the new value, and let the caller store it"
     if any(map(is_of_transformers, [*args, *kwargs.values()])):
-        remedy = "set config.use_cache = False: training needs no cache of keys and values"
+        remedy = NO_CACHE
 
     def refuse(names: Sequence[str]) -> None:
         raise CaptureError(

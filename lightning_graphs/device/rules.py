@@ -149,8 +149,7 @@ NOT_RECORDED = Obstacle(
     "move the operation out of the captured code; typical ones are .item(), .cpu(), print of a "
     "tensor, boolean indexing, torch.tensor(...), a copy from pageable host memory",
     kind="host-read",
-    code="total += loss.detach()  # the tensor, without item()\n"
-    "loss = torch.where(condition, a, b)  # in place of an if",
+    code=HOST_READ.code,
 )
 AFTERMATH = "previous error during capture"
 """What CUDA says in a capture that something refused has ended, and user code has caught that."""
@@ -250,7 +249,7 @@ REBOUND = Obstacle(
 
 READ_BEFORE = Obstacle(
     "A captured call must bind an attribute to its new tensor before captured code reads it.",
-    "write `self.x.copy_(new)` instead of `self.x = new`, or return the new tensor",
+    REBOUND.remedy,
     kind="python-state",
     code=REBOUND.code,
 )

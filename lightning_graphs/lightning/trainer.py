@@ -60,6 +60,7 @@ from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.values.guards import is_object, is_plain
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.environment import (
+    LOGGERS,
     Effect,
     Environment,
     effects_watched,
@@ -98,7 +99,6 @@ _CONSTANT = frozenset(
 
 _CONTAINERS = (dict, list, set, tuple, Tensor)
 _LOADERS = frozenset({"train_dataloader", "val_dataloaders"})
-_LOGGERS = ("logger", "loggers")
 _CYCLES = "which a graph would freeze; cycle_momentum=False leaves momentum and betas alone"
 _CLIPPING = attrgetter("gradient_clip_val", "gradient_clip_algorithm")
 _PLUGIN = attrgetter("precision_plugin")
@@ -281,7 +281,7 @@ class TrainerWatch(Client):
     def effects(self) -> list[Effect]:
         """Lightning's functions and loggers that print and log for user code."""
         kind = type(self._trainer)  # the module's own loggers read the trainer's
-        loggers = [(kind, name, f"trainer.{name}") for name in _LOGGERS]
+        loggers = [(kind, name, f"trainer.{name}") for name in LOGGERS]
         modules = copies_of(LightningModule)
         return [*((each, "print", "self.print") for each in modules), *loggers]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import sys
 import warnings
 import weakref
@@ -48,7 +47,7 @@ from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.tried import in_order
 from lightning_graphs.regions.verify import Verifier
 from lightning_graphs.report import Report, summary_line
-from lightning_graphs.report.messages import Messages, Statistics
+from lightning_graphs.report.messages import LOG, Messages, Statistics
 from lightning_graphs.values.tree import stepping
 from lightning_graphs.watch.assertions import OpenAssertions
 from lightning_graphs.watch.user_code import obstacle_in
@@ -278,7 +277,6 @@ _MANY = 10_000
 """Calls that are expected of a loop, whose end is not known."""
 _LOOK = 64
 """After so many calls all ranks look together at the assertions of their replays."""
-_LOG = logging.getLogger("lightning_graphs")
 
 
 _Steps = TypeVar("_Steps", bound=FunctionSteps)
@@ -318,7 +316,7 @@ class Calls:
         self._processes = self._watch.processes
         who = f"capture({name})"
         parts = statistics, options.min_repeats
-        say, warn = (_LOG.info, _warn) if self._processes.is_first else (nothing, nothing)
+        say, warn = (LOG.info, _warn) if self._processes.is_first else (nothing, nothing)
         self._messages = Messages(*parts, steps="calls", who=who, say=say, warn=warn)
         statistics.device = device.type
         self._steps: FunctionSteps | None = None

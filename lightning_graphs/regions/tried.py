@@ -37,6 +37,7 @@ from lightning_graphs.values.tree import OF_TENSORS, flatten, leaves_of, paramet
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.on_device import DeviceNumber
+from lightning_graphs.watch.reads import COMPILED
 from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
 from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
 
@@ -364,16 +365,13 @@ def _on_default_stream(step: Callable[..., Any], device: torch.device) -> Callab
 # ------------------ What a step does on the host
 
 
-_COMPILED = "_torchdynamo_orig_callable"
-
-
 def can_watch(optimizer: Optimizer) -> bool:
     """Return whether no function of an optimizer is compiled: Dynamo would trace a watch, too."""
     module = sys.modules.get(type(optimizer).__module__)
     held = chain(*(vars(o).values() for o in (optimizer, type(optimizer), module) if o))
     tables = (getattr(value, "__dict__", {}) for value in held)
     # Dynamo marks what it leaves alone as well: functions of torch.optim, once it is imported
-    return not any(_COMPILED in t and not t.get("_torchdynamo_disable") for t in tables)
+    return not any(COMPILED in t and not t.get("_torchdynamo_disable") for t in tables)
 
 
 class ClosureUse:

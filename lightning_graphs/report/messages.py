@@ -235,7 +235,7 @@ PATIENCE = 32
 """After so many eager steps in a row, a wait is given up, or its reason is said."""
 TOO_RARE = "no batch signature came back often enough"
 NOT_TIMED = "no eager step was timed yet"
-_LOG = logging.getLogger("lightning_graphs")
+LOG = logging.getLogger("lightning_graphs")
 _RECAPTURES_SAID = 8
 _LINES = 3
 """How many changes, or names, are listed in one sentence."""
@@ -269,7 +269,7 @@ class Messages:
         *,
         steps: str = "steps",
         who: str = "GraphCapture",
-        say: Callable[[str], object] = _LOG.info,
+        say: Callable[[str], object] = LOG.info,
         warn: Callable[..., object] = warnings.warn,
     ) -> None:
         self._statistics = statistics

@@ -461,6 +461,7 @@ def gradients_of(tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     return [(i, t.grad) for i, t in keeping if t.grad is not None]
 
 
+NO_CACHE = "set config.use_cache = False: training needs no cache of keys and values"
 RETURNED = "A graphed callable must return containers of tensors, None and constants."
 
 
@@ -481,7 +482,7 @@ def tensors_returned(value: Any) -> list[Tensor]:
 def _remedy_for(leaf: object) -> str:
     """Name what to return in place of an object."""
     if type(leaf).__module__.startswith("transformers."):
-        return "set config.use_cache = False: training needs no cache of keys and values"
+        return NO_CACHE
     return "return the tensors in that object instead"
 
 

@@ -206,7 +206,7 @@ class Signature:
 _PACKED = ".batch_sizes"
 """End of the name of the tensor that a packed sequence has on the host, on any device."""
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 """Of these no tensor is a lazily negated or conjugated view."""
 
 
@@ -241,7 +241,7 @@ class CallPlan:
         self._tensors = [
             (
                 *(place, s.kind, s.dtype, s.shape, s.stride, s.device, s.requires_grad),
-                s.dtype not in _WHOLE,
+                s.dtype not in WHOLE,
             )
             for place, s in zip(tensors, signature.specs, strict=True)
         ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -25,12 +24,12 @@ from lightning_graphs.device.trace import KnownStorage, Operation, OperatorCall,
 from lightning_graphs.private.callsite import frames_from
 from lightning_graphs.private.exchange import called_instead, code_of
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
+from lightning_graphs.watch.branches import TORCH_FOLDER
 from lightning_graphs.watch.on_device import DeviceNumber, Either, is_scalar, number_in, truth_of
 from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, is_of_others
 
 _MOST = 6
 """Ways of one call: each is computed."""
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 class BothWays:
@@ -88,7 +87,7 @@ class BothWays:
             code = each.f_code
             if code is self._outermost or code in map(code_of, self.functions):
                 break
-            if not code.co_filename.startswith(_TORCH):
+            if not code.co_filename.startswith(TORCH_FOLDER):
                 return frozenset(f for f in _functions_in(each.f_globals) if code_of(f) is code)
         return frozenset()
 

@@ -312,7 +312,7 @@ def _raises(listing: Listing, at: int | None) -> set[int]:
 
 # ------------------ Errors and messages that come late
 
-_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+TORCH_FOLDER = os.path.join(os.path.dirname(torch.__file__), "")
 _MODULE = inspect.getfile(torch.nn.Module)  # calls hooks that are for errors, too
 _PASSING = ("<frozen", STANDARD)
 """Beginnings of files whose frames only pass a call on."""
@@ -330,7 +330,7 @@ def _passed(frame: FrameType) -> Iterator[FrameType]:
     within = [*frames_of_region(frame)]
     for found in within:
         file = found.f_code.co_filename
-        if not is_library(file) or (file.startswith(_TORCH) and file != _MODULE):
+        if not is_library(file) or (file.startswith(TORCH_FOLDER) and file != _MODULE):
             yield found
     yield from _around(within[-1].f_back)
 
@@ -349,7 +349,7 @@ def _around(frame: FrameType | None) -> Iterator[FrameType]:
         if (
             is_ours
             or (file.startswith(_PASSING) and not is_installed(file))
-            or file.startswith(_TORCH)
+            or file.startswith(TORCH_FOLDER)
         ):
             continue
         if is_library(file):

@@ -95,7 +95,7 @@ _OF_NOW = ("sys.stdout.write", "sys.stderr.write", "threading.Thread.start")
 """What no replay can do again: a stream may be another one later, and a thread starts once."""
 _ANYWHERE = ("open", *(path for path in _CALLS if path.startswith(("queue.", "threading."))))
 """What user code does by functions of any library: events and executors start and wake threads."""
-_LOGGERS = ("logger", "loggers")  # properties that read other ``logger`` properties
+LOGGERS = ("logger", "loggers")  # properties that read other ``logger`` properties
 _PASSING_ON = ("logging", "pathlib", "lightning_utilities", "rich", "tqdm")
 """Packages that print, write and log on behalf of their callers."""
 
@@ -351,7 +351,7 @@ def _passes_on(frame: FrameType) -> bool:
     module: str = frame.f_globals.get("__name__", "")
     is_library = module.partition(".")[0] in _PASSING_ON or module.endswith(_RANK_ZERO)
     watches = module.startswith(_WATCHERS) and module != __name__
-    return is_library or watches or frame.f_code.co_name in _LOGGERS
+    return is_library or watches or frame.f_code.co_name in LOGGERS
 
 
 _PUBLIC = {"posix": "os", "nt": "os", "_posixsubprocess": "subprocess"}

@@ -22,6 +22,7 @@ from lightning_graphs.errors import CaptureStopped, GraphError, ReplayError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder
 from lightning_graphs.private.exchange import Member, exchanged, standing_in
 from lightning_graphs.private.torch import base_of, version_of
+from lightning_graphs.values.signature import WHOLE
 from lightning_graphs.watch.branches import LateError
 from lightning_graphs.watch.forms import PARTS, Numbers, part_of
 from lightning_graphs.watch.tracers import (
@@ -33,7 +34,6 @@ from lightning_graphs.watch.tracers import (
     tensors_asked,
 )
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 _UNKNOWN = object()
 
 
@@ -91,7 +91,7 @@ def held_numbers(named: Iterable[tuple[str, Tensor]]) -> dict[int, Mirror]:
     """Make mirrors for those tensors that hold one whole number or flag."""
     found = {}
     for name, tensor in named:
-        if tensor.numel() == 1 and tensor.dtype in _WHOLE and not tensor.is_inference():
+        if tensor.numel() == 1 and tensor.dtype in WHOLE and not tensor.is_inference():
             known = _mirrors.get(id(tensor))
             found[id(tensor)] = Mirror(name, tensor) if known is None else known
     _mirrors.update(found)

@@ -392,7 +392,7 @@ def reached_by(root: nn.Module, function: Any, own: UserCode) -> list[tuple[str,
 
 
 _DEFAULTS = attrgetter("__defaults__")
-_COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that run as no Python
+COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that run as no Python
 _OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
@@ -616,7 +616,7 @@ class GlobalReads:
             return
         elif not self._is_own(function):
             wrapped = getattr(function, "__wrapped__", None)
-            if function.__name__ != "step" or hasattr(function, _COMPILED):
+            if function.__name__ != "step" or hasattr(function, COMPILED):
                 self.assume(wrapped)
             else:  # of an optimizer, as a rule, which may not be called; else it is followed
                 self._look_inside(wrapped)

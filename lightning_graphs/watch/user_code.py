@@ -37,6 +37,7 @@ from lightning_graphs.private.callsite import (
 from lightning_graphs.private.engine import tensor_hooks
 from lightning_graphs.private.exchange import code_of
 from lightning_graphs.private.torch import (
+    COMPILED_CALL,
     compiled_code_noticed,
     hides_memory,
     is_compiled,
@@ -190,7 +191,7 @@ def with_own_graphs(module: nn.Module) -> Iterator[str]:
             continue
         for attribute, value in vars(inner).items():
             if callable(value) and not isinstance(value, nn.Module) and makes_own_graphs(value):
-                where = name if attribute == "_compiled_call_impl" else f"{name}.{attribute}"
+                where = name if attribute == COMPILED_CALL else f"{name}.{attribute}"
                 yield where.strip(".") or type(inner).__name__
 
 
