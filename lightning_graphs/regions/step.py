@@ -461,6 +461,7 @@ class StepCapture(Attempts):
             if self._facts.forks.is_on:
                 self._state = WatchedState(self.state_written(begun.environment))
                 self._facts.forks.ends = fork
+                self._inside.enter_context(self._facts.forks.quiet())
                 if not self.context.compiled.runs:  # it would be compiled again
                     self._inside.enter_context(self._state.seeing)
             self._hooks = hooks_registered()  # those of the capture itself are no user's

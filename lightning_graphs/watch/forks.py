@@ -11,7 +11,9 @@ from __future__ import annotations
 import ast
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import filterfalse
 from types import CodeType, FrameType
@@ -25,6 +27,7 @@ from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, lines_in, tree_of
 from lightning_graphs.private.engine import leaf_of
+from lightning_graphs.private.exchange import exchanged, nothing
 from lightning_graphs.watch.branches import (
     LateError,
     LateWarning,
@@ -77,6 +80,7 @@ class Forks:
     _was_asked: bool = False  # a capture was, and has not answered
     _known: list[bool] = field(default_factory=list)  # answers in the step that is captured
     _way: list[bool] = field(default_factory=list)  # those of the coming capture
+    _on_trial: bool = False  # no step has gone that way yet
     _first: list[bool] = field(default_factory=list)  # those of the first one of a step
     _usual: dict[tuple[CodeType, int], bool] = field(default_factory=dict)  # by who has asked
     _dead: set[tuple[bool, ...]] = field(default_factory=set)  # ways that were refused
@@ -86,6 +90,10 @@ class Forks:
         self._first, self._known, self.first_refusal, self._trials = self._way, [], None, 0
         self._dead.clear()
         self._turns = 0
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Let code not warn that goes a way on trial: the step may not go there."""
+        return exchanged([(warnings, "warn", nothing)] if self._way and self._on_trial else [])
 
     def ask(self) -> bool:
         """Note that code asks; tell whether it may be answered."""
@@ -130,7 +138,7 @@ class Forks:
             last = answers.pop()
             other = [*answers, not last]
             if not self.taken[len(answers)].is_sure and tuple(other) not in self._dead:
-                self._way = other
+                self._way, self._on_trial = other, True
                 return True
             self._dead.add(tuple(answers))
         return False
@@ -152,7 +160,7 @@ class Forks:
         Raises:
             CaptureError: They are others each time.
         """
-        self._way = [*answers]
+        self._way, self._on_trial = [*answers], False
         if now:
             self._goes_on(answers)
             self._trials += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.programs.table import Program, Promises, table
-from tests.training.fits import Net, batches
+from tests.training.fits import Net, batches, prepare
 
 
 class Criterion(torchmetrics.Metric):
@@ -204,6 +206,27 @@ class AccurateUnchecked(Accurate):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3, validate_args=False)
+
+
+class Weighted(Accurate):
+    """A check whose other way warns, ahead of one that no capture can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = self.mean(self.loss(batch).detach())
+        return weight * super().training_step(batch, batch_idx)
+
+
+def test_no_capture_warns_of_a_way_that_is_not_gone(backend: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit = prepare(backend, tmp_path, True, module=Weighted, capture={"on_failure": "eager"})
+        fit.run()
+    assert fit.statistics.fallbacks != []
+    assert [each for each in seen if "Encountered `nan`" in str(each.message)] == []
 
 
 ROWS = table(
