@@ -99,6 +99,7 @@ class StepRegion(HeadedSteps):
         self._notices = StepMessages(fit, self.step)
         self._captures_unseen = True
         self._moved = ""
+        self._ways_refused = 0  # so many steps went a way that cannot be captured
         self._moves = 0  # so many steps in a row waited, and found other numbers
         self._warmup_left = options.warmup_steps
         self._facts = CaptureFacts(fit, self.forget_plans, recovery.gradients_held)
@@ -273,7 +274,11 @@ class StepRegion(HeadedSteps):
         # Libraries choose and load their kernels for a shape in its first step.
         if self._is_unseen(key) and (torch.backends.cudnn.benchmark or not self._captures_unseen):
             return False
-        if len(self._cache) and self._facts.forks.is_refused():
+        forks = self._facts.forks
+        if len(self._cache) and forks.is_refused():
+            self._ways_refused += 1
+            if self._ways_refused == FEW and forks.why_eager is not None:
+                self._notices.say_refused(forks.why_eager, has_graphs=True)
             return False
         steps = self._conditions.phase.stepping and not self._by_hand  # by hand only some may step
         return not steps or all(one.has_stepped for one in self._capture.in_graphs)
@@ -393,7 +398,7 @@ class StepRegion(HeadedSteps):
             else:
                 self._leave_update(error)
             return True
-        if self._facts.forks.may_turn_later():
+        if self._facts.forks.may_turn_later(error):
             return True
         if self._awaited.may_come(key, error, *self._optimizers) or self._finds_head(error):
             return True
@@ -516,16 +521,16 @@ class StepMessages:
             read = moved
         if read is None or not is_time:
             return False
-        self._say_refused(read, has_graphs=False)
+        self.say_refused(read, has_graphs=False)
         return True
 
     def refused(self, error: GraphError, *, has_graphs: bool) -> None:
         """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured."""
         if self._fit.options.on_failure == "raise":
             raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
-        self._say_refused(error, has_graphs=has_graphs)
+        self.say_refused(error, has_graphs=has_graphs)
 
-    def _say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
+    def say_refused(self, error: GraphError, *, has_graphs: bool) -> None:
         if self._fit.options.scope == "auto" and not has_graphs:
             self._messages.note(
                 "cannot capture the whole step; capturing submodules instead",

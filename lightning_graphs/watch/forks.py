@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from lightning_graphs.device.rules import HOST_READ
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, GraphError
 from lightning_graphs.private.callsite import CallSite, CallSiteFinder, compiled, lines_in, tree_of
 from lightning_graphs.private.engine import leaf_of
 from lightning_graphs.private.exchange import exchanged, nothing
@@ -73,7 +73,9 @@ class Forks:
     # Conditions that choose more than a graph can choose on the device: code and line
     instead: set[tuple[CodeType, int]] = field(default_factory=set)
     first_refusal: CaptureError | None = None  # of the ways that were tried for a step
-    _refused: set[tuple[bool, ...]] = field(default_factory=set)  # ways of steps, for good
+    why_eager: CaptureError | None = None  # the refusal of the way that a step went last
+    # Ways of steps that are refused for good, each with the refusal if that is known
+    _refused: dict[tuple[bool, ...], CaptureError | None] = field(default_factory=dict)
     _trials: int = 0  # so often was another one assumed than the present step gives
     _turns: int = 0  # so many ways of the present step were refused
     _tries: int = 0  # so many steps went such ways
@@ -182,25 +184,25 @@ class Forks:
         """
         self._goes_on(answers)
         if (way := tuple(answers)) in self._dead:
-            self._refused.add(way)
+            self._refused.setdefault(way, self.first_refusal)
             self._tries += 1
             if self._tries > _TRIES and self.first_refusal is not None:
                 raise self.first_refusal
 
-    def may_turn_later(self) -> bool:
+    def may_turn_later(self, error: GraphError) -> bool:
         """Whether a later step may go a way that can be captured, as the present one does not."""
         if not self._known:
             return False
-        self._refused.add(tuple(self._known))
+        texts = error.rule, error.observed, error.remedy  # without frames, which hold gradients
+        self._refused[tuple(self._known)] = CaptureError(*texts)
         self._way, self._known = [], []
         self._tries += 1
         return self._tries <= _TRIES
 
     def is_refused(self) -> bool:
         """Whether the step that has just missed a plan goes a way that cannot be captured."""
-        found = tuple(self._way) in self._refused
-        if found:
-            self._way = []
+        if found := (way := tuple(self._way)) in self._refused:
+            self._way, self.why_eager = [], self._refused[way]
         return found
 
     def switch_on(self) -> bool:

@@ -217,6 +217,25 @@ ROWS |= table(
 )  # fmt: skip
 
 
+class RefusedOneWay(Forking):
+    """One of the ways logs a number that captures cannot tell from one that moves."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if loss > 1.1:
+            self.clipped += 1
+        else:
+            self.clipped = 0
+        self.log("in a row", float(self.clipped))  # read
+        return loss
+
+
+ROWS |= table(
+    RefusedOneWay, said="'in a row', ...\\) logged different numbers", replayed=1, found=None,
+    max_epochs=3, data=lambda: batches(12), **LEFT,
+)  # fmt: skip
+
+
 class Guarded(Net):
     """Checks all that it makes, and a handler acts on whatever fails."""
 
