@@ -664,7 +664,13 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
 
 def _numbers_in(held: PythonSnapshot) -> dict[tuple[int, Any], Any]:
     """Return the present numbers in a snapshot's containers, by their ``id`` and the key there."""
-    return {(id(e.owner), e.key): e.now for e in held.entries() if type(e.now) in REALS}
+    found: dict[tuple[int, Any], Any]
+    found = {(id(o), k): v for _, o, k, v in held.bindings.values() if type(v) in REALS}
+    for _, owner, table, _ in held.containers:  # without names, which would cost a call for each
+        listed = enumerate(table) if isinstance(table, (list, deque)) else ()
+        pairs = table.items() if isinstance(table, dict) else listed
+        found.update({(id(owner), k): v for k, v in pairs if type(v) in REALS})
+    return found
 
 
 def _places_of(
