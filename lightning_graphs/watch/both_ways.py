@@ -25,6 +25,7 @@ from lightning_graphs.private.callsite import frames_from
 from lightning_graphs.private.exchange import called_instead, code_of
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
 from lightning_graphs.watch.branches import TORCH_FOLDER
+from lightning_graphs.watch.forms import plain_value
 from lightning_graphs.watch.on_device import DeviceNumber, Either, is_scalar, number_in, truth_of
 from lightning_graphs.watch.tracers import Asks, Question, ScalarTracer, is_of_others
 
@@ -150,9 +151,7 @@ class BothWays:
         elif not any(are_tensors):
             if kinds[0] is kinds[1] and kinds[0] in (int, float, bool, str) and one == other:
                 return one
-            values = [
-                each.value if isinstance(each, ScalarTracer) else each for each in (one, other)
-            ]
+            values = [plain_value(each) for each in (one, other)]
             if all(type(value) in (int, float) for value in values):
                 dtype = torch.float64 if float in map(type, values) else torch.int64
                 found = torch.where(condition, self._tensor(one, dtype), self._tensor(other, dtype))

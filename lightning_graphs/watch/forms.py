@@ -93,6 +93,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, ScalarTracer) and isinstance(value.value, REALS)
 
 
+def plain_value(operand: Any) -> Any:
+    """Return the value that a number has in the capture; what is no tracer is returned."""
+    return operand.value if isinstance(operand, ScalarTracer) else operand
+
+
 def _are_alike(x: Any, y: Any) -> bool:
     return _is_tensor(x, _FLOATS) and _is_tensor(y, {x.dtype}) and x.shape == y.shape
 
@@ -350,7 +355,7 @@ def tensor_of_numbers(
         return None
     is_list = type(data) in (list, tuple)
     items = [*data] if is_list else [data]
-    kinds = {type(item.value if isinstance(item, ScalarTracer) else item) for item in items}
+    kinds = {type(plain_value(item)) for item in items}
     if not items or not kinds <= {int, float}:
         return None
     dtype = dtype or (torch.get_default_dtype() if float in kinds else torch.int64)
@@ -431,7 +436,7 @@ def _now(part: Any) -> Any:
     """Return a part of an index with its present numbers."""
     if isinstance(part, slice):
         return slice(*map(_now, (part.start, part.stop, part.step)))
-    return part.value if isinstance(part, ScalarTracer) else part
+    return plain_value(part)
 
 
 def _moves(part: Any) -> bool:

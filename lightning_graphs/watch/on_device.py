@@ -22,7 +22,7 @@ from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.private.exchange import standing_in
 from lightning_graphs.private.torch import PLAIN_TENSORS, out_of_sight
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.forms import Numbers, inverse
+from lightning_graphs.watch.forms import Numbers, inverse, plain_value
 from lightning_graphs.watch.tracers import Kind, Method, Question, ScalarTracer
 
 
@@ -115,7 +115,7 @@ class DeviceNumber(ScalarTracer):
         in_double: bool = False,  # also where all are whole
         is_positive: bool = False,
     ) -> DeviceNumber:
-        is_real = in_double or any(type(_value(operand)) is float for operand in operands)
+        is_real = in_double or any(type(plain_value(operand)) is float for operand in operands)
         dtype = torch.float64 if is_real else torch.int64
         with torch.no_grad():
             found = function(*[self._tensor_of(operand, dtype) for operand in operands])
@@ -128,16 +128,12 @@ class DeviceNumber(ScalarTracer):
         return torch.full((), operand, dtype=dtype, device=self.tensor.device)
 
 
-def _value(operand: Any) -> Any:
-    return operand.value if isinstance(operand, ScalarTracer) else operand
-
-
 def _bare(operand: Any) -> Any:
     """Return a plain number, while captures that only take notes watch."""
     if isinstance(operand, DeviceNumber):
         dtype = torch.float64 if type(operand.value) is float else torch.int64
         return number_in(operand.in_graph(dtype))
-    return _value(operand)
+    return plain_value(operand)
 
 
 def _divides(divisor: Any) -> bool:

@@ -26,7 +26,7 @@ from lightning_graphs.private.exchange import Member, exchanged
 from lightning_graphs.private.torch import of_class, out_of_sight, version_of
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.both_ways import BothWays
-from lightning_graphs.watch.forms import of_single, one_by_one, tensor_of_numbers
+from lightning_graphs.watch.forms import of_single, one_by_one, plain_value, tensor_of_numbers
 from lightning_graphs.watch.on_device import DeviceNumber, is_scalar, of_two
 from lightning_graphs.watch.tracers import (
     Asks,
@@ -223,7 +223,7 @@ def _on_host(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
     operands = list(map(_number, leaves))
     with out_of_sight(), torch.no_grad():
-        found, result = run(*[o.value if isinstance(o, ScalarTracer) else o for o in operands])
+        found, result = run(*map(plain_value, operands))
         if not (holds_number(result) or _is_flag(result)) or result._is_view():
             _refuse(next(leaf for leaf in leaves if isinstance(leaf, HostScalar)))
             return result
@@ -272,7 +272,7 @@ def _making_scalars(own: Callable[..., Any], numbers: Any) -> Callable[..., Any]
                 return own(value, **kwargs).item()
 
         with out_of_sight():
-            made = own(data.value if isinstance(data, ScalarTracer) else data, **kwargs)
+            made = own(plain_value(data), **kwargs)
         if not holds_number(made):
             return made
         if isinstance(data, ScalarTracer):
