@@ -109,6 +109,11 @@ class CallSite:
     function: str = "?"  # name of the function the line is in
     in_backward: bool = False  # a backward pass ran, where no line is known
 
+    @classmethod
+    def of(cls, code: CodeType, line: int) -> CallSite:
+        """Return the site of a line in a function's code."""
+        return cls(code.co_filename, line, code.co_name)
+
     def __str__(self) -> str:
         return f"{file_shown(self.file)}:{self.line}"
 
@@ -273,7 +278,7 @@ class CallSiteFinder:
             if code in _CALLERS:
                 break
             if _has_users_lines(code.co_filename):
-                return CallSite(code.co_filename, frame.f_lineno, code.co_name)
+                return CallSite.of(code, frame.f_lineno)
             in_backward |= code.co_name == "_engine_run_backward"
         return CallSite(in_backward=in_backward)
 
@@ -295,7 +300,7 @@ class CallSiteFinder:
         for frame, line in walk_tb(error.__traceback__):
             code = frame.f_code
             if _has_users_lines(code.co_filename):
-                site = CallSite(code.co_filename, line, code.co_name)
+                site = CallSite.of(code, line)
             elif code.co_name == "_engine_run_backward" and not site.line:
                 site = CallSite(in_backward=True)
         return site
@@ -311,7 +316,7 @@ def line_of_class(error: BaseException, kind: type) -> CallSite:
     for frame, line in walk_tb(error.__traceback__):
         code = frame.f_code
         if code.co_filename in files:
-            site = CallSite(code.co_filename, line, code.co_name)
+            site = CallSite.of(code, line)
     return site
 
 
@@ -321,9 +326,7 @@ def definition_of(function: Any) -> CallSite:
     if not hasattr(function, "__code__"):
         function = type(function).__call__
     code = getattr(function, "__code__", None)
-    if code is None:
-        return CallSite()
-    return CallSite(code.co_filename, code.co_firstlineno, code.co_name)
+    return CallSite() if code is None else CallSite.of(code, code.co_firstlineno)
 
 
 def returned_by(function: Any) -> CallSite:
@@ -377,7 +380,7 @@ def site_naming(name: str, codes: Iterable[types.CodeType]) -> CallSite:
     words = [*reversed(re.findall(r"\w+", name.partition(": ")[0]))]
     for word, is_text in [*((w, False) for w in words), *((w, True) for w in words)]:
         found = [
-            (instruction.opname.startswith("STORE"), CallSite(code.co_filename, line, code.co_name))
+            (instruction.opname.startswith("STORE"), CallSite.of(code, line))
             for code in codes
             for line, instruction in listing_of(code).with_lines()
             if instruction.argval == word
@@ -405,7 +408,7 @@ def with_keyword(names: Collection[str], codes: Iterable[types.CodeType]) -> Cal
             if instruction.opname == "KW_NAMES":  # of which dis tells nothing on Python 3.11
                 given = code.co_consts[instruction.arg or 0]
             if type(given) is tuple and any(name in given for name in names):
-                return CallSite(code.co_filename, line, code.co_name)
+                return CallSite.of(code, line)
     return CallSite()
 
 

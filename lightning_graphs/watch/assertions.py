@@ -393,7 +393,7 @@ class Assertions:
             place = len(self.found) + 1
             self._places[code, line] = place
             raising = late_of(way, lambda value: self._held(value, place))
-        self.require(value, CallSite(code.co_filename, line, code.co_name), raising)
+        self.require(value, CallSite.of(code, line), raising)
         return way.outcome
 
     def require(self, condition: Tensor, site: CallSite, error: LateError) -> None:

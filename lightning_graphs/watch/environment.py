@@ -316,8 +316,7 @@ def effects_watched(client: Client, *, refuses: bool = True) -> AbstractContextM
 
 
 def _used_at(what: str, frame: FrameType) -> str:
-    site = CallSite(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-    return f"{what} is used at {site.describe()}"
+    return f"{what} is used at {CallSite.of(frame.f_code, frame.f_lineno).describe()}"
 
 
 def _present() -> Iterator[Effect]:

@@ -126,7 +126,7 @@ class Forks:
         if not self.ask() or too_many or self.ends is None or not self.ends():
             return None
         here = CallSiteFinder().here()  # in code of a package it is the line that calls that
-        site = here if here.line else CallSite(code.co_filename, frame.f_lineno, code.co_name)
+        site = here if here.line else CallSite.of(code, frame.f_lineno)
         self.taken.append(Fork(truth, goes, site, asker, is_guessed, way is not None))
         return goes
 
@@ -283,8 +283,7 @@ class Choice(NamedTuple):
 
     @property
     def site(self) -> CallSite:
-        code = self.frame.f_code
-        return CallSite(code.co_filename, self.node.lineno, code.co_name)
+        return CallSite.of(*self.place)
 
     @property
     def place(self) -> tuple[CodeType, int]:

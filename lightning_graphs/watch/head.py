@@ -75,7 +75,7 @@ class Ending:
 
     @property
     def site(self) -> CallSite:
-        return CallSite(self.code.co_filename, self.lines.start, self.code.co_name)
+        return CallSite.of(self.code, self.lines.start)
 
     @property
     def codes(self) -> frozenset[CodeType]:
