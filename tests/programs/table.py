@@ -328,6 +328,7 @@ class Promises:
         assert_equal(expected, found)
         if program.said == "":
             assert found.fit.statistics.replayed > 0
+            assert options != "verified" or found.fit.statistics.fallbacks == []
 
     def test_submodules_agree(self, backend: str, tmp_path: Path, program: Program) -> None:
         expected = eager(program, backend, tmp_path)
