@@ -43,7 +43,7 @@ from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.memory import RETURNED, Given
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import RULE as ON_HOST
-from lightning_graphs.watch.late import ITEM, OF_ONE_SHAPE, Keep, LatePolicy, LateValue
+from lightning_graphs.watch.late import ITEM, OF_ONE_SHAPE, Keep, LatePolicy, LateValue, acts
 from lightning_graphs.watch.texts import (
     forget_parts,
     function_called,
@@ -513,12 +513,13 @@ def _functions_of(callee: FrameType) -> list[FunctionType]:
 
 
 def _function_in(value: Any) -> FunctionType | None:
-    value = value.__wrapped__ if type(value) in _WRAPPERS else value
+    is_of_numpy = type(value) is _DISPATCHER and not acts(value.__name__, {})
+    value = value.__wrapped__ if is_of_numpy or type(value) is staticmethod else value
     return value if type(value) is FunctionType else None
 
 
-_WRAPPERS = {staticmethod, type(numpy.mean)} - {FunctionType}
-"""Classes in C whose instances call a function of Python: NumPy's dispatch to other arrays."""
+_DISPATCHER: Any = type(numpy.mean)
+"""The class, in C, of functions of NumPy that call one of Python, or that of other arrays."""
 
 
 _BACKWARD = {function.__code__ for function in (torch.autograd.backward, torch.autograd.grad)}

@@ -142,19 +142,19 @@ class LateValue(Tracer):
         frame = _caller_past("torch.", OURS)
         if frame is None or not late._policy.is_own(frame):
             late.refuse()
-        if _acts(getattr(function, "__name__", ""), kwargs or {}):
+        if acts(getattr(function, "__name__", ""), kwargs or {}):
             late.refuse()
         return late._policy.keep(function, (args, kwargs or {}), late._policy)
 
     def __array_function__(
         self, function: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> LateValue:
-        if _acts(function.__name__, kwargs):
+        if acts(function.__name__, kwargs):
             self.refuse()
         return self._kept(function, *args, **kwargs)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> LateValue:
-        if _acts(method, kwargs):
+        if acts(method, kwargs):
             self.refuse()
         return self._kept(getattr(ufunc, method), *inputs, **kwargs)
 
@@ -175,7 +175,7 @@ _DRAWING = frozenset(
 )
 
 
-def _acts(name: str, kwargs: Mapping[str, Any]) -> bool:
+def acts(name: str, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a function of torch or NumPy writes, draws or runs a backward pass."""
     if name.endswith("__"):  # of operators: "__iadd__" and the like write
         writes = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
