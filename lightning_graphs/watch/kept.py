@@ -513,13 +513,15 @@ def _functions_of(callee: FrameType) -> list[FunctionType]:
 
 
 def _function_in(value: Any) -> FunctionType | None:
+    if type(value) is FunctionType:
+        return value
     is_of_numpy = type(value) is _DISPATCHER and not acts(value.__name__, {})
-    value = value.__wrapped__ if is_of_numpy or type(value) is staticmethod else value
+    value = value.__wrapped__ if is_of_numpy or type(value) is staticmethod else None
     return value if type(value) is FunctionType else None
 
 
 _DISPATCHER: Any = type(numpy.mean)
-"""The class, in C, of functions of NumPy that call one of Python, or that of other arrays."""
+"""The class of NumPy's functions that call one of Python, or of other arrays: in C since 1.25."""
 
 
 _BACKWARD = {function.__code__ for function in (torch.autograd.backward, torch.autograd.grad)}
