@@ -367,6 +367,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         self._attributes = vars(module)
         self._state = state
         self._calls = 0
+        self._is_over = False  # no further call of the present step is a graph
         self._missing = ""
         self._alone = Lifecycle[Arguments, GraphedCall](self, state.config.context, None)
         self._look()
@@ -385,7 +386,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     def begin(self, graphed_calls: Sequence[GraphedCall | None]) -> None:
         """Begin a step with graphs for these calls."""
         self.graphed_calls = graphed_calls
-        self._calls = 0
+        self._calls, self._is_over = 0, False
         self.install()
 
     def install(self) -> None:
@@ -438,7 +439,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         self._missing = _UNKNOWN
         is_known = index < len(self.graphed_calls)
         graphed = self.graphed_calls[index] if is_known else None
-        if graphed is None and is_known:  # it was seen, and stays eager
+        if self._is_over or (graphed is None and is_known):  # it was seen, and stays eager
             return _NONE
         if graphed is not None and not graphed.holds():
             self._missing = graphed.what_differs()
@@ -447,6 +448,10 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
             answer = self._replayed(graphed, args, kwargs)
             if answer is not _NONE:
                 return answer
+        # Autograd adds what eager calls give of a parameter as one sum, which comes first if they
+        # are the last ones, as if no call were a graph.
+        backward = None if graphed is None else graphed.callable.backward_pass
+        self._is_over = backward is not None and backward.direct is not None
         if state.replays and not (state.missed or state.stale or state.seeded):
             state.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return _NONE

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.training.fits import (
     Fit,
+    GradientTrace,
     Net,
     adamw,
     assert_nothing_left,
@@ -219,6 +220,28 @@ def test_two_calls_before_backward_and_a_shared_weight(
     assert captured.statistics.fallbacks == []
     steps = captured.statistics.replayed
     assert replays(captured) == {"module blocks.0": 2 * steps, "module blocks.1": 2 * steps}
+
+
+class OtherStrides(Net):
+    """As scheduled sampling gives a layer a column of the batch, or what was computed."""
+
+    def loss(self, batch: Any) -> Tensor:
+        columns, outputs = batch["x"].view(-1, 2, 4).transpose(1, 2), []
+        for i in range(4):
+            column = columns[:, i].repeat(1, 4)
+            is_strided = (self.global_step + i * i) % 3
+            column = column.t().contiguous().t() if is_strided else column
+            outputs.append(self.net[0](column).relu() * (i + 1.3))
+        return torch.stack(outputs).square().mean() + super().loss(batch) * 0.5
+
+
+def test_calls_that_are_eager_among_graphs_of_one_module(backend: str, tmp_path: Path) -> None:
+    """Autograd adds all that a module's calls give in one order, whichever of them are graphs."""
+    _, captured = trained(
+        backend, tmp_path, OtherStrides, capture=named("net.0"), trace=GradientTrace, max_epochs=3
+    )
+    (done,) = replays(captured).values()
+    assert 0 < done < 5 * captured.statistics.replayed
 
 
 class Teacher(Blocks):
