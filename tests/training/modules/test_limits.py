@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_graphs.device.cuda import CudaBackend
 from lightning_graphs.device.emulated import EmulatedBackend
-from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.device.trace import Recorder
 from lightning_graphs.policy.worth import CapturePolicy
 from tests.training.fits import (
@@ -434,7 +433,7 @@ class MixtureOfExperts(Net):
         return super().training_step({**batch, "x": x}, batch_idx)
 
 
-def _refuse_as_cuda_does(self: Recorder, operator: str, obstacle: Obstacle) -> None:
+def _refuse_as_cuda_does(*_: Any) -> None:
     raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
