@@ -6,7 +6,7 @@ import copy
 import difflib
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -343,7 +343,16 @@ class DispatchState:
     has_replayed: bool = False  # a call of the present step was replayed
     missed: str = ""  # why a call of the present step found no graph; empty if all did
     observer: StepObserver | None = None  # sees every call; None outside of observed steps
+    # Weights of the present step's eager calls, by ``id``, whose gradients graphs write themselves
+    eager_weights: set[int] = field(default_factory=set)
     seeded: bool = False  # an eager call has seeded cuDNN's random state, others follow from it
+
+
+def _written(graphed: GraphedCall | None) -> set[int]:
+    """Return the ``id`` of weights whose gradients a call's graph writes itself."""
+    backward = None if graphed is None else graphed.callable.backward_pass
+    direct = None if backward is None else backward.direct
+    return set() if direct is None else set(map(id, direct.parameters))
 
 
 class ForwardDispatcher(Region[Arguments, GraphedCall]):
@@ -367,7 +376,6 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         self._attributes = vars(module)
         self._state = state
         self._calls = 0
-        self._is_over = False  # no further call of the present step is a graph
         self._missing = ""
         self._alone = Lifecycle[Arguments, GraphedCall](self, state.config.context, None)
         self._look()
@@ -386,7 +394,7 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
     def begin(self, graphed_calls: Sequence[GraphedCall | None]) -> None:
         """Begin a step with graphs for these calls."""
         self.graphed_calls = graphed_calls
-        self._calls, self._is_over = 0, False
+        self._calls = 0
         self.install()
 
     def install(self) -> None:
@@ -439,7 +447,9 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
         self._missing = _UNKNOWN
         is_known = index < len(self.graphed_calls)
         graphed = self.graphed_calls[index] if is_known else None
-        if self._is_over or (graphed is None and is_known):  # it was seen, and stays eager
+        if graphed is None and is_known:  # it was seen, and stays eager
+            return _NONE
+        if state.eager_weights and not state.eager_weights.isdisjoint(_written(graphed)):
             return _NONE
         if graphed is not None and not graphed.holds():
             self._missing = graphed.what_differs()
@@ -448,10 +458,9 @@ class ForwardDispatcher(Region[Arguments, GraphedCall]):
             answer = self._replayed(graphed, args, kwargs)
             if answer is not _NONE:
                 return answer
-        # Autograd adds what eager calls give of a parameter as one sum, which comes first if they
-        # are the last ones, as if no call were a graph.
-        backward = None if graphed is None else graphed.callable.backward_pass
-        self._is_over = backward is not None and backward.direct is not None
+        # Autograd adds what eager calls give of a weight as one sum. It comes first, as if no call
+        # were a graph, if they are the last ones with that weight.
+        state.eager_weights |= _written(graphed)
         if state.replays and not (state.missed or state.stale or state.seeded):
             state.missed = f"a call of `{self._label}` runs eagerly: {self._missing}"
         return _NONE

@@ -168,6 +168,7 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
             self._forget(state.stale)
         step = self._step_for(StepCall(args[:1], self._flags.now()))
         state.missed, state.seeded, state.has_replayed = "", False, False
+        state.eager_weights.clear()
         if step is None:
             self.memory_risk = "graphs" if len(self._plans) else ""
             if self._observed is not None:

@@ -235,12 +235,33 @@ class OtherStrides(Net):
         return torch.stack(outputs).square().mean() + super().loss(batch) * 0.5
 
 
-def test_calls_that_are_eager_among_graphs_of_one_module(backend: str, tmp_path: Path) -> None:
-    """Autograd adds all that a module's calls give in one order, whichever of them are graphs."""
+class OtherStridesOfOne(OtherStrides):
+    """Two modules with one weight; a call of one of them is eager in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(8, 16)
+        self.tied.weight = self.net[0].weight
+
+    def loss(self, batch: Any) -> Tensor:
+        x, outputs = batch["x"], []
+        for i in range(4):
+            is_strided = i == 1 and self.global_step % 3 == 0
+            given = (x + i).t().contiguous().t() if is_strided else x + i
+            outputs.append((self.tied, self.net[0])[i % 2](given).relu() * (i + 1.3))
+        return torch.stack(outputs).square().mean() + Net.loss(self, batch) * 0.5
+
+
+@pytest.mark.parametrize("module", [OtherStrides, OtherStridesOfOne])
+def test_calls_that_are_eager_among_graphs_of_one_module(
+    backend: str, tmp_path: Path, module: type[Net]
+) -> None:
+    """Autograd adds all that calls give of a weight in one order, whichever of them are graphs."""
+    names = ["net.0"] if module is OtherStrides else ["net.0", "tied"]
     _, captured = trained(
-        backend, tmp_path, OtherStrides, capture=named("net.0"), trace=GradientTrace, max_epochs=3
+        backend, tmp_path, module, capture=named(*names), trace=GradientTrace, max_epochs=3
     )
-    (done,) = replays(captured).values()
+    done = sum(replays(captured).values())
     assert 0 < done < 5 * captured.statistics.replayed
 
 
