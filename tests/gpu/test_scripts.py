@@ -272,8 +272,10 @@ class Pooled(Callback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == STEPS // 2:
-            with multiprocessing.get_context("fork").Pool(2) as pool:
-                assert pool.map(abs, [-1, 2]) == [1, 2]
+            pool = multiprocessing.get_context("fork").Pool(2)
+            assert pool.map(abs, [-1, 2]) == [1, 2]
+            pool.close()  # not terminate(): its SIGTERM is lost in Lightning's handler at times
+            pool.join()
 
 
 class Seeded(Net):
