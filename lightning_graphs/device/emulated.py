@@ -22,10 +22,12 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.nn import functional
 
+from lightning_graphs.device.host_memory import given_on_host
 from lightning_graphs.device.inspect import GraphInfo, from_recording
 from lightning_graphs.device.rules import (
     CLASSES,
     COMPILED,
+    HOST_READ,
     MOVED_STORAGE,
     MOVES_STORAGE,
     SET_GENERATOR,
@@ -402,8 +404,20 @@ class UndoneCapture(Recorder):
             if self.storages[key].address is not None:
                 _put_back(storage, value)
 
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = super().call(func, args, kwargs)
+        is_one = isinstance(result, Tensor) and not dispatches(type(result)) and has_memory(result)
+        if is_one and self.is_rehearsal:
+            on_host = given_on_host(getattr(func, "__name__", ""), args, kwargs)
+            if on_host is not None:
+                self.know(result).on_host = on_host
+        return result
+
     def _run(self, call: OperatorCall) -> Any:
         result = super()._run(call)
+        if any(self.know(t).on_host for t in call.inputs) and not self._of_device(call.inputs):
+            for tensor in filter(has_memory, tensors_in(result)):
+                self.know(tensor, born=True).on_host = True
         for known in map(self.know, call.written):
             if known.id in self._saved:
                 storage, value = self._saved[known.id]
@@ -427,6 +441,15 @@ class UndoneCapture(Recorder):
         moves_own = call.func.overloadpacket in MOVES_STORAGE and not self.is_rehearsal
         if not (moves_own and all(self.know(tensor).born for tensor in call.written)):
             super()._check(call)
+        written = map(self.know, filter(has_memory, call.written))
+        if any(known.on_host for known in written) and self._of_device(call.inputs):
+            self.refuse(str(call.func), HOST_READ)
+
+    def _of_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Return those of a rehearsal that are the device's; torch makes some of Python numbers."""
+        pairs = [(tensor, self.know(tensor)) for tensor in filter(has_memory, tensors)]
+        own = [(tensor, k) for tensor, k in pairs if not (k.on_host or k.constant)]
+        return [tensor for tensor, known in own if known.born or tensor.dim()]
 
     @out_of_sight()
     def refuse_rewound(self) -> None:

@@ -361,6 +361,7 @@ class KnownStorage:
         self.address: int | None = None
         with contextlib.suppress(RuntimeError):  # zeros of forward-mode autograd have no memory
             self.address = storage.data_ptr()
+        self.on_host = False  # of a rehearsal, where it would be the host's on a GPU's machine
         self.constant = False  # made of Python numbers: kernels get its value, not its address
         self.storage = storage_reference(storage)
         self._end = weakref.ref(storage, self._on_freed)

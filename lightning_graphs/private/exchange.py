@@ -262,6 +262,15 @@ def innermost_modes() -> tuple[Any, Any]:
     return innermost, torch._C._get_function_stack_at(functions - 1) if functions else None
 
 
+def default_device() -> torch.device | None:
+    """Return the device that a program has set for factories; torch tells the CPU if it set none.
+
+    That is a mode below all others, which are shown no device.
+    """
+    found: torch.device | None = torch.utils._device.CURRENT_DEVICE
+    return found
+
+
 def is_in_backward_pass() -> bool:
     """Return whether autograd's engine runs the calling code: a hook or a custom function."""
     return torch._C._current_graph_task_id() != -1

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lightning_graphs.device.host_memory import makes_on_host
 from lightning_graphs.device.rules import HOST_READ, has_other_tangents
 from lightning_graphs.device.trace import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.errors import CaptureError
@@ -79,11 +80,6 @@ _INDEXING: dict[str, Callable[[Any], Any]] = {
 _MOVING = frozenset({"to", "type_as", "copy_"})
 _TO_HOST = ("cpu", "to", "tolist")
 _TO_PYTHON = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr"})
-FACTORIES = frozenset(
-    {"arange", "empty", "eye", "full", "linspace", "logspace"}
-    | {"ones", "rand", "randint", "randn", "randperm", "zeros"}
-)
-"""Functions that make a host tensor unless a device is given."""
 _UNKNOWN = object()
 ONE_GENERATOR = "A rehearsal on a CPU has one random generator for the host and the device."
 _ON_A_GPU = "capture the code on a GPU, or rehearse it without dropout"
@@ -499,7 +495,7 @@ class HostTracer(LightMode):
                 dtypes = (a.dtype if isinstance(a, Tensor) else a for a in given)
                 dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), None)
                 return self._copied(args[0], {"dtype": dtype})
-        if name in (*FACTORIES, "scalar_tensor") and kwargs.get("device") in (None, "cpu"):
+        if makes_on_host(name, kwargs):
             self._makes_on_host = True
             try:
                 return func(*args, **kwargs)

@@ -497,6 +497,32 @@ class SownAhead(Sown):
         return self.loss({**batch, "x": batch["x"] + noise})
 
 
+class FilledOnTheHost(Plain):
+    """A tensor of the host gets what the device has: each step waits."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        totals = torch.zeros(2)
+        totals[0] = 1.0
+        totals[1] = loss.detach()  # read
+        self.log("total", totals.sum().to(loss.device))
+        return loss
+
+
+class FilledOnTheDevice(Plain):
+    """Made on the host and moved, or made where the device is the default."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        with torch.device(loss.device):
+            totals = [torch.zeros(2)]
+        totals += [torch.zeros(2).to(loss.device), torch.zeros(2).type_as(loss)]
+        totals += [torch.zeros(2).double().to(loss)]
+        for total in totals:
+            total[0] = loss.detach()
+        return loss + torch.stack(totals).sum()
+
+
 class Positives(Plain):
     """Counts of its batch, of which hardly two are alike: it divides by each, and adds them up."""
 
@@ -579,8 +605,10 @@ ROWS = (
     | table(PositivesOfRows, said=None, graphs=range(11), **TWELVE)
     | table(RelativeLengths, graphs=range(1, 4), **TWELVE)
     | table(ReadOfAParameter, ReadOfWhatWasWritten, **TWELVE)  # the host waits for the answer
+    | table(FilledOnTheHost, FilledByTheDevice, said="writes to a tensor of the host", **TWELVE)
+    | table(FilledOnTheDevice, graphs=1, **TWELVE)
     # In a rehearsal its tensor is one of the device.
-    | table(KeptAndUsed, FilledByTheDevice, said=None, **TWELVE)
+    | table(KeptAndUsed, said=None, **TWELVE)
     # Numbers that never come back are not captured for ever.
     | table(AsNumbers, said=None, graphs=range(11), data=lambda: batches(40))
 )  # fmt: skip

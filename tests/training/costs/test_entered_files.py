@@ -55,7 +55,7 @@ class Logging(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=2**-7, fused=True)
 
 
-EMULATION = ("device/emulated", "device/trace", "device/rules")
+EMULATION = ("device/emulated", "device/host_memory", "device/trace", "device/rules")
 """Stand for what a GPU and its driver do."""
 CAPTURED = 35
 """Files that a captured and verified step enters, at most."""
