@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from lightning_graphs.autograd.backward import is_dense
 from lightning_graphs.device.graph import is_current_stream_capturing
-from lightning_graphs.device.rules import AFTERMATH, are_noted
+from lightning_graphs.device.rules import AFTERMATH, are_noted, stopped
 from lightning_graphs.errors import CaptureError, CaptureStopped, GraphError, is_out_of_memory
 from lightning_graphs.policy.worth import HyperParameterChurn
 from lightning_graphs.private.exchange import nothing
@@ -478,7 +478,7 @@ class CapturableOptimizer:
         ways = BothWays(_asking.get(self.optimizer, frozenset()), type(self.optimizer).step)
         self.counters = counters = Counters(self.optimizer, follows, self._number, ways)
         try:
-            with capturable_unasked(self.optimizer), counters.followed():
+            with stopped(), capturable_unasked(self.optimizer), counters.followed():
                 returned = step(closure)
         except Exception as error:
             before.restore()
