@@ -625,10 +625,18 @@ def value_of(node: ast.expr, frame: FrameType) -> Any:
     return None
 
 
+def evaluated(expression: ast.expr, frame: FrameType) -> Any:
+    """Evaluate an expression of a frame's function where that is now."""
+    tree = ast.fix_missing_locations(ast.Expression(expression))
+    code = compile(tree, frame.f_code.co_filename, "eval", dont_inherit=True)
+    return eval(code, frame.f_globals, variables_of(frame))
+
+
 def compiled(statements: list[ast.stmt], frame: FrameType) -> CodeType:
     """Compile statements of a frame's function, to be run by themselves."""
     module = ast.fix_missing_locations(ast.Module(statements, []))
-    return compile(module, frame.f_code.co_filename, "exec", dont_inherit=True)
+    found = compile(module, frame.f_code.co_filename, "exec", dont_inherit=True)
+    return found.replace(co_name=frame.f_code.co_name)  # by which messages name it
 
 
 # ------------------ Lines, as they run

@@ -475,7 +475,7 @@ class CapturableOptimizer:
         if self._may_follow and are_noted():
             # Reads are no errors then, by which a capture would learn to follow these
             follows = follows.union(numbers_of(self.optimizer, holds_number))
-        ways = BothWays(_asking.get(self.optimizer, frozenset()), type(self.optimizer).step)
+        ways = BothWays(_asking.get(self.optimizer, frozenset()), self.optimizer)
         self.counters = counters = Counters(self.optimizer, follows, self._number, ways)
         try:
             with stopped(), capturable_unasked(self.optimizer), counters.followed():

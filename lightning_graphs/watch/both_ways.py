@@ -1,15 +1,18 @@
-"""Both ways of a function that asks the device: the graph computes all, and chooses there.
+"""Both ways of code that asks the device: the graph computes all, and chooses there.
 
-``if cosine.max() < delta: ...; return perturb, ratio`` asks in a function that the step of an
-optimizer calls. A capture runs each call of it once for every way that its answers may lead, undoes
-what that has written, and lets the graph choose what was written and what is returned.
+``if p_norm != 0: d_p = d_p.add(p, alpha=decay)`` asks in the step of an optimizer. A capture runs
+the body ahead, undoes what that has written, and goes on without it (``branched.py``).
+
+``if cosine.max() < delta: ...; return perturb, ratio`` asks in a function that the step calls. A
+capture runs each call of it once for every way that its answers may lead, undoes what that has
+written, and lets the graph choose what was written and what is returned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from types import FrameType, FunctionType
@@ -23,7 +26,11 @@ from lightning_graphs.device.rules import HOST_READ, are_noted
 from lightning_graphs.device.trace import KnownStorage, Operation, OperatorCall, Recorder
 from lightning_graphs.private.callsite import frames_from
 from lightning_graphs.private.exchange import called_instead, code_of
+from lightning_graphs.private.torch import PLAIN_TENSORS, version_of
+from lightning_graphs.values.memory import addresses_of
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
+from lightning_graphs.values.tree import leaves_of, parameters_of
+from lightning_graphs.watch.branched import Branch
 from lightning_graphs.watch.branches import TORCH_FOLDER
 from lightning_graphs.watch.forms import plain_value
 from lightning_graphs.watch.on_device import DeviceNumber, Either, is_scalar, number_in, truth_of
@@ -34,28 +41,45 @@ _MOST = 6
 
 
 class BothWays:
-    """Runs functions that ask the device each way they may go.
+    """Runs branches and functions that ask the device each way they may go.
 
     Args:
         functions: Known to ask.
-        outermost: What a capture runs, calls of which are not run again.
+        optimizer: Whose step a capture runs; calls of that are not run again.
     """
 
     is_captured = False  # numbers that ask are compared in a capture alone
 
-    def __init__(self, functions: frozenset[FunctionType], outermost: Callable[..., Any]) -> None:
+    def __init__(self, functions: frozenset[FunctionType], optimizer: Optimizer) -> None:
         self.functions = functions
-        self._outermost = getattr(inspect.unwrap(outermost), "__code__", None)
+        self._optimizer = optimizer
+        self._outermost = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+        # Tensors that were chosen behind branches, with their versions then, and those of both ways
+        self._values: list[tuple[Tensor, int, tuple[Tensor, Tensor]]] = []
         self._asking: list[FrameType] = []  # what has asked outside of them
-        self._way: _Way | None = None  # that is run now
+        self._way: Way | None = None  # that is run now
         self._numbers: Any = None
 
     @contextlib.contextmanager
     def followed(self, numbers: Any) -> Iterator[None]:
-        """Run calls of the functions each way while the body runs."""
+        """Run calls of the functions each way while the body runs.
+
+        Raises:
+            CaptureError: Code has written into a tensor that was chosen behind a branch, and on one
+                way would have written into a parameter, a gradient or the optimizer's state.
+        """
         self._numbers = numbers
         with called_instead(dict.fromkeys(self.functions, self._call)):
             yield
+        for value, version, both in self._values:
+            if version_of(value) != version and not self._lasting().isdisjoint(addresses_of(both)):
+                HOST_READ.refuse_here("a value that a branch chooses is written later")
+
+    def _lasting(self) -> set[int]:
+        """Return where the memory of parameters, gradients and state begins."""
+        tensors = leaves_of([*self._optimizer.state.values()], Tensor)
+        tensors += [t for p in parameters_of(self._optimizer) for t in (p, p.grad) if t is not None]
+        return addresses_of([t for t in tensors if type(t) in PLAIN_TENSORS])
 
     def answer(self, asked: Question) -> bool | None:
         """Answer whether a scalar of the device is true; None outside of these functions."""
@@ -65,12 +89,15 @@ class BothWays:
         truth = truth_of(asked)
         if truth is None or truth.device != self._numbers.device:
             return None
-        return self.holds(truth, asked.frame)
+        return self.holds(truth, asked.frame, called=asked.is_called)
 
-    def holds(self, truth: Tensor, frame: FrameType) -> bool | None:
+    def holds(self, truth: Tensor, frame: FrameType, *, called: bool = False) -> bool | None:
         """Answer whether a scalar, or a comparison of numbers, is true."""
         if self._way is not None:
             return self._way.go(truth)
+        branch = Branch.of(frame, called=called)
+        if branch is not None and (found := branch.answer(truth, self)) is not None:
+            return found
         self._asking.append(frame)
         if not (are_noted() and self._functions_of(frame)):
             return None
@@ -98,11 +125,11 @@ class BothWays:
         given = [each for each in (*args, *kwargs.values()) if not isinstance(each, Optimizer)]
         contents = PythonSnapshot(iter_inside([("an argument", each) for each in given]))
         pending: list[list[bool]] = [[]]
-        found: list[_Way] = []
+        found: list[Way] = []
         while pending:
             if len(found) == _MOST:
                 HOST_READ.stop_here(f"more than {_MOST} ways lead through a function")
-            self._way = way = _Way(self._numbers.device, pending.pop())
+            self._way = way = Way(self._numbers.device, pending.pop())
             try:
                 with way:
                     way.returned = function(*args, **kwargs)
@@ -118,8 +145,28 @@ class BothWays:
             found.append(way)
         return self._chosen(found)
 
+    def way(self) -> Way:
+        """Return what records the one way of a branch."""
+        return Way(self._numbers.device, [])
+
+    def scalar(self, value: Any) -> Tensor | bool | None:
+        """Return the truth of a value, of one of the device a scalar; None if it has none."""
+        if isinstance(value, DeviceNumber):
+            value = value.tensor
+        if not isinstance(value, Tensor):
+            return bool(value)
+        is_one = value.numel() == 1 and value.device == self._numbers.device
+        return value.detach().reshape(()).ne(0) if is_one else None
+
+    def either(self, condition: Tensor, one: Any, other: Any) -> Any:
+        """Return the value of a variable behind a branch, of those on its ways."""
+        value = self._either(condition, one, other)
+        if isinstance(value, Tensor) and value is not one:
+            self._values.append((value, version_of(value), (one, other)))
+        return value
+
     @torch.no_grad()
-    def _chosen(self, ways: Sequence[_Way]) -> Any:
+    def _chosen(self, ways: Sequence[Way]) -> Any:
         """Write and return what the way does that the device goes."""
         first, *others = ways
         conditions = [way.condition() for way in others]
@@ -184,8 +231,8 @@ def _functions_in(names: Mapping[str, Any]) -> Iterator[FunctionType]:
 
 
 @dataclass(eq=False)
-class _Way(Recorder):
-    """One way of a call, and what it writes."""
+class Way(Recorder):
+    """One way of a call or of a branch, and what it writes."""
 
     device: torch.device
     answers: list[bool]  # the first ones

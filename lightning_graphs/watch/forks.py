@@ -224,33 +224,37 @@ def _likely(frame: FrameType, *, called: bool) -> tuple[bool, bool]:
 
     Also tell whether code behind a branch goes on alike, so that it ends by whatever answers.
     """
-    if (found := _if_asking(frame, called=called)) is None:
+    if (found := if_asking(frame, called=called)) is None:
         return False, False
     if not isinstance(found.node.body[-1], _ENDINGS):
         return False, True
     return found.entering is False, False
 
 
-class _If(NamedTuple):
+class Asking(NamedTuple):
     """An ``if`` that asks whether a value is true."""
 
     frame: FrameType
     node: ast.If
     entering: bool | None  # the answer by which its body is entered; None: further ones decide
+    leaving: bool  # the answer by which it is not
 
 
-def _if_asking(frame: FrameType, *, called: bool) -> _If | None:
+def if_asking(frame: FrameType, *, called: bool) -> Asking | None:
     """Return the ``if`` whose condition code asks for now; None if it is in none."""
     branch = branch_at(frame, called=called)
     if branch is None or None in branch.lands.values():
         return None
     for node in ifs_in(branch.frame.f_code):
-        if branch.frame.f_lineno in lines_in(node.test):
-            body = lines_in(*node.body)
+        if branch.frame.f_lineno in (test := lines_in(node.test)):
+            body, lines = lines_in(*node.body), branch.listing.lines
             # Further ones are of the same lines: the jump back at the end of a loop's body
-            first = next((i for i, n in enumerate(branch.listing.lines) if n in body), None)
-            entering = (outcome for outcome, there in branch.lands.items() if there == first)
-            return _If(branch.frame, node, next(entering, None))
+            first = next((i for i, n in enumerate(lines) if n in body), None)
+            entering = next((goes for goes, at in branch.lands.items() if at == first), None)
+            if entering is not None:
+                return Asking(branch.frame, node, entering, not entering)
+            over = (goes for goes, at in branch.lands.items() if lines[at or 0] not in test)
+            return Asking(branch.frame, node, None, next(over, False))
     return None
 
 
@@ -337,7 +341,7 @@ class _Behind:
 
 def choice_of(frame: FrameType, *, called: bool) -> Choice | None:
     """Return the choice of code that asks now whether a value is true; None if it does more."""
-    found = _if_asking(frame, called=called)
+    found = if_asking(frame, called=called)
     if found is None or found.entering is None:
         return None
     statements = [*_binding(found.node.body), *found.node.orelse]  # the latter run in the capture

@@ -222,7 +222,7 @@ def of_two(numbers: Numbers, function: Any) -> Callable[..., Any]:
             number = next(arg for arg in args if isinstance(arg, DeviceNumber))
             return number.computed(function.__name__, function, *args)
         tensors = [arg for arg in args if is_scalar(arg, numbers.device)]
-        others = [arg for arg in args if type(arg) is float or isinstance(arg, ScalarTracer)]
+        others = [a for a in args if type(a) in (int, float) or isinstance(a, ScalarTracer)]
         if (len(tensors), len(others)) != (1, 1):
             return function(*args, **kwargs)
         second = args[1] > args[0] if function is max else args[1] < args[0]

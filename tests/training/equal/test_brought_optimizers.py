@@ -209,6 +209,62 @@ def projection(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.sub_(update, alpha=group["lr"])
 
 
+def lars(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As Lightning Bolts has it, and most libraries of self-supervised training after it."""
+    d_p, p_norm, g_sum = g, p.norm(), g.sum()
+    if (p.ndim != 1 or not group["d"]) and p_norm != 0 and g_sum > 0:
+        rate = p_norm / (g.norm() + p_norm * 2**-10 + 2**-20)
+        rate *= 2**-6
+        if group["d"]:
+            rate = min(rate / group["lr"], 1)
+        d_p = d_p.add(p, alpha=2**-10)
+        d_p *= rate
+    mean = state.setdefault("mean", torch.zeros_like(p))
+    mean.mul_(0.9).add_(d_p)
+    p.add_(mean, alpha=-group["lr"])
+
+
+def novograd(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """Both ways write; a loop of a step has many such branches, and their names come back."""
+    norm, spread = g.pow(2).sum(), state.setdefault("spread", torch.zeros((), device=p.device))
+    for factor in (0.5, 0.25):
+        if not (spread == 0 or g.sum() > 0) or p.dim() > 2:
+            spread.mul_(1 - factor)
+            spread.add_(norm, alpha=factor)
+            factor = factor / 2
+        elif factor > 0.3:
+            spread.copy_(norm)
+        else:
+            shifted = spread + factor
+            spread.add_(shifted, alpha=0.5)
+        p.sub_(g / (spread.sqrt() + 1), alpha=group["lr"] * factor)
+
+
+def of_numbers_read(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """By numbers that it reads of the device."""
+    size, factor = g.abs().sum().item(), 1.0
+    if size > 2**-3:
+        factor = size * 2**-6
+    p.sub_(g * factor, alpha=group["lr"])
+
+
+def written_later(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    update = g
+    if g.sum() > 0:
+        update = g * 0.5
+    update.mul_(group["lr"])  # on one way, the gradient
+    p.sub_(update)
+
+
+def stored_ratio(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+    """As pytorch-lamb: the ratio that it keeps is a number, or a tensor."""
+    ratio: Any = g.norm() / p.norm()
+    if g.sum() > 0:
+        ratio = 1.0
+    state["ratio"] = ratio
+    p.sub_(g * ratio, alpha=group["lr"])
+
+
 def drawn(p: Tensor, g: Tensor) -> Tensor:
     return torch.rand_like(p) if g.sum() > 0 else g
 
@@ -361,6 +417,14 @@ ROWS: dict[str, Row] = {
     "without a rate": Row(Fixed, has_rate=False),
     "with a closure alone": Row(Closing, has_rate=False),
     "AdamP": own(projection),
+    "LARS": own(lars, d=0),
+    "LARS, clipped": Row(lambda p: Here(p, lars, d=1)),
+    "NovoGrad": own(novograd),
+    "by numbers that are read": own(of_numbers_read),
+    "chosen and written": own(written_later, "in written_later|is written later|" + READS),
+    "chosen and stored": own(
+        stored_ratio, "`ratio` of the optimizer becomes a value of another kind"
+    ),
     "draws on one way": own(asks_and_draws, "draws on one of its ways"),
     "tensors of numbers": own(of_numbers),
     "in containers": own(in_containers),
