@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def _signals_as_before() -> Iterator[None]:
     yield
     for kind, handler in zip(kinds, before, strict=True):
         signal.signal(kind, handler)
+
+
+@pytest.fixture
+def tracing_as_before() -> Iterator[None]:
+    """A test sets a trace function, and an error may end it before that is put back."""
+    before = sys.gettrace()
+    yield
+    sys.settrace(before)
 
 
 @pytest.fixture(autouse=True)

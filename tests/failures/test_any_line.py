@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -59,14 +58,7 @@ class Interruption(Callback):
         return self._line
 
 
-@pytest.fixture
-def _tracing() -> Iterator[None]:
-    before = sys.gettrace()
-    yield
-    sys.settrace(before)
-
-
-@pytest.mark.usefixtures("_tracing")
+@pytest.mark.usefixtures("tracing_as_before")
 @pytest.mark.parametrize("line", [100, 700, 1500, 2500, 4000, 6000])
 def test_an_interrupt_leaves_nothing_behind(
     backend: str, tmp_path: Path, scope: dict[str, Any], line: int

@@ -24,13 +24,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.failures.support import STEPS, Trip, Tripwire, assert_nothing_lost, run_again
 from tests.failures.test_any_line import Interruption
 from tests.failures.test_interruptions import ENDS, terminate
-from tests.loops.test_training import adamw, loss_of
+from tests.loops.test_training import adamw, training
 from tests.loops.twice import Lab, assert_same, twice
 from tests.training.fits import Fit, Table, batches, compare, prepare
 
@@ -88,25 +88,10 @@ def test_in_a_captured_function(backend: str, device: torch.device, phase: str, 
 
 def _training(model: nn.Module) -> tuple[Callable[[Any], Any], nn.Module, torch.optim.Optimizer]:
     optimizer = adamw(model)
-
-    def train_step(batch: Any) -> Any:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return train_step, model, optimizer
+    return training(model, optimizer, Tensor.detach), model, optimizer
 
 
-@pytest.fixture
-def _tracing() -> Iterator[None]:
-    before = sys.gettrace()
-    yield
-    sys.settrace(before)
-
-
-@pytest.mark.usefixtures("_tracing")
+@pytest.mark.usefixtures("tracing_as_before")
 @pytest.mark.parametrize(
     ("calls", "line"),
     [(5, 10), (5, 300), (5, 1500), (5, 4000), (9, 10), (9, 40), (9, 70), (9, 100)],

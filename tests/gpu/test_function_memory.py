@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.loops.test_training import adamw, loss_of
+from tests.loops.test_training import adamw, training
 from tests.loops.twice import Lab
 
 
@@ -18,15 +18,7 @@ def allocated_after(options: Any) -> int:
     torch.manual_seed(0)
     model = lab.net()
     optimizer = adamw(model)
-
-    def train_step(batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step = lab.capture(train_step, model, optimizer)
+    step = lab.capture(training(model, optimizer, Tensor.detach), model, optimizer)
     for batch in lab.batches(24):
         step(batch)
     optimizer.zero_grad()

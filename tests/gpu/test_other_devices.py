@@ -11,22 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_graphs import capture
-from tests.loops.test_training import adamw, loss_of
+from tests.loops.test_training import adamw, training
 from tests.loops.twice import Lab, twice
 from tests.training.fits import compare, fit_twice
 
 OTHER = torch.device("cuda", 1)
-
-
-def training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    def train_step(batch: Any) -> float:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return train_step
 
 
 def test_a_function_on_another_gpu() -> None:
@@ -35,7 +24,7 @@ def test_a_function_on_another_gpu() -> None:
     def loop(lab: Lab) -> Any:
         model = lab.net()
         optimizer = adamw(model)
-        step = lab.capture(training(model, optimizer), model, optimizer)
+        step = lab.capture(training(model, optimizer, Tensor.item), model, optimizer)
         return [step(batch) for batch in lab.batches(16)]
 
     with torch.cuda.device(0):
@@ -74,7 +63,7 @@ class Divided(nn.Module):
 def test_a_model_over_two_gpus_is_eager() -> None:
     model = Divided()
     optimizer = adamw(model)
-    step = capture(training(model, optimizer), model, optimizer)
+    step = capture(training(model, optimizer, Tensor.item), model, optimizer)
     batch = next(Lab("cuda", torch.device("cuda:0")).batches(1))
     with pytest.warns(UserWarning, match="first.weight` is on cuda:0 and .* on cuda:1"):
         losses = [step(batch) for _ in range(8)]

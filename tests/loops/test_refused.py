@@ -26,7 +26,7 @@ import torch
 import lightning_graphs
 from lightning_graphs import GraphError, capture
 from lightning_graphs.regions.whole_step import StepRegion
-from tests.loops.test_training import adamw, loss_of
+from tests.loops.test_training import adamw, loss_of, training
 from tests.loops.twice import Eager, Lab, assert_same, twice
 from tests.processes import ROOT
 
@@ -350,14 +350,7 @@ def test_threads_capture_one_function_each(backend: str, device: torch.device) -
 
     def run(lab: Lab, model: Any) -> list[float]:
         optimizer = adamw(model)
-
-        def train_step(batch: Any) -> float:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            return loss.item()
-
+        train_step = training(model, optimizer, torch.Tensor.item)
         step, losses = lab.capture(train_step, model, optimizer, on_failure="eager"), []
         for batch in lab.batches(20):
             if lab.options is not None:

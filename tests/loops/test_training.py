@@ -28,6 +28,21 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch["x"]).float(), batch["y"])
 
 
+def training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, read: Callable[[Tensor], Any]
+) -> Callable[[Any], Any]:
+    """Make a function that trains, and returns what is read of the loss."""
+
+    def train_step(batch: Any) -> Any:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return read(loss)
+
+    return train_step
+
+
 def scheduled(lab: Lab) -> Any:
     """With clipping, and a rate that is scheduled in the loop."""
     model = lab.net()
@@ -456,12 +471,7 @@ def shared(lab: Lab) -> Any:
     model = lab.net()
     optimizer = adamw(model)
 
-    def supervise(batch: Any) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    supervise = training(model, optimizer, Tensor.detach)
 
     def agree(x: Tensor) -> Tensor:
         optimizer.zero_grad()

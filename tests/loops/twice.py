@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +72,14 @@ class Lab:
     @property
     def replayed(self) -> int:
         return sum(step.report.replayed for step in self.steps)
+
+    def assert_replayed(self, expected: int | str) -> None:
+        """Assert for each function that so many calls were replayed, or that this was said."""
+        for report in [step.report for step in self.steps]:
+            if isinstance(expected, int):
+                assert report.replayed >= expected, report
+            else:
+                assert any(re.search(expected, said) for said in report.fallbacks), report
 
 
 def assert_same(reference: Any, found: Any) -> None:
