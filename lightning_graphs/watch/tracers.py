@@ -630,7 +630,7 @@ def tensors_asked(answer: Answer) -> Iterator[None]:
 
     What none of them answers, torch does.
     """
-    with contextlib.nullcontext() if _answers else exchanged(list(_asking())):
+    with contextlib.nullcontext() if _answers else computed_instead(list(_asking())):
         _answers.append(answer)
         try:
             yield
@@ -639,25 +639,22 @@ def tensors_asked(answer: Answer) -> Iterator[None]:
 
 
 def _asking() -> Iterator[Member]:
-    """Yield what stands for the functions by which code asks tensors."""
+    """Yield what answers for the functions by which code asks tensors."""
 
-    def member(owner: Any, name: str, question: Callable[..., Question]) -> Member:
-        own = getattr(owner, name)
-
-        def ask(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
-            found = None
+    def answering(question: Callable[..., Question]) -> Callable[..., Any]:
+        def answer(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
             if args and type(args[0]) in PLAIN_TENSORS and not is_wrapped(args[0]):
-                found = _answered(question(frame, *args, **kwargs))
-            return own(*args, **kwargs) if found is None else found
+                return _answered(question(frame, *args, **kwargs))
+            return None
 
-        return owner, name, standing_in(own, ask, is_of_others)
+        return answer
 
     ways = {"__bool__": Asks.TRUTH, "item": Asks.ITEM, "__int__": Asks.INT, "__float__": Asks.FLOAT}
     for name, asks in ways.items():
-        yield member(Tensor, name, _asked_for(asks))
+        yield Tensor, name, answering(_asked_for(asks))
     for owner in (torch, Tensor):
-        yield member(owner, "equal", _asked_if_equal)
-        yield member(owner, "allclose", _asked_if_close)
+        yield owner, "equal", answering(_asked_if_equal)
+        yield owner, "allclose", answering(_asked_if_close)
 
 
 def computed_instead(functions: Sequence[Member]) -> AbstractContextManager[None]:
