@@ -558,27 +558,17 @@ class EvaluationLoop(BatchLoop):
     def _run(self, batch: Any, batch_idx: int, loader: int) -> None:
         trainer, loop, connector = self._trainer, self._loop, self._connector
         results, progress = loop._results, loop.batch_progress
-        current, total = progress.current, progress.total
-        given = (batch, batch_idx, loader) if self._has_several else (batch, batch_idx)
-        current.ready += 1
-        total.ready += 1
         is_first = connector._first_loop_iter
         connector._first_loop_iter = is_first is None
         results.batch, results.batch_size = batch, None
         results.dataloader_idx = loader if self._has_several else None
-        self._call(self._start, *given)
-        current.started += 1
-        total.started += 1
-        output = self._step(batch, batch_idx, loader)
-        current.processed += 1
-        total.processed += 1
-        self._call(self._end, output, *given)
+        self._take(batch, batch_idx, loader)
         is_shown = len(results) != self._quiet and self._logs_steps(results)
         if is_shown:
             connector.on_batch_end()
         results.batch = results.batch_size = None
-        current.completed += 1
-        total.completed += 1
+        progress.current.completed += 1
+        progress.total.completed += 1
         loop._has_run = True
         seen = loop._seen_batches_per_dataloader
         if is_shown:
@@ -587,6 +577,22 @@ class EvaluationLoop(BatchLoop):
         if trainer._signal_connector.received_sigterm and not progress.is_last_batch:
             ending = own_copy(trainer, SIGTERMException)
             raise ending
+
+    def _take(self, batch: Any, batch_idx: int, loader: int) -> Any:
+        """Run a step between its hooks; return what it returns."""
+        progress = self._loop.batch_progress
+        current, total = progress.current, progress.total
+        given = (batch, batch_idx, loader) if self._has_several else (batch, batch_idx)
+        current.ready += 1
+        total.ready += 1
+        self._call(self._start, *given)
+        current.started += 1
+        total.started += 1
+        output = self._step(batch, batch_idx, loader)
+        current.processed += 1
+        total.processed += 1
+        self._call(self._end, output, *given)
+        return output
 
     def _logs_steps(self, results: Any) -> bool:
         """Whether a value may be logged for its batch; if not it is asked for new keys only."""
@@ -607,25 +613,19 @@ class PredictionLoop(EvaluationLoop):
     def _are_several(self) -> bool:
         return bool(self._loop.num_dataloaders > 1)
 
+    def _step(self, batch: Any, batch_idx: int, loader: int) -> Any:
+        output = super()._step(batch, batch_idx, loader)
+        if output is None:
+            self._loop._warning_cache.warn(_NOTHING)
+        return output
+
     def _run(self, batch: Any, batch_idx: int, loader: int) -> None:
         loop, progress = self._loop, self._loop.batch_progress
-        current, total = progress.current, progress.total
-        given = (batch, batch_idx, loader) if self._has_several else (batch, batch_idx)
-        current.ready += 1
-        total.ready += 1
         writes = True in map(isinstance, self._trainer.callbacks, self._writers)
         keeps = writes and loop._store_data_for_prediction_writer(batch_idx, loader)
-        self._call(self._start, *given)
-        current.started += 1
-        total.started += 1
-        output = self._step(batch, batch_idx, loader)
-        if output is None:
-            loop._warning_cache.warn(_NOTHING)
-        current.processed += 1
-        total.processed += 1
-        self._call(self._end, output, *given)
-        current.completed += 1
-        total.completed += 1
+        output = self._take(batch, batch_idx, loader)
+        progress.current.completed += 1
+        progress.total.completed += 1
         if loop._return_predictions or keeps:
             kept = rebuilt(output, _CPU)
             kept = moved_to_cpu(output) if kept is None else kept
