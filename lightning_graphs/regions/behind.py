@@ -130,23 +130,21 @@ class StepHead:
 
     def learn(self, error: GraphError, args: Sequence[Any]) -> bool:
         """Look for a head after a refused capture; return whether there is another one to try."""
-        is_read = isinstance(error, BatchValueRead) and self.now is not None
         if not self.may_learn(error):
             return False
-        if self._endings is None:
-            self._error, self._endings = error, self._found(args)
+        endings = self._look_for(error, args)
         # A value that the head has read or drawn may be used in vain behind it
         is_use = self._reads and self.now is None and error.rule in self._uses
         refused = {} if is_use else lines_of(error)
         raised = isinstance(error, RaisedInCapture)  # if in the backward pass, no head has the line
         if error.rule == HOST_READ.rule and not (is_use or refused):  # nor has one here
-            self._endings.clear()
-        while self._endings:
-            ending = self._endings.pop(0)
+            endings.clear()
+        while endings:
+            ending = endings.pop(0)
             if ending.is_behind(refused) and not (raised and ending.codes.isdisjoint(refused)):
                 self._begin_at(ending)
                 return True
-        if not is_read:
+        if not self._is_of_variable(error):
             self.now = self._error = None  # whose traceback has tensors of the step
         return False
 
@@ -155,16 +153,24 @@ class StepHead:
         has_shapes = error.rule in (DYNAMIC_SHAPE.rule, NOT_RECORDED.rule)
         if self.now is not None or not (has_shapes and self.may_learn(error)):
             return False
+        refused = lines_of(error)
+        return any(ending.is_behind(refused) for ending in self._look_for(error, args))
+
+    def _look_for(self, error: GraphError, args: Sequence[Any]) -> list[Ending]:
+        """List where graphs may still begin; the first refusal has a step run to find that."""
         if self._endings is None:
             self._error, self._endings = error, self._found(args)
-        refused = lines_of(error)
-        return any(ending.is_behind(refused) for ending in self._endings)
+        return self._endings
+
+    def _is_of_variable(self, error: GraphError) -> bool:
+        """Return whether code behind the present head has read a value that leaves it."""
+        return isinstance(error, BatchValueRead) and self.now is not None
 
     def may_learn(self, error: GraphError) -> bool:
         """Return whether code that a capture was refused for may run ahead of its graph."""
-        is_read = isinstance(error, BatchValueRead) and self.now is not None
         is_known = isinstance(error, RaisedInCapture) or error.rule in _AHEAD | self._uses
-        if not (is_known or is_read) or isinstance(error, DrawnOutsideError):
+        is_known |= self._is_of_variable(error)
+        if not is_known or isinstance(error, DrawnOutsideError):
             return False
         # Of a step that FSDP2 gathers parameters for, these are there ahead of its first statement
         is_unit = any(unit is self.context.module for unit in self._units)
