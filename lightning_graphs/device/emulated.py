@@ -52,10 +52,10 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.errors import CaptureError, ReplayError, UnsupportedError
 from lightning_graphs.private.callsite import CallSite
 from lightning_graphs.private.engine import current_autograd_node, saved_tensors_hooks
+from lightning_graphs.private.exchange import dispatch_modes
 from lightning_graphs.private.torch import (
     PoolHandle,
     announced_as_cuda_capture,
-    dispatch_modes,
     dispatched_directly,
     has_memory,
     memory_of,

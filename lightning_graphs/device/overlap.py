@@ -31,7 +31,8 @@ from lightning_graphs.device.trace import (
 )
 from lightning_graphs.errors import GraphError
 from lightning_graphs.private.engine import current_autograd_node
-from lightning_graphs.private.torch import dispatch_modes, has_memory
+from lightning_graphs.private.exchange import dispatch_modes
+from lightning_graphs.private.torch import has_memory
 
 aten = torch.ops.aten
 

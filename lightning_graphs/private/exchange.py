@@ -248,17 +248,20 @@ def nothing(*_: Any, **__: Any) -> None:
 # torch leaves modes only in the reverse order of their entry; its stacks of them are private.
 
 
+def dispatch_modes() -> list[Any]:
+    """Return this thread's dispatch modes, outermost first; nothing public reads them."""
+    return list(_python_dispatch._get_current_dispatch_mode_stack())
+
+
 def modes_entered() -> tuple[int, int]:
     """Return how many dispatch modes and function modes are entered in this thread."""
-    return len(
-        _python_dispatch._get_current_dispatch_mode_stack()
-    ), torch._C._len_torch_function_stack()
+    return len(dispatch_modes()), torch._C._len_torch_function_stack()
 
 
 def innermost_modes() -> tuple[Any, Any]:
     """Return the dispatch mode and the function mode that see calls of this thread first."""
-    dispatching, functions = modes_entered()
-    innermost = _python_dispatch._get_current_dispatch_mode_stack()[-1] if dispatching else None
+    functions = torch._C._len_torch_function_stack()
+    innermost = next(reversed(dispatch_modes()), None)
     return innermost, torch._C._get_function_stack_at(functions - 1) if functions else None
 
 

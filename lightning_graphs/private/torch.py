@@ -27,14 +27,15 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from lightning_graphs.private.exchange import exchanged, nothing, replaced
+from lightning_graphs.private.exchange import (
+    dispatch_modes,
+    exchanged,
+    in_slot,
+    nothing,
+    replaced,
+)
 
 # ------------------ Dispatch modes
-
-
-def dispatch_modes() -> list[Any]:
-    """Return this thread's dispatch modes, outermost first; nothing public reads them."""
-    return list(_python_dispatch._get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
@@ -575,9 +576,8 @@ def makes_own_graphs(compiled: object) -> bool:
     another, the capture fails with torch's own message.
     """
     owners = [getattr(compiled, "dynamo_ctx", None)]
-    for cell in getattr(compiled, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell that is not filled yet
-            owners.append(cell.cell_contents)
+    cells = getattr(compiled, "__closure__", None) or ()
+    owners += [in_slot(cell, "cell_contents") for cell in cells]
     configs = [getattr(owner, "compiler_config", None) for owner in owners]
     return any(isinstance(c, dict) and c.get("triton.cudagraphs") for c in configs)
 

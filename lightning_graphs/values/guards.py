@@ -21,7 +21,6 @@ from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from threading import Event, Semaphore, local
 from types import (
     BuiltinFunctionType,
-    CellType,
     FunctionType,
     GeneratorType,
     MemberDescriptorType,
@@ -59,19 +58,12 @@ def brought_along(value: Any) -> list[tuple[str, Any]] | None:
     code, keywords = code_of(value), value.__kwdefaults__ or {}
     defaults = value.__defaults__ or ()
     named = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    cells = list(map(_content, value.__closure__ or ()))
+    cells = [in_slot(cell, "cell_contents") for cell in value.__closure__ or ()]
     found = [*zip(code.co_freevars, cells, strict=True), *zip(named, defaults, strict=True)]
     found += keywords.items()
     if is_library(code.co_filename):  # what it keeps of its own is no state of the author's
         found = [(name, held) for name, held in found if callable(held)]
     return found
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is not filled yet
-        return None
 
 
 # ------------------ Comparable values

@@ -143,7 +143,7 @@ def _replays_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _modes() -> list[Any]:
-    from lightning_graphs.private.torch import dispatch_modes
+    from lightning_graphs.private.exchange import dispatch_modes
 
     return dispatch_modes()
 
