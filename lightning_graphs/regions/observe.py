@@ -41,7 +41,13 @@ from lightning_graphs.private.torch import (
     version_of,
 )
 from lightning_graphs.values.signature import BackendFlags, Modes, Signature
-from lightning_graphs.values.tree import alias_groups, flatten, leaves_of, own_class, substitute
+from lightning_graphs.values.tree import (
+    alias_groups,
+    leaves_of,
+    named_leaves,
+    own_class,
+    substitute,
+)
 
 Direction = Literal["forward", "backward"]
 Pass = tuple["ObservedCall", Direction]
@@ -441,11 +447,7 @@ def _detached(tree: Any) -> Any:
 
 def _special_class(args: Any, kwargs: Any) -> str:
     """Say that a call is given a tensor of a class with operators of its own, and at which line."""
-    leaves: list[tuple[str, Any]] = []
-    for i, value in enumerate(args):
-        flatten(value, f"args[{i}]", leaves)
-    flatten(dict(kwargs), "kwargs", leaves)
-    for name, leaf in leaves:
+    for name, leaf in (*named_leaves(tuple(args), "args"), *named_leaves(dict(kwargs), "kwargs")):
         if isinstance(leaf, Tensor) and (kind := own_class(leaf)):
             return f"is given {kind} as {name} at {CallSiteFinder().here().describe()}; {_PLAIN}"
     return ""

@@ -28,7 +28,7 @@ from lightning_graphs.report import GraphRecord
 from lightning_graphs.values.memory import OutputPlan, Owing, StaticInputs, clone_all, gradients_of
 from lightning_graphs.values.signature import CallPlan, Signature
 from lightning_graphs.values.snapshot import Result, results_in
-from lightning_graphs.values.tree import flatten, substitute
+from lightning_graphs.values.tree import named_leaves, substitute
 from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.mechanism import Check, Instruction, Mechanism
@@ -137,8 +137,7 @@ class StepOutputs(OutputPlan):
         comes_late: Callable[[str], bool] = lambda _: False,
         own: Container[int] = (),  # the ``id`` of tensors that are handed out themselves
     ) -> None:
-        leaves: list[tuple[str, Any]] = []
-        flatten(value, "output", leaves)
+        leaves = named_leaves(value, "output")
         itself = {name: leaf for name, leaf in leaves if id(leaf) in own}
         leaves = [(name, leaf) for name, leaf in leaves if name not in itself]
         objects = [n for n, leaf in leaves if comes_late(n) and not isinstance(leaf, Tensor)]

@@ -38,7 +38,7 @@ from lightning_graphs.private.torch import (
     version_of,
 )
 from lightning_graphs.values.guards import is_plain
-from lightning_graphs.values.tree import alias_groups, flatten, substitute
+from lightning_graphs.values.tree import alias_groups, named_leaves, substitute
 
 REQUIRES_GRAD = attrgetter("requires_grad")
 GRADIENT = attrgetter("grad")
@@ -467,8 +467,7 @@ RETURNED = "A graphed callable must return containers of tensors, None and const
 
 def tensors_returned(value: Any) -> list[Tensor]:
     """List the tensors in a return value: a replay makes tensors, and no other objects."""
-    leaves: list[tuple[str, Any]] = []
-    flatten(value, "output", leaves)
+    leaves = named_leaves(value, "output")
     for name, leaf in leaves:
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
             raise CaptureError(

@@ -45,7 +45,7 @@ from lightning_graphs.values.guards import (
     walk,
 )
 from lightning_graphs.values.memory import bytes_of, copy_all
-from lightning_graphs.values.tree import flatten, held_in_containers, tensors_inside
+from lightning_graphs.values.tree import held_in_containers, named_leaves, tensors_inside
 
 # ------------------------------------------------------------------ fingerprints
 
@@ -588,10 +588,8 @@ class Result(NamedTuple):
 
 def results_in(value: Any, name: str, of: str = "") -> list[Result]:
     """List the tensors in a value by name; names include the constants."""
-    leaves: list[tuple[str, Any]] = []
-    flatten(value, name, leaves)
     results: list[Result] = []
-    for found, leaf in leaves:
+    for found, leaf in named_leaves(value, name):
         if isinstance(leaf, Tensor):
             results += results_of(leaf.detach(), found, of)
         else:

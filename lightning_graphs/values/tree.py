@@ -303,8 +303,15 @@ def flatten(
     return Node(kind, opened.frozen_context, children, tuple(labels))
 
 
+def named_leaves(value: Any, name: str, closed: Container[str] = ()) -> list[tuple[str, Any]]:
+    """List the leaves of a value with their names, depth first; see :func:`flatten`."""
+    found: list[tuple[str, Any]] = []
+    flatten(value, name, found, closed)
+    return found
+
+
 def leaves_of(value: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
-    """The leaves of a value that are of some kind, depth first."""
+    """List the leaves of a value that are of some kind, depth first."""
     found: list[tuple[str, Any]] = []
     flatten(value, "", found)
     return [leaf for _, leaf in found if isinstance(leaf, kind)]

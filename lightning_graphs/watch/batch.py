@@ -40,10 +40,10 @@ from lightning_graphs.values.tree import (
     Node,
     Unread,
     attributes_beside,
-    flatten,
     is_registered,
     item_label,
     items_of,
+    named_leaves,
     open_container,
     substitute,
 )
@@ -194,8 +194,7 @@ def objects_of(batch: Any, known: Container[int] = ()) -> PythonSnapshot:
 
     Those whose ``id`` is known are left out.
     """
-    leaves: list[tuple[str, Any]] = []
-    flatten(batch, "batch", leaves)
+    leaves = named_leaves(batch, "batch")
     held = [(n, v) for n, v in leaves if not isinstance(v, Tensor) and id(v) not in known]
     return PythonSnapshot(iter_inside(held))
 
@@ -379,9 +378,7 @@ class UnreadValues:
 
     def _now(self, name: str) -> Any:
         """Return the value of a name in the batch of the present replay."""
-        found: list[tuple[str, Any]] = []
-        flatten(self._present(), "batch", found, self._proxies)
-        return dict(found)[name]
+        return dict(named_leaves(self._present(), "batch", self._proxies))[name]
 
     def left_out(self, batch: Any, tensors: Iterable[Tensor], name: str = "batch") -> Any:
         """Return a copy of the batch with other tensors, and with tracers for these values."""
