@@ -445,6 +445,11 @@ class OperatorMode(TorchDispatchMode):
         self._look_at(current_autograd_node())
         if not isinstance(func, OpOverload):
             return self.higher_order(func, args, kwargs or {})
+        if torch.is_inference_mode_enabled():  # torch shows whole what it shows in parts elsewhere
+            with self.seeing_further():
+                found = func.decompose(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
         try:
             return self.operator(OperatorCall(func, args, kwargs or {}))
         except RuntimeError as error:

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from enum import Enum
 from functools import partial, wraps
 from types import CodeType, FrameType, FunctionType, ModuleType
@@ -277,6 +278,43 @@ def default_device() -> torch.device | None:
 def is_in_backward_pass() -> bool:
     """Return whether autograd's engine runs the calling code: a hook or a custom function."""
     return torch._C._current_graph_task_id() != -1
+
+
+_infers: ContextVar[bool] = ContextVar("infers", default=False)
+
+
+def in_inference_mode() -> bool:
+    """Return whether code is in inference mode, or would be if it were not captured."""
+    return torch.is_inference_mode_enabled() or _infers.get()
+
+
+@contextlib.contextmanager
+def inference_mode_left(*, records: bool | None = None) -> Iterator[None]:
+    """Leave inference mode for the body, captured code, where it becomes ``torch.no_grad``.
+
+    Tensors that are made there count writes then, and can be written whenever the graph is
+    replayed. Kernels, and so values, are the same.
+
+    Args:
+        records: Autograd records in the body; None: as torch has it, which turns that on.
+    """
+
+    def enter(_: FrameType, mode: Any) -> None:
+        mode._inference_mode_context = entered = contextlib.ExitStack()
+        entered.callback(_infers.reset, _infers.set(mode.mode))
+        if mode.mode:
+            entered.enter_context(torch.no_grad())
+            entered.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
+        else:
+            entered.enter_context(torch._C._InferenceMode(False))
+
+    instead = standing_in(torch.inference_mode.__enter__, enter)
+    with (
+        torch.inference_mode(False),
+        contextlib.nullcontext() if records is None else torch.set_grad_enabled(records),
+        replaced(torch.inference_mode, "__enter__", instead),
+    ):
+        yield
 
 
 @contextlib.contextmanager

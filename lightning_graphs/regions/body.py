@@ -32,7 +32,7 @@ from lightning_graphs.private.callsite import (
     is_result_dropped,
     returned_by,
 )
-from lightning_graphs.private.exchange import Member, exchanged
+from lightning_graphs.private.exchange import Member, exchanged, inference_mode_left
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import scaling_states, version_of
 from lightning_graphs.regions.conditions import Observers, Phase
@@ -94,18 +94,13 @@ class StepBody:
         generators: Generators,
         listed: Callable[[Sequence[str]], str] = ", ".join,  # adds the user's line to names
     ) -> Iterator[None]:
-        """Set up what surrounds a step that is captured, or compared with its graphs.
-
-        It runs outside of inference mode: its tensors then count writes, and can be written
-        whenever the graph is replayed. Kernels, and so values, are the same.
-        """
+        """Set up what surrounds a step that is captured, or compared with its graphs."""
         records = self.trains or torch.is_grad_enabled()
         with (
             places.changes_undone(held, generators, listed),
             self.context.watch.around_step(),
             recorder.recording(held),
-            torch.inference_mode(False),
-            torch.set_grad_enabled(records),  # leaving that mode has turned it on
+            inference_mode_left(records=records),
         ):
             yield
 

@@ -28,6 +28,7 @@ from lightning_graphs.errors import (
 )
 from lightning_graphs.private.callsite import add_line, calls_observed, definition_of
 from lightning_graphs.private.engine import has_gradient_hooks, tensor_hooks
+from lightning_graphs.private.exchange import inference_mode_left
 from lightning_graphs.private.torch import (
     capture_unseen,
     hook_tables,
@@ -567,10 +568,9 @@ class _Capture(CallableCapture):
         """Run the body as the call was run; a failure names the call, and leaves nothing behind."""
         call, started = self.observed, perf_counter()
         try:
-            # Leaving inference mode turns autograd on, whatever it was.
             with (
                 code_captured("A captured module"),
-                torch.inference_mode(False),
+                inference_mode_left(),
                 as_observed(call),
                 capture_unseen([]),
             ):

@@ -30,7 +30,7 @@ from lightning_graphs.errors import (
 from lightning_graphs.policy.worth import SETTLED
 from lightning_graphs.private.callsite import CallSite, add_line, named_at
 from lightning_graphs.private.engine import current_autograd_node, without_hooks
-from lightning_graphs.private.exchange import TURN, exchanged, replaced
+from lightning_graphs.private.exchange import TURN, exchanged, inference_mode_left, replaced
 from lightning_graphs.private.generators import Generators, RandomState
 from lightning_graphs.regions.calls import (
     CallDiffers,
@@ -583,7 +583,7 @@ class _CallRun:
         # Copies: what reads or writes them past torch must not reach the samples.
         tensors = StaticInputs(self._samples).tensors
         args, kwargs = substitute((call.args, dict(call.kwargs)), tensors)
-        with torch.inference_mode(False), as_observed(call), without_hooks(list(self._parameters)):
+        with inference_mode_left(), as_observed(call), without_hooks(list(self._parameters)):
             returned = forward(*args, **kwargs)
             places = self._graphed_call.callable.outputs.bound
             bound = [(f"`{each.name}`", each.now((args, kwargs))) for each in places]

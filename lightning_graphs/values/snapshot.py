@@ -526,7 +526,8 @@ class Gradients:
 
     def restore(self) -> None:
         for parameter, gradient, trained in self._known:
-            parameter.requires_grad_(trained)
+            if parameter.requires_grad is not trained:  # code may have put its own data there
+                parameter.requires_grad_(trained)
             parameter.grad = gradient
 
 

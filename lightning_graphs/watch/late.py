@@ -7,6 +7,7 @@ the next one gives a tracer for its result, on which user code may compute furth
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 import weakref
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.private.callsite import OURS, frames_from, instruction_at
+from lightning_graphs.private.exchange import in_inference_mode
 from lightning_graphs.private.torch import is_wrapped, version_of
 from lightning_graphs.values.memory import Given, addresses_of, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
@@ -217,6 +219,7 @@ class LateCall:
         self._casts: tuple[str, torch.dtype] | None = None
         if torch.is_autocast_enabled(device):
             self._casts = device, torch.get_autocast_dtype(device)
+        self._infers = in_inference_mode()  # what it has made there may be written nowhere else
         self.take: Callable[[Any], object] = lambda value: None  # called with each result
         # Whether something refers to its result, of which every replay has one
         self.is_needed: Callable[[], object] = lambda: True
@@ -247,10 +250,14 @@ class LateCall:
         args, kwargs = substitute(self._template, clone_all(self.tensors))
         if self._has_tracers:
             args, kwargs = present((args, kwargs))
-        if self._casts is None:
+        if self._casts is None and not self._infers:
             self.take(self._function(*args, **kwargs))
             return
-        with torch.autocast(self._casts[0], self._casts[1]):
+        with contextlib.ExitStack() as modes:
+            if self._casts is not None:
+                modes.enter_context(torch.autocast(self._casts[0], self._casts[1]))
+            if self._infers:
+                modes.enter_context(torch.inference_mode())
             self.take(self._function(*args, **kwargs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -89,6 +90,23 @@ class TestStates:
         kept.sum().backward()
         assert leaf.grad is not None
         assert leaf.grad.tolist() == [2.0] * 4
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_inference_mode_in_the_body(
+        self, backend: BackendName, device: torch.device, fails: bool
+    ) -> None:
+        """torch shows modes whole operators there, which do not say what they write."""
+        norm, x = torch.nn.BatchNorm1d(4).to(device), torch.randn(8, 4, device=device)
+        assert norm.running_mean is not None
+        captured = CUDAGraph(backend=backend)
+        with contextlib.suppress(ZeroDivisionError), graph(captured), torch.inference_mode():
+            y = norm(x)
+            assert 1 / (not fails)
+        assert norm.running_mean.tolist() == [0.0] * 4
+        if not fails:
+            captured.replay()
+            assert torch.equal(y, torch.nn.BatchNorm1d(4).to(device)(x))
+            torch.testing.assert_close(norm.running_mean, x.mean(0) * 0.1)
 
     def test_reset_and_recapture(self, backend: BackendName, device: torch.device) -> None:
         captured, x, _ = _doubling(backend, device)

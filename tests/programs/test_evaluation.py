@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from tests.programs.table import Program, Promises, row
 from tests.training.fits import Fit, Net
@@ -71,6 +72,37 @@ class Drawing(Evaluating):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x: Tensor = batch["x"] + torch.randn_like(batch["x"])
         self.log("val", self.loss({**batch, "x": x}))
+
+
+class Inferring(Evaluating):
+    """Evaluates in an inference mode of its own: indexes with a list, fills tensors of the host,
+    and lets the loss decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()  # which reads what it is given
+
+    @torch.inference_mode()
+    def scores(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.net(batch["x"])
+        output = output.masked_fill(output < output.topk(2).values[:, [-1]], -9.0)
+        factors = torch.ones(3)
+        factors[1:] = 0.5
+        if (loss := nn.functional.cross_entropy(output, batch["y"])) > 1.0:
+            self.log("large", loss.item() + 1.0)
+        self.mean.update(output.mean())
+        return output * (factors * batch_idx).to(output.device)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.scores(batch, batch_idx)
+        self.log("val", scores.mean())
+        return scores
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append(outputs)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(self.mean.compute())
 
 
 class Exchanging(Evaluating):
@@ -154,13 +186,22 @@ def replays(fit: Fit) -> bool:
     return found.replayed >= 11 and not found.fallbacks
 
 
-def program(kind: Any, **expected: Any) -> Program:
-    return row(kind, validation=6, max_epochs=3, check=replays, **expected)
+def replays_forks(fit: Fit) -> bool:
+    found = fit.capture.report.evaluation["validation_step"]
+    return found.replayed >= 4 and not found.fallbacks
+
+
+def program(kind: Any, check: Any = replays, **expected: Any) -> Program:
+    return row(kind, validation=6, max_epochs=3, check=check, **expected)
 
 
 ROWS = {
     kind.__name__: program(kind)
     for kind in (Collecting, Summing, Differentiating, Drawing, Exchanging, Copying, Splitting)
+}
+ROWS |= {
+    f"Inferring, {mode}": program(Inferring, inference_mode=mode, check=replays_forks)
+    for mode in (True, False)
 }
 ROWS["ByHand"] = program(ByHand, said=None)
 

@@ -74,6 +74,16 @@ def tells_on_its_way(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+def asks_its_teacher(self: Any, batch: Any, batch_idx: int) -> Any:
+    """What decides is made in inference mode, where autograd counts no writes."""
+    with torch.inference_mode():
+        goal = self.loss(batch)
+        if goal > 1.1:
+            goal.mul_(0.5)
+            self.log("large", goal.item())
+    return self.loss(batch) * goal.clone()
+
+
 def several(self: Any, batch: Any, batch_idx: int) -> Any:
     loss, largest = self.loss(batch), batch["x"].amax()
     total = loss
@@ -103,7 +113,7 @@ def tells_its_waits(fit: Fit) -> bool:
 
 
 ROWS = stepping(
-    Forking, skips, goes_both_ways, tells_on_its_way, several, uses_numbers,
+    Forking, skips, goes_both_ways, tells_on_its_way, asks_its_teacher, several, uses_numbers,
     also="verified; cut; accumulated; bf16; unverified", max_epochs=3, data=lambda: batches(8),
     check=tells_its_waits,
 ) | stepping(
