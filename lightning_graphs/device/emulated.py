@@ -22,12 +22,11 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.nn import functional
 
-from lightning_graphs.device.host_memory import given_on_host
+from lightning_graphs.device.host_memory import copies_between, given_on_host, is_of_host
 from lightning_graphs.device.inspect import GraphInfo, from_recording
 from lightning_graphs.device.rules import (
     CLASSES,
     COMPILED,
-    HOST_READ,
     MOVED_STORAGE,
     MOVES_STORAGE,
     SET_GENERATOR,
@@ -415,7 +414,7 @@ class UndoneCapture(Recorder):
 
     def _run(self, call: OperatorCall) -> Any:
         result = super()._run(call)
-        if any(self.know(t).on_host for t in call.inputs) and not self._of_device(call.inputs):
+        if is_of_host(call, self.know):
             for tensor in filter(has_memory, tensors_in(result)):
                 self.know(tensor, born=True).on_host = True
         for known in map(self.know, call.written):
@@ -441,15 +440,8 @@ class UndoneCapture(Recorder):
         moves_own = call.func.overloadpacket in MOVES_STORAGE and not self.is_rehearsal
         if not (moves_own and all(self.know(tensor).born for tensor in call.written)):
             super()._check(call)
-        written = map(self.know, filter(has_memory, call.written))
-        if any(known.on_host for known in written) and self._of_device(call.inputs):
-            self.refuse(str(call.func), HOST_READ)
-
-    def _of_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Return those of a rehearsal that are the device's; torch makes some of Python numbers."""
-        pairs = [(tensor, self.know(tensor)) for tensor in filter(has_memory, tensors)]
-        own = [(tensor, k) for tensor, k in pairs if not (k.on_host or k.constant)]
-        return [tensor for tensor, known in own if known.born or tensor.dim()]
+        if (obstacle := copies_between(call, self.know)) is not None:
+            self.refuse(str(call.func), obstacle)
 
     @out_of_sight()
     def refuse_rewound(self) -> None:

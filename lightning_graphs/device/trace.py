@@ -412,6 +412,8 @@ class OperatorMode(TorchDispatchMode):
         self._functions, self._around = contextlib.ExitStack(), contextlib.ExitStack()
         # Called with each error of an operator, which user code may catch
         self.on_error: Callable[[RuntimeError], object] = lambda error: None
+        # After how many nodes of autograd one was made that reads in its backward pass, and where
+        self._differentiable: list[tuple[int, CallSite]] = []
 
     def __enter__(self) -> Self:
         if "torch._dynamo" in sys.modules:
@@ -462,7 +464,21 @@ class OperatorMode(TorchDispatchMode):
 
     def takes_other_formula(self, node: Node) -> None:
         """React to a backward pass that takes another formula because this mode is on."""
-        READ_IN_BACKWARD.stop_here(f"the backward pass of {rules.name_of_node(node)}")
+        what = f"the backward pass of {rules.name_of_node(node)}"
+        site = self.made_at(node) or CallSiteFinder().of_refusal()
+        stop(READ_IN_BACKWARD.refused(f"{what} at {site.describe()}"))
+
+    def note_node(self, func: OpOverload) -> bool:
+        """Note where code calls an operator whose backward pass may read; tell if this is one."""
+        reads = func in rules.OF_TWO_FORMULAS
+        if reads:
+            self._differentiable.append((nodes_recorded(), CallSiteFinder().here()))
+        return reads
+
+    def made_at(self, node: Node) -> CallSite | None:
+        """Return the line that has called the operator of such a node."""
+        later = (site for end, site in self._differentiable if recorded_before(node, end))
+        return next(later, None)
 
     def higher_order(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a higher-order operator; attention consists of others, which are recorded."""
@@ -541,8 +557,6 @@ class Recorder(OperatorMode):
         self._strict = strict
         self._sites, self._scopes = CallSiteFinder(), ScopeStack()
         self._refused: Callable[[], CaptureError] | None = None  # makes the last refusal again
-        # After how many nodes of autograd one was made that reads in its backward pass, and where
-        self._differentiable: list[tuple[int, CallSite]] = []
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -563,10 +577,8 @@ class Recorder(OperatorMode):
         return super().higher_order(func, args, kwargs)
 
     def takes_other_formula(self, node: Node) -> None:
-        later = (site for end, site in self._differentiable if recorded_before(node, end))
-        self.refuse(
-            f"the backward pass of {rules.name_of_node(node)}", READ_IN_BACKWARD, next(later, None)
-        )
+        what = f"the backward pass of {rules.name_of_node(node)}"
+        self.refuse(what, READ_IN_BACKWARD, self.made_at(node))
 
     def refuse(self, operator: str, obstacle: Obstacle, site: CallSite | None = None) -> None:
         observed = f"{rules.worded(operator)} at {(site or self._sites.of_refusal()).describe()}"
@@ -615,15 +627,14 @@ class Recorder(OperatorMode):
             return call.run()
         if any(dispatches(type(t)) for t in call.inputs):
             return NotImplemented  # a subclass unwraps itself; the operators on its parts are seen
+        if func is aten.lift_fresh.default:
+            self._meet_constant(call.inputs[0])
         if self._strict:
             self._check(call)
-        if func in rules.OF_TWO_FORMULAS:
-            self._differentiable.append((nodes_recorded(), self._sites.here()))
+        self.note_node(func)
         if only_views(func):
             return call.run()  # its geometry is part of whatever uses it
         call.inputs = list(filter(has_memory, call.inputs))
-        if func is aten.lift_fresh.default:
-            self._meet_constant(call.inputs[0])
         reads = tuple(dict.fromkeys(self.know(t).id for t in call.inputs))
         for tensor in call.written:
             known = self.know(tensor)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lightning_graphs.device.host_memory import makes_on_host
-from lightning_graphs.device.rules import HOST_READ, has_other_tangents
+from lightning_graphs.device.host_memory import COPYING_SCALARS, makes_on_host
+from lightning_graphs.device.rules import HOST_READ, OF_TWO_FORMULAS, has_other_tangents
 from lightning_graphs.device.trace import OperatorCall, OperatorMode, mapped, tensors_in
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, OURS, outside_of
@@ -59,11 +59,17 @@ aten = torch.ops.aten
 
 _COUNTS = (torch.int64, torch.int32)  # dtypes of whole numbers that code counts with
 _ALIGNMENT = 256  # bytes, as the allocator has it
-_COPYING = frozenset(
-    {aten._to_copy.default, aten.copy_.default}
-    | {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-)
+_COPYING = COPYING_SCALARS | {
+    *(aten._to_copy.default, aten.copy_.default),
+    *(aten.index.Tensor, aten.index_put.default, aten.index_put_.default),
+}
 """Operators that copy what the host gives them, be it one number; others read that in place."""
+_COPYING_IN_BACKWARD = COPYING_SCALARS | {aten.pow.Tensor_Tensor, aten.pow_.Tensor}
+"""Operators whose backward pass copies what follows from a number of the host.
+
+That of a power asks whether the exponent is nought; to have that on the device ahead of the forward
+pass would round otherwise, as CUDA has kernels of their own for squares and roots.
+"""
 FROM_PYTHON = frozenset({"tensor", "as_tensor", "asarray", "new_tensor"})
 """Functions that make a tensor of Python's numbers."""
 _OF_A_NUMBER = frozenset({"full", "scalar_tensor"})
@@ -99,7 +105,7 @@ def _is_special(func: OpOverload) -> bool:
     """Return whether an operator matters even if the host has no copy of its tensors."""
     draws = torch.Tag.nondeterministic_seeded in func.tags
     makes = func is aten.lift_fresh.default or operator_name(func) in OF_SHAPES
-    return draws or makes or func in _COPY_TABLES
+    return draws or makes or func in _COPY_TABLES or func in OF_TWO_FORMULAS
 
 
 _PASSING: dict[int, tuple[bool, object]] = {}
@@ -260,7 +266,7 @@ class HostTracer(LightMode):
         self.reader_of: Callable[[Any], Callable[[], Any] | None] = lambda _: None
         # Whether user code in a frame gets no copy of what changes, but later, behind the graph
         self.declines: Callable[[FrameType], bool] = lambda _: False
-        self.in_backward = False  # whether the backward pass copies from the host, too
+        self.in_backward = False  # whether the backward pass copies from the host, or reads there
         self.has_given = False  # tensors of the host to the code
         self.on_read: Callable[[FrameType], object] = id  # hears who reads numbers of the host
         self._copies = copies
@@ -308,6 +314,7 @@ class HostTracer(LightMode):
 
     def operator(self, call: OperatorCall) -> Any:
         func, kwargs = call.func, call.kwargs
+        self.in_backward |= self.note_node(func)
         if func is aten.lift_fresh.default and call.inputs[0].dim():
             self.has_given = True
             return self.tape.run(call)  # torch has made it of Python numbers: torch.LongTensor([1])
@@ -325,6 +332,7 @@ class HostTracer(LightMode):
                 result = self._opened(call) if func in _COPY_TABLES else call.run()
             return self._follow(call, result)
         self.has_given = True
+        self.in_backward |= func in _COPYING_IN_BACKWARD
         if len(hosts) == len(call.inputs):
             if not self._emulated and device is not None and device.type != "cpu":
                 return self._copied(call.args[0], kwargs)
@@ -495,13 +503,11 @@ class HostTracer(LightMode):
                 dtypes = (a.dtype if isinstance(a, Tensor) else a for a in given)
                 dtype = next((d for d in dtypes if isinstance(d, torch.dtype)), None)
                 return self._copied(args[0], {"dtype": dtype})
-        if makes_on_host(name, kwargs):
-            self._makes_on_host = True
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self._makes_on_host = False
-        return func(*args, **kwargs)
+        self._makes_on_host = makes_on_host(name, kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._makes_on_host = False
 
     def _with_scalars(self, func: Any, name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
         """A call with numbers of the host that change on the device, where autograd keeps them.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_graphs.device.emulated import UndoingBackend
 from lightning_graphs.device.graph import GraphPool
-from lightning_graphs.device.rules import noting, refusals
+from lightning_graphs.device.rules import noting, refusals, stopped
+from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.watch.host_trace import HostTracer
 
@@ -24,6 +27,47 @@ def test_a_tensor_of_the_host_is_read_in_the_batch_of_the_replay() -> None:
     assert program is not None
     assert program.run(lambda: [torch.tensor([4, 3])])
     assert not program.run(lambda: [torch.tensor([4, 2])])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x ** torch.tensor(2.5),
+        lambda x: torch.tensor(2.5) ** x,
+        lambda x: torch.where(torch.tensor(True), x, 2 * x),
+        lambda x: torch.where(x > 0, torch.tensor(0.5), x),
+    ],
+)
+def test_kernels_that_copy_numbers_of_the_host_find_them_on_the_device(
+    call: Callable[[Tensor], Tensor],
+) -> None:
+    """... in backward passes, too: CUDA refuses to copy them from there in a capture."""
+    x = torch.empty(4, device="meta", requires_grad=True)
+    devices = []
+
+    def see(operator: OperatorCall, _: object) -> None:
+        if operator.func is torch.ops.aten.where.self:
+            devices.append({tensor.device.type for tensor in operator.inputs})
+
+    tracer = HostTracer(x.device, [], [], 1024, [])
+    with OperatorsSeen(see):
+        with tracer:
+            y = call(x).sum()
+        with tracer if tracer.in_backward else contextlib.nullcontext():
+            y.backward()
+    assert devices
+    assert all(found == {"meta"} for found in devices)
+
+
+def test_a_backward_pass_that_reads_is_refused_with_the_line_of_its_forward_pass() -> None:
+    x = torch.ones(4, requires_grad=True)
+    tracer = HostTracer(x.device, [], [], 1024, [])
+    with tracer:
+        y = x.prod()  # forward
+    assert tracer.in_backward
+    said = pytest.raises(CaptureError, match=r"backward pass of Prod at .*# forward")
+    with said, stopped(), tracer:
+        (2 * y).backward()
 
 
 def test_the_doctor_lets_a_step_give_memory_to_tensors_of_its_own() -> None:

@@ -114,7 +114,7 @@ REFUSED = {
     taking: r"SCALES, an iterator, is read at .* in taking.*\n.*take batches from iterators in the",
     leaving_backward: r"gradients, returned at .* return loss_of\(model, batch\)\n.*optimizer=\[\]",
     reading: r"in reading: for _ in range\(int\(loss.item\(\)\)\):.*\n.*return the tensor",
-    reading_in_backward: r"backward pass of Prod at .* loss.backward\(\)\n.*in place of prod",
+    reading_in_backward: r"backward pass of Prod at .*\.prod\(\)\n.*in place of prod",
     printing: r"sys.stdout.write is used at .* in printing: sys.stdout.write.*\n.*after the call",
     stepping_another: r"a step of SGD is taken at .* in stepping_another.*\n.*capture\(\) every",
 }

@@ -497,6 +497,18 @@ class SownAhead(Sown):
         return self.loss({**batch, "x": batch["x"] + noise})
 
 
+class ChosenByTheHost(Plain):
+    """Numbers of the host that kernels read in place, but for some, in backward passes, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = self.net(batch["x"]).abs() + 1.0
+        loss = (x ** torch.tensor(2.5) * torch.tensor(0.25)).mean() + (
+            torch.tensor(2.0) ** x
+        ).mean()
+        loss = torch.where(torch.tensor(True), loss, 2 * loss)
+        return loss + torch.where(x > 1.5, torch.tensor(0.5), x).mean() / torch.tensor(3.0)
+
+
 class FilledOnTheHost(Plain):
     """A tensor of the host gets what the device has: each step waits."""
 
@@ -606,7 +618,7 @@ ROWS = (
     | table(RelativeLengths, graphs=range(1, 4), **TWELVE)
     | table(ReadOfAParameter, ReadOfWhatWasWritten, **TWELVE)  # the host waits for the answer
     | table(FilledOnTheHost, FilledByTheDevice, said="writes to a tensor of the host", **TWELVE)
-    | table(FilledOnTheDevice, graphs=1, **TWELVE)
+    | table(FilledOnTheDevice, ChosenByTheHost, graphs=1, **TWELVE)
     # In a rehearsal its tensor is one of the device.
     | table(KeptAndUsed, said=None, **TWELVE)
     # Numbers that never come back are not captured for ever.
