@@ -104,7 +104,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
 
 def train_step(x):
     optimizer.zero_grad()
-    loss = model(x).square().mean()
+    loss = (model(x) * torch.tensor(2.0) + torch.zeros(4)).square().mean()
     loss.backward()
     optimizer.step()
     return loss.detach()

@@ -21,7 +21,7 @@ from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from torch.utils import _python_dispatch
+from torch.utils import _device, _python_dispatch
 
 
 class Absence(Enum):
@@ -271,7 +271,7 @@ def default_device() -> torch.device | None:
 
     That is a mode below all others, which are shown no device.
     """
-    found: torch.device | None = torch.utils._device.CURRENT_DEVICE
+    found: torch.device | None = _device.CURRENT_DEVICE
     return found
 
 
