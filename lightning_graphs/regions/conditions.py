@@ -24,10 +24,10 @@ from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
 from lightning_graphs.private.torch import hook_tables, hooks_registered, step_hook_tables
 from lightning_graphs.report.messages import listed
-from lightning_graphs.values.guards import change_words, is_list, is_number, is_tensor
+from lightning_graphs.values.guards import OF_TENSORS, change_words, is_list, is_number, is_tensor
 from lightning_graphs.values.memory import AddressGuard
 from lightning_graphs.values.signature import KERNEL_CHOICES, BackendFlags, Signature
-from lightning_graphs.values.tree import OF_TENSORS, held_in_containers, tensors_inside
+from lightning_graphs.values.tree import held_in_containers, tensors_inside
 from lightning_graphs.watch.host import HostReads
 from lightning_graphs.watch.mechanism import Check, Instruction
 

@@ -30,10 +30,10 @@ from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one
 from lightning_graphs.private.callsite import IN_LIBRARIES, is_result_dropped, line_of_class
 from lightning_graphs.private.exchange import Absence, replaced
 from lightning_graphs.private.torch import compiled_code_noticed, hides_memory, out_of_sight, plain
-from lightning_graphs.values.guards import REALS, is_plain
+from lightning_graphs.values.guards import OF_TENSORS, REALS, is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
-from lightning_graphs.values.tree import OF_TENSORS, flatten, leaves_of, parameters_of
+from lightning_graphs.values.tree import flatten, leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.on_device import DeviceNumber

@@ -147,11 +147,13 @@ _CONTAINERS = (*_SEQUENCES, dict, set, frozenset)  # an author's __len__ may do 
 BARE = frozenset({dict, OrderedDict, list, tuple, set, torch.Tensor, torch.nn.Parameter})
 """Classes of most of what modules hold, which are no author's."""
 
-_OF_TORCH = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-"""Objects of torch with state, of which user code may own further ones."""
+_STEPPED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Classes of torch whose objects steps change; user code may own further ones."""
+OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
+"""Attributes of every optimizer that hold what it has of its parameters."""
 _LAST_RATES, _LAST_RATES_OF = "get_last_lr", "_last_lr"
 """A method of schedulers, and the attribute that it reads."""
-_MOVED = frozenset({"state", "param_groups", "defaults", "step", "last_epoch", _LAST_RATES_OF})
+_MOVED = OF_TENSORS | {"step", "last_epoch", _LAST_RATES_OF}
 """Attributes in which steps of optimizers and schedulers move numbers."""
 
 DEPTH = 6
@@ -380,7 +382,7 @@ def has_attributes(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         is_itself = type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         return is_itself and bool(attributes_of(value))
-    return is_object(value) or isinstance(value, _OF_TORCH)
+    return is_object(value) or isinstance(value, _STEPPED)
 
 
 def walk(
@@ -591,7 +593,7 @@ class ValueGuards:
                 if key != "__func__":
                     self._describe(f"{name}.{key}", held, depth - 1, most)
             return
-        if isinstance(value, _OF_TORCH):
+        if isinstance(value, _STEPPED):
             self._describe_stepped(name, value, depth, most)
             return
         table = attributes_of(value) if is_object(value) else value
@@ -673,14 +675,14 @@ class Inside(NamedTuple):
         return [f"{key}: {change_words(a, b)}" for key, (a, b) in pairs.items() if a != b]
 
 
-_CHANGEABLE = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
+_OPENED = (set, list, dict, deque, MethodType, partial)  # of containers, the author's own
 
 
 def as_hashable(value: Any) -> Hashable:
     """Return the comparable key of a value and of everything inside of it."""
     if isinstance(value, nn.Module):
         return Identity(value)
-    if isinstance(value, _CHANGEABLE) or is_small_array(value) or is_object(value):
+    if isinstance(value, _OPENED) or is_small_array(value) or is_object(value):
         with contextlib.suppress(Exception):  # of code of its own
             return Inside.of(value)
     try:

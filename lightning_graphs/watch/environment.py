@@ -63,10 +63,9 @@ from lightning_graphs.private.torch import (
     subclasses_unasked,
     version_of,
 )
-from lightning_graphs.values.guards import REALS
+from lightning_graphs.values.guards import OF_TENSORS, REALS
 from lightning_graphs.values.memory import Given
 from lightning_graphs.values.snapshot import Change, PythonSnapshot
-from lightning_graphs.values.tree import OF_TENSORS
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.reads import AttributeGuards, GlobalReads
 from lightning_graphs.watch.tracers import Nothing, OpaqueTracer, ScalarTracer, Tracer
