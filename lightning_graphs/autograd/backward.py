@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -36,6 +35,7 @@ from lightning_graphs.values.memory import (
     linear,
     overlap_span,
 )
+from lightning_graphs.values.tree import by_kind
 
 
 class GradientMemory:
@@ -242,11 +242,8 @@ class OutputGradients:
 def _side_by_side(targets: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Allocate memory for each device and dtype, with a slice for each tensor."""
     # They share a storage so that one number tells whether any of them is in use.
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for i, target in enumerate(targets):
-        kinds[target.device, target.dtype].append(i)
     memory, parts = [], [*targets]
-    for (device, dtype), indices in kinds.items():
+    for (device, dtype), indices in by_kind(targets).items():
         step = _ALIGNMENT // dtype.itemsize
         sizes = [-(-targets[i].numel() // step) * step for i in indices]
         memory.append(torch.empty(sum(sizes), dtype=dtype, device=device))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from lightning_graphs.values.tree import in_parts
 
 _OF_NOISE = 4.0
 """How many times the difference of two eager runs a replay may differ. Both are draws from one
@@ -99,20 +100,9 @@ def _size(tensor: Tensor) -> float:
 
 def _together(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """Yield which tensors are looked at together: each such look waits for the device once."""
-    kinds: dict[object, list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        if tensor.numel():
-            kinds[tensor.device, tensor.dtype].append(i)
-    for indices in kinds.values():
-        part, taken = list[int](), 0
-        for i in indices:
-            size = tensors[i].numel() * tensors[i].itemsize
-            if part and taken + size > _AT_A_TIME:
-                yield part
-                part, taken = [], 0
-            part.append(i)
-            taken += size
-        yield part
+    parts = in_parts(tensors, lambda _: _AT_A_TIME)
+    full = ([i for i in part if tensors[i].numel()] for part in parts)
+    return filter(None, full)
 
 
 def _wide(tensor: Tensor) -> Tensor:

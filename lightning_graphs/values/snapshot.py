@@ -45,7 +45,7 @@ from lightning_graphs.values.guards import (
     walk,
 )
 from lightning_graphs.values.memory import bytes_of, copy_all
-from lightning_graphs.values.tree import held_in_containers, named_leaves, tensors_inside
+from lightning_graphs.values.tree import held_in_containers, in_parts, named_leaves, tensors_inside
 
 # ------------------------------------------------------------------ fingerprints
 
@@ -107,25 +107,14 @@ def _bare(tensor: Tensor) -> Tensor:
 
 def _pieces(tensors: Sequence[Tensor], together: bool) -> Iterator[tuple[list[int], Tensor]]:
     """Elements, as many as are looked at at a time, and whose they are; of small tensors copies."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
-    for i, tensor in enumerate(tensors):
-        kinds[tensor.device, tensor.dtype].append(i)
-    for (device, dtype), indices in kinds.items():
-        size = max(1, _CHUNK[device.type] * _WORD // dtype.itemsize)
-        small, taken = list[int](), 0
-        for i in indices:
-            count = tensors[i].numel()
-            if not together or count >= size:
-                for piece in _bare(tensors[i]).reshape(-1).split(size):
-                    yield [i], piece
-                continue
-            if taken + count > size:
-                yield small, flattened([_bare(tensors[j]) for j in small])
-                small, taken = [], 0
-            small.append(i)
-            taken += count
-        if small:
-            yield small, flattened([_bare(tensors[j]) for j in small])
+    for part in in_parts(tensors, lambda device: _CHUNK[device.type] * _WORD if together else 0):
+        if len(part) > 1:
+            yield part, flattened([_bare(tensors[i]) for i in part])
+            continue
+        (tensor,) = (tensors[i] for i in part)
+        size = max(1, _CHUNK[tensor.device.type] * _WORD // tensor.itemsize)
+        for piece in _bare(tensor).reshape(-1).split(size):
+            yield part, piece
 
 
 # ------------------------------------------------------------------ Python values

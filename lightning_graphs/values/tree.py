@@ -13,6 +13,7 @@ import reprlib
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import (
+    Callable,
     Container,
     Hashable,
     Iterable,
@@ -158,6 +159,33 @@ def alias_groups(tensors: Sequence[Tensor]) -> tuple[int, ...]:
             key = (*where, tensor.shape, tensor.stride(), tensor.dtype, type(tensor))
         groups.append(first.setdefault(key, index))
     return tuple(groups)
+
+
+def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Group the indices of tensors by device and dtype."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for i, tensor in enumerate(tensors):
+        kinds[tensor.device, tensor.dtype].append(i)
+    return kinds
+
+
+def in_parts(tensors: Sequence[Tensor], most: Callable[[torch.device], int]) -> Iterator[list[int]]:
+    """Yield the indices of tensors of one kind, as many as are looked at together.
+
+    Args:
+        tensors: The tensors.
+        most: Gives how many bytes these have on a device, at most; a larger tensor is alone.
+    """
+    for (device, _), indices in by_kind(tensors).items():
+        part, taken = list[int](), 0
+        for i in indices:
+            size = tensors[i].numel() * tensors[i].itemsize
+            if part and taken + size > most(device):
+                yield part
+                part, taken = [], 0
+            part.append(i)
+            taken += size
+        yield part
 
 
 def leaf_changes(name: str, before: Leaf, after: Leaf) -> list[str]:
@@ -317,8 +345,6 @@ def leaves_of(value: Any, kind: type | tuple[type, ...] = object) -> list[Any]:
     return [leaf for _, leaf in found if isinstance(leaf, kind)]
 
 
-OF_TENSORS = frozenset({"state", "param_groups", "defaults"})
-"""Attributes of every optimizer that hold what it has of its parameters."""
 _OPENED = (list, tuple, dict, deque)
 
 
