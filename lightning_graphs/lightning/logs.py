@@ -28,6 +28,7 @@ from lightning_graphs.lightning.private import (
     begin_logs,
     beginning_of,
     bound_log_redirected,
+    is_lightnings,
     present_hook,
     present_results,
     result_key,
@@ -47,7 +48,7 @@ from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.on_device import DeviceNumber
 from lightning_graphs.watch.places import NumberMovedError
 from lightning_graphs.watch.tracers import LateTracer, Tracer, refuse_tracers, used
-from lightning_graphs.watch.user_code import Held, is_lightnings, iter_objects, objects_in
+from lightning_graphs.watch.user_code import Held, iter_objects, objects_in
 
 _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 

@@ -47,7 +47,18 @@ from lightning_graphs.private.callsite import frames_from
 from lightning_graphs.private.exchange import replaced, subclassed
 from lightning_graphs.private.torch import is_newer_than_tested
 from lightning_graphs.values.snapshot import PythonSnapshot
-from lightning_graphs.watch.user_code import is_lightnings
+
+_COPY = "pytorch_lightning"
+"""A second copy of ``lightning.pytorch``, with classes of its own under the same names."""
+
+
+def is_lightnings(definition: object, *files: str) -> bool:
+    """Tell whether a class or function is defined in one of these files of Lightning."""
+    module = getattr(definition, "__module__", None)
+    return any(
+        module == f"{name}.{file}" for name in ("lightning.pytorch", _COPY) for file in files
+    )
+
 
 _IS_KNOWN = lightning.__version__.startswith(("2.5.", "2.6."))
 
@@ -443,14 +454,10 @@ def sigterm_agreed(trainer: Trainer, sigterm: Sigterm) -> Iterator[None]:
 def copies_of(kind: type) -> list[Any]:
     """List a class of Lightning, and the same one of ``pytorch_lightning`` if that is imported.
 
-    The latter is a second copy of ``lightning.pytorch``, with classes of its own under the same
-    names. Fallback: its code counts as user code.
+    Fallback: the code of the latter counts as user code.
     """
     other = sys.modules.get(kind.__module__.replace("lightning.pytorch", _COPY, 1))
     return [kind, *filter(None, [getattr(other, kind.__name__, None)])]
-
-
-_COPY = "pytorch_lightning"
 
 
 def own_copy(trainer: Trainer, kind: type) -> Any:

@@ -12,13 +12,18 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_graphs.device.rules import Obstacle
 from lightning_graphs.lightning.logs import log_exchanged
-from lightning_graphs.lightning.private import Sigterm, ddp_built_on, ddp_options, sigterm_agreed
+from lightning_graphs.lightning.private import (
+    Sigterm,
+    ddp_built_on,
+    ddp_options,
+    is_lightnings,
+    sigterm_agreed,
+)
 from lightning_graphs.lightning.trainer import wrapper_of
 from lightning_graphs.policy.options import Options
 from lightning_graphs.private.distributed import FsdpModules, collectives_called
 from lightning_graphs.regions.lifecycle import Ranks
 from lightning_graphs.regions.reduction import Collectives, why_not_reduced
-from lightning_graphs.watch.user_code import is_lightnings
 
 # ------------------ Strategies
 

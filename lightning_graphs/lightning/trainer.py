@@ -35,6 +35,7 @@ from lightning_graphs.lightning.private import (
     bound_log_redirected,
     call_gradient_hooks,
     copies_of,
+    is_lightnings,
     overrides,
     takes_no_closure,
 )
@@ -71,7 +72,7 @@ from lightning_graphs.watch.kept import CallAt, KeptCalls
 from lightning_graphs.watch.mechanism import Check
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import refuse_tracers
-from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, is_lightnings, know_base
+from lightning_graphs.watch.user_code import HELD_ELSEWHERE, UserCode, know_base
 
 # ------------------ The trainer under watch
 

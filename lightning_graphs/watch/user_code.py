@@ -57,17 +57,6 @@ from lightning_graphs.values.snapshot import Snapshot
 
 # ------------------ User, library and compiled code
 
-_LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
-
-
-def is_lightnings(definition: object, *files: str) -> bool:
-    """Return whether a class or function is defined in one of these files of Lightning.
-
-    ``pytorch_lightning`` is a second copy of ``lightning.pytorch``, with classes of its own.
-    """
-    module = getattr(definition, "__module__", None)
-    return any(module == f"{library}.{file}" for library in _LIGHTNING for file in files)
-
 
 def function_of(value: Any) -> Any:
     """Unwrap a method, a property or a partial; return other values as they are."""
