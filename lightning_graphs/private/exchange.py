@@ -83,11 +83,6 @@ _layers: dict[tuple[int, str], list[Any]] = {}
 """Member of a class or module, by its table -> its own value, and those set since."""
 
 
-def _take_from_below(layers: list[Any], value: Any) -> None:
-    """Remove a value that is hidden by that of another thread, which goes on."""
-    del layers[next(i for i in range(len(layers) - 1, 0, -1) if layers[i] is value)]
-
-
 @contextlib.contextmanager
 def exchanged(members: Iterable[Member]) -> Iterator[None]:
     """Exchange these members while the body runs.
@@ -121,8 +116,8 @@ def exchanged(members: Iterable[Member]) -> Iterator[None]:
             if layers[-1] is value:
                 layers.pop()
                 bind(table, name, layers[-1])
-            else:
-                _take_from_below(layers, value)
+            else:  # it is hidden by that of another thread, which goes on
+                del layers[next(i for i in range(len(layers) - 1, 0, -1) if layers[i] is value)]
 
 
 FOR_A_WHILE = "_stands_for_a_while"

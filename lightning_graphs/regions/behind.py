@@ -142,7 +142,9 @@ class StepHead:
         while endings:
             ending = endings.pop(0)
             if ending.is_behind(refused) and not (raised and ending.codes.isdisjoint(refused)):
-                self._begin_at(ending)
+                self.due.clear()
+                self.now = Head(ending)
+                self.look_again()
                 return True
         if not self._is_of_variable(error):
             self.now = self._error = None  # whose traceback has tensors of the step
@@ -198,11 +200,6 @@ class StepHead:
             return None
         error, self.now, self._error, self._endings = self._error, None, None, []
         return error
-
-    def _begin_at(self, ending: Ending) -> None:
-        self.due.clear()
-        self.now = Head(ending)
-        self.look_again()
 
     def look_again(self) -> None:
         """Look at the module's parameters and buffers again."""

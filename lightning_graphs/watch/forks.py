@@ -344,10 +344,11 @@ def choice_of(frame: FrameType, *, called: bool) -> Choice | None:
     found = if_asking(frame, called=called)
     if found is None or found.entering is None:
         return None
-    statements = [*_binding(found.node.body), *found.node.orelse]  # the latter run in the capture
+    statements: list[Any]  # those behind `else` run in the capture
+    statements = [*_binding(found.node.body), *found.node.orelse]
     if not all(map(_is_choosing, statements)):
         return None
-    names = tuple(dict.fromkeys(map(_name_bound, statements)))
+    names = tuple(dict.fromkeys(each.targets[0].id for each in statements))
     own = {*found.frame.f_code.co_varnames, *found.frame.f_code.co_cellvars}
     choice = Choice(found.frame, found.node, not found.entering, names)
     return choice if own.issuperset(names) else None
@@ -361,11 +362,6 @@ def ifs_in(code: CodeType) -> tuple[ast.If, ...]:
 
 def _binding(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     return filterfalse(is_warning, statements)
-
-
-def _name_bound(statement: Any) -> str:
-    name: str = statement.targets[0].id
-    return name
 
 
 def _is_choosing(statement: ast.stmt) -> bool:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import partial
 from itertools import dropwhile
-from operator import attrgetter
 from threading import get_ident
 from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType
@@ -321,10 +320,6 @@ class Running(NamedTuple):
     line: int
     offset: int  # of its present instruction
 
-    @property
-    def is_of_library(self) -> bool:
-        return is_library(self.code.co_filename)
-
 
 class Uses:
     """Ends code at its first use of a parameter, or of a buffer that it changes.
@@ -395,7 +390,7 @@ def first_use(step: Callable[[], object], uses: Uses) -> FirstUse:
     """Run a step up to its first use of a parameter, or of a buffer that it changes."""
     with contextlib.suppress(Used), uses.ending():
         step()
-    found = dropwhile(attrgetter("is_of_library"), reversed(uses.stack))
+    found = dropwhile(lambda each: is_library(each.code.co_filename), reversed(uses.stack))
     return FirstUse(list(found), uses.reads)
 
 

@@ -165,11 +165,6 @@ class StepNumbers(Numbers):
             self.refuse(DRAWN, name)
         return self.guarded(name, read, value, obstacle) if is_plain(value) else value
 
-    def ways_of(self, read: Callable[[], Any]) -> float:
-        """Count the branches that a step may take by what Python reads of its draws."""
-        assert self.tape is not None
-        return self.tape.count_ways(partial(_present, read, None))
-
     def kind_of(self, value: Any, obstacle: Obstacle | None = None) -> Callable[..., Any] | None:
         """Return the class of tracers for a value; None: user code gets the value itself.
 
@@ -199,7 +194,8 @@ class StepNumbers(Numbers):
             self._guards.append((name, partial(_present, read)))
             return value
         if name not in self._led:
-            self._ways *= self.ways_of(read)
+            assert self.tape is not None, "which has recorded the draw"
+            self._ways *= self.tape.count_ways(partial(_present, read, None))
             self._led.add(name)
         if self._ways > WAYS:
             self.refuse(DRAWN, f"{name}, which decides what the step runs,")
