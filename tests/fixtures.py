@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +42,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Runs a test as pytest does, without seeking memory for frames meanwhile."""
     runner = item.config.pluginmanager.get_plugin("runner")
     return in_one_chunk(runner.pytest_runtest_protocol, item, nextitem)
+
+
+@pytest.fixture
+def interrupts_as_before() -> Iterator[None]:
+    """Lightning ignores SIGINT after a KeyboardInterrupt."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

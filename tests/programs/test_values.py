@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.programs.table import Promises, row, table
+from tests.programs.test_batches import packed
 from tests.training.fits import Net, batches
 
 
@@ -130,17 +131,6 @@ KINDS: dict[str, tuple[Callable[[Batch, int], Any], Unpack]] = {
 }
 
 
-def module_of(unpack: Unpack) -> type[Net]:
-    class Packed(Net):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            x, y = unpack(batch)
-            loss = nn.functional.cross_entropy(self.net(x), y)
-            self.log("loss", loss, batch_size=8)
-            return loss
-
-    return Packed
-
-
 class Reading(Net):
     """Computes what a value of its batch says."""
 
@@ -255,7 +245,7 @@ IN_THE_DATASET = r'(?s:from batch to batch: batch\["path"\] is read at .*in the 
 ROWS = {
     **{
         kind: row(
-            module_of(unpack), graphs=1, replayed=14, below="", data=numbered(pack), validation=0
+            packed(unpack), graphs=1, replayed=14, below="", data=numbered(pack), validation=0
         )
         for kind, (pack, unpack) in KINDS.items()
     },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -28,14 +27,6 @@ from tests.training.fits import (
 
 class Mishap(Exception):
     """What the tests raise."""
-
-
-@pytest.fixture
-def _interrupts() -> Iterator[None]:
-    """Lightning ignores SIGINT after a KeyboardInterrupt."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -111,7 +102,7 @@ HOOKS = [
 
 @pytest.mark.parametrize("kind", [Mishap, KeyboardInterrupt])
 @pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.usefixtures("_interrupts")
+@pytest.mark.usefixtures("interrupts_as_before")
 def test_exception_in_a_hook_at_replay(
     backend: str, tmp_path: Path, hook: str, kind: type[BaseException], graphs: Any
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -170,15 +169,7 @@ def test_instead_of_a_wrong_optimizer_step_the_eager_one_is_taken(
 # ---------------------------------------------------------------------- interruptions and memory
 
 
-@pytest.fixture
-def _interrupts() -> Iterator[None]:
-    """Lightning ignores SIGINT after a KeyboardInterrupt."""
-    before = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_interrupts")
+@pytest.mark.usefixtures("interrupts_as_before")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
 def test_a_check_that_is_interrupted_leaves_nothing(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
