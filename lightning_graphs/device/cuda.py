@@ -11,7 +11,6 @@ import functools
 import gc
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +34,7 @@ from lightning_graphs.device.trace import KnownStorage, Operation, Recorder, ref
 from lightning_graphs.errors import CaptureError, GraphError, UnsupportedError
 from lightning_graphs.private.callsite import OURS, CallSiteFinder, outside_of
 from lightning_graphs.private.distributed import collectives_called
-from lightning_graphs.private.exchange import Member, exchanged, standing_in
+from lightning_graphs.private.exchange import Member, exchanged, standing_in, warnings_left_out
 from lightning_graphs.private.generators import CapturedDropout, DropoutCapture
 from lightning_graphs.private.torch import PoolHandle, abandon_capture_pool, empty_host_cache
 
@@ -246,8 +245,7 @@ class CudaGraph:
         self._recorders.close()
         # The body may have made another stream current, and may have captured nothing at all. torch
         # warns of that; where warnings are errors that would hide the body's own exception.
-        with torch.cuda.stream(self._stream), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.cuda.stream(self._stream), warnings_left_out():
             try:
                 self._native.capture_end()
             except RuntimeError:  # the capture was invalidated
@@ -329,8 +327,7 @@ class CudaGraph:
         self._renew()
 
     def debug_dump(self, debug_path: str) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="DEBUG: calling")  # a trace of torch's own
+        with warnings_left_out("DEBUG: calling"):  # a trace of torch's own
             self._native.debug_dump(debug_path)
 
     def raw_cuda_graph(self) -> int:

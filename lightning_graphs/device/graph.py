@@ -23,6 +23,7 @@ from lightning_graphs.private.engine import (
     renew_gradient_nodes,
     stale_gradient_nodes_tolerated,
 )
+from lightning_graphs.private.exchange import warnings_left_out
 from lightning_graphs.private.generators import CapturedDropout
 from lightning_graphs.private.torch import PoolHandle, why_no_cuda_graphs
 
@@ -428,12 +429,9 @@ def refuse_nested(backend: Backend, call: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def _may_be_empty() -> Iterator[None]:
+def _may_be_empty() -> AbstractContextManager[None]:
     """Leave out torch's warning of an empty graph: code may find all that it needs in a cache."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-        yield
+    return warnings_left_out("The CUDA Graph is empty")
 
 
 class GraphPool:

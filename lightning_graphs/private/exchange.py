@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import sys
 import threading
 import warnings
@@ -252,6 +253,22 @@ def dispatch_modes() -> list[Any]:
 def modes_entered() -> tuple[int, int]:
     """Return how many dispatch modes and function modes are entered in this thread."""
     return len(dispatch_modes()), torch._C._len_torch_function_stack()
+
+
+@contextlib.contextmanager
+def warnings_left_out(message: str = "") -> Iterator[None]:
+    """Leave out warnings that begin so while the body runs.
+
+    ``warnings.catch_warnings`` makes Python forget which lines have warned: those of user code
+    would warn once more after each capture.
+    """
+    rule, filters = ("ignore", re.compile(message), Warning, None, 0), warnings.filters
+    filters.insert(0, rule)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # code has reset the filters
+            filters.remove(rule)  # type: ignore[attr-defined]
 
 
 def innermost_modes() -> tuple[Any, Any]:

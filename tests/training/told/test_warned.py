@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,30 @@ class Reads(Net):
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
         return loss * 2 if loss.tolist() > 0.5 else loss
+
+
+class Warns(Net):
+    """In each step, and in some."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        warnings.warn("of user code, in each step", stacklevel=1)
+        if batch_idx % 4 == 3:
+            warnings.warn("of user code, in some steps", stacklevel=1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("scope", ["step", "modules"])
+def test_a_line_of_user_code_warns_once_as_without_the_callback(
+    backend: str, tmp_path: Path, scope: str
+) -> None:
+    """Python knows the lines that have warned, until code enters ``catch_warnings``."""
+    fit = prepare(backend, tmp_path, True, module=Warns, capture={"scope": scope})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        fit.run()
+    assert fit.statistics.captures > 1
+    said = [str(w.message) for w in caught if str(w.message).startswith("of user code")]
+    assert said == ["of user code, in each step", "of user code, in some steps"]
 
 
 @pytest.mark.parametrize(
