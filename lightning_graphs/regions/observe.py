@@ -280,6 +280,11 @@ class StepObserver:
                 "is made inside of torch.nn.utils.parametrize.cached(), where calls share weights "
                 "that are computed, and their gradient"
             )
+        elif any(parameter.grad_fn is not None for parameter in module.parameters()):
+            call.obstacle = (
+                "is made with weights that the step has computed (torch.func.functional_call), and "
+                "a graph has those of its capture"
+            )
         elif switched := ", ".join(here.changes(call.kernels)):
             call.obstacle = (
                 f"is made under switches of torch that the step has set just for it: {switched}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from tests.programs.table import Promises, table
+from tests.programs.table import Promises, row, table
 from tests.training.fits import Net, batches
 
 
@@ -117,6 +117,22 @@ class CachedTarget(Parametrized):
         return super().loss(batch) + F.mse_loss(self.net(batch["x"]), target)
 
 
+class Adapted(Net):
+    """An inner loop: the network is called with weights that a step of gradient descent gave."""
+
+    def loss(self, batch: Any) -> Tensor:
+        halves = {key: value.chunk(2) for key, value in batch.items()}
+        weights = dict(self.net[4].named_parameters())
+        features = self.net[:4](batch["x"]).chunk(2)
+        for i in range(2):
+            found = torch.func.functional_call(self.net[4], weights, (features[i],))
+            loss = F.cross_entropy(found, halves["y"][i])
+            given = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
+            pairs = zip(weights.items(), given, strict=True)
+            weights = {name: weight - 0.1 * gradient for (name, weight), gradient in pairs}
+        return loss + F.cross_entropy(self.net(batch["x"]), batch["y"])
+
+
 class CachedValidation(Parametrized):
     """Computes the weights of a validation once."""
 
@@ -137,6 +153,11 @@ ROWS = (
     | table(
         Twice, capture={"scope": "modules"}, also="accumulated", said=None, replayed=9,
         data=with_more, max_epochs=3, validation=0,
+    )
+    | {"adapted as a whole": row(Adapted, graphs=1, below=None, validation=0)}
+    | table(
+        Adapted, capture={"scope": "modules", "modules": ["net.4"]}, graphs=1, replayed=9,
+        said="weights that the step has computed", placed=False, found=None, validation=0,
     )
     | table(
         CachedValidation, said=None, replayed=9, max_epochs=4,
