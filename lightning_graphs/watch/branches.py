@@ -105,7 +105,8 @@ def branch_at(frame: FrameType, *, called: bool = False) -> Branch | None:
     if is_call and not (called or _called(listing, at) == "bool"):
         return None
     is_value = is_call or listing.instructions[at].opname in ("UNARY_NOT", "TO_BOOL")
-    at, inverted = at + is_call, False
+    # From Python 3.13 on a comparison asks what it has found, ahead of the jump
+    at, inverted = at + (is_call or listing.instructions[at].opname == "COMPARE_OP"), False
     while is_value and asking is not None:  # it may be stored, or returned
         at, inverted = _read_again(listing, at, inverted)
         if not listing.instructions[at].opname.startswith("RETURN_VALUE"):
