@@ -141,7 +141,7 @@ class Branch:
             with torch.no_grad():
                 self._choose_memory()
                 table = at.f_locals  # each look at it before Python 3.13 would undo changes of it
-                table.update(self._chosen(table))
+                table.update(dict(self._chosen(table)))
         return self._own
 
     def _choose_memory(self) -> None:

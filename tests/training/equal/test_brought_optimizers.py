@@ -209,60 +209,98 @@ def projection(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.sub_(update, alpha=group["lr"])
 
 
-def lars(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+class Lars(optim.Optimizer):
     """As Lightning Bolts has it, and most libraries of self-supervised training after it."""
-    d_p, p_norm, g_sum = g, p.norm(), g.sum()
-    if (p.ndim != 1 or not group["d"]) and p_norm != 0 and g_sum > 0:
-        rate = p_norm / (g.norm() + p_norm * 2**-10 + 2**-20)
-        rate *= 2**-6
-        if group["d"]:
-            rate = min(rate / group["lr"], 1)
-        d_p = d_p.add(p, alpha=2**-10)
-        d_p *= rate
-    mean = state.setdefault("mean", torch.zeros_like(p))
-    mean.mul_(0.9).add_(d_p)
-    p.add_(mean, alpha=-group["lr"])
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for group in self.param_groups:
+            for p in group["params"]:
+                d_p = p.grad
+                p_norm, g_sum = torch.norm(p.data), p.grad.sum()
+                if (p.ndim != 1 or not group["clips"]) and p_norm != 0 and g_sum > 0:
+                    rate = p_norm / (p.grad.norm() + p_norm * 2**-10 + 2**-20)
+                    rate *= 2**-6
+                    if group["clips"]:
+                        rate = min(rate / group["lr"], 1)
+                    d_p = d_p.add(p.data, alpha=2**-10)
+                    d_p *= rate
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p.data))
+                mean.mul_(0.9).add_(d_p)
+                p.data.add_(mean, alpha=-group["lr"])
+        return loss
 
 
-def novograd(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
-    """Both ways write; a loop of a step has many such branches, and their names come back."""
-    norm, spread = g.pow(2).sum(), state.setdefault("spread", torch.zeros((), device=p.device))
-    for factor in (0.5, 0.25):
-        if not (spread == 0 or g.sum() > 0) or p.dim() > 2:
-            spread.mul_(1 - factor)
-            spread.add_(norm, alpha=factor)
-            factor = factor / 2
-        elif factor > 0.3:
-            spread.copy_(norm)
-        else:
-            shifted = spread + factor
-            spread.add_(shifted, alpha=0.5)
-        p.sub_(g / (spread.sqrt() + 1), alpha=group["lr"] * factor)
+class NovoGrad(optim.Optimizer):
+    """Both ways write, and their variables come back in each turn of a loop."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for p in self.param_groups[0]["params"]:
+            g, rate = p.grad, self.param_groups[0]["lr"]
+            norm, spread = g.pow(2).sum(), self.state[p].setdefault("spread", g.new_zeros(1))
+            for factor in (0.5, 0.25):
+                if not (spread == 0 or g.sum() > 0) or p.dim() > 2:
+                    spread.mul_(1 - factor)
+                    spread.add_(norm, alpha=factor)
+                    factor = factor / 2
+                elif factor > 0.3:
+                    spread.copy_(norm)
+                else:
+                    shifted = spread + factor
+                    spread.add_(shifted, alpha=0.5)
+                p.sub_(g / (spread.sqrt() + 1), alpha=rate * factor)
+        return loss
 
 
-def of_numbers_read(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
-    """By numbers that it reads of the device."""
-    size, factor = g.abs().sum().item(), 1.0
-    if size > 2**-3:
-        factor = size * 2**-6
-    p.sub_(g * factor, alpha=group["lr"])
+class ByNumbers(optim.Optimizer):
+    """It reads numbers of the device."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for p in self.param_groups[0]["params"]:
+            size, factor = p.grad.abs().sum().item(), 1.0
+            if size > 2**-3:
+                factor = size * 2**-6
+            p.sub_(p.grad * factor, alpha=self.param_groups[0]["lr"])
+        return loss
 
 
-def written_later(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
-    update = g
-    if g.sum() > 0:
-        update = g * 0.5
-    update.mul_(group["lr"])  # on one way, the gradient
-    p.sub_(update)
+class WritingLater(optim.Optimizer):
+    """On one way it writes the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for p in self.param_groups[0]["params"]:
+            update = p.grad
+            if p.grad.sum() > 0:
+                update = update * 0.5
+            update.mul_(self.param_groups[0]["lr"])
+            p.sub_(update)
+        return loss
 
 
-def stored_ratio(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
+class Storing(optim.Optimizer):
     """As pytorch-lamb: the ratio that it keeps is a number, or a tensor."""
-    ratio: Any = g.norm() / p.norm()
-    if g.sum() > 0:
-        ratio = 1.0
-    state["ratio"] = ratio
-    p.sub_(g * ratio, alpha=group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for p in self.param_groups[0]["params"]:
+            ratio: Any = p.grad.norm() / p.norm()
+            if p.grad.sum() > 0:
+                ratio = 1.0
+            self.state[p]["ratio"] = ratio
+            p.sub_(p.grad * ratio, alpha=self.param_groups[0]["lr"])
+        return loss
 
 
 def drawn(p: Tensor, g: Tensor) -> Tensor:
@@ -417,13 +455,13 @@ ROWS: dict[str, Row] = {
     "without a rate": Row(Fixed, has_rate=False),
     "with a closure alone": Row(Closing, has_rate=False),
     "AdamP": own(projection),
-    "LARS": own(lars, d=0),
-    "LARS, clipped": Row(lambda p: Here(p, lars, d=1)),
-    "NovoGrad": own(novograd),
-    "by numbers that are read": own(of_numbers_read),
-    "chosen and written": own(written_later, "in written_later|is written later|" + READS),
-    "chosen and stored": own(
-        stored_ratio, "`ratio` of the optimizer becomes a value of another kind"
+    "LARS": Row(lambda p: Lars(p, {"lr": RATE, "clips": False})),
+    "LARS, clipped": Row(lambda p: Lars(p, {"lr": RATE, "clips": True})),
+    "NovoGrad": Row(lambda p: NovoGrad(p, {"lr": RATE})),
+    "by numbers that are read": Row(lambda p: ByNumbers(p, {"lr": RATE})),
+    "chosen and written": Row(lambda p: WritingLater(p, {"lr": RATE}), "is written later"),
+    "chosen and stored": Row(
+        lambda p: Storing(p, {"lr": RATE}), "`ratio` of the optimizer becomes a value of another"
     ),
     "draws on one way": own(asks_and_draws, "draws on one of its ways"),
     "tensors of numbers": own(of_numbers),
