@@ -635,14 +635,14 @@ def place_of(change: Change, held: PythonSnapshot, trained: Collection[int]) -> 
         kind = Order
     elif is_array(table):
         return None  # its numbers are changed where they are
-    elif isinstance(table, dict) or table is owner:
+    elif isinstance(table, dict) or (table is owner and key is not Absence.ABSENT):
         # To code that asks for its class, a tracer for a number is one.
         is_number = isinstance(now, (int, float, LateValue)) and type(now) is not bool
         if type(before) in REALS and is_number:
             kind = Number
         elif _is_tree(now) and _is_tree(before) and id(before) not in trained:
             kind = Entry
-    if isinstance(table, (list, deque, set)):
+    elif isinstance(table, _FILLED):
         kind = Entry if all(map(_is_tree, now)) else None
     keys = () if key is Absence.ABSENT else (key,)
     label = own = "".join(held.label(owner, key) for key in keys)

@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 from array import array
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -175,6 +176,46 @@ class Settings(Net):
         self.weights["loss"] = 1.0 / (1 + self.current_epoch)
         self.factors[0] = 1.0 + self.current_epoch
         self.settings.scale = 0.5 * (1 + self.current_epoch)
+
+
+class WeightsInAList(Net):
+    """A hook moves entries of a list after each step, as the balance of several losses does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [1.0, 0.5]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * self.weights[0] + self.net[0].weight.norm() * self.weights[1]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.weights[0] *= 0.875
+        self.weights[1] += 0.125
+
+
+class LoggedWeightsInAList(WeightsInAList):
+    """A new list each time, whose numbers are inputs from the first capture on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log_dict({str(place): weight for place, weight in enumerate(self.weights)})
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.weights = [self.weights[0] * 0.875, self.weights[1] + 0.125]
+
+
+class LatestLosses(Net):
+    """The mean of the latest losses, which a hook notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: deque[float] = deque(maxlen=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) / (sum(self.latest) / len(self.latest) if self.latest else 1.0)
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.latest.append(float(outputs["loss"]))
 
 
 class Penalized(Net):
@@ -506,6 +547,9 @@ ROWS = (
     )
     | table(Annealed, AnnealedInItsTable, graphs=4, max_epochs=4)
     | table(Settings, graphs=3, max_epochs=3)
+    | table(WeightsInAList, graphs=2, max_epochs=3)
+    | table(LatestLosses, graphs=2, max_epochs=3, found=None)
+    | table(LoggedWeightsInAList, graphs=1)
     | table(
         Penalized, PenalizedAndSeen, also="unverified; auto; auto, unverified", validation=0,
         max_epochs=3,
