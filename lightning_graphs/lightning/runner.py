@@ -290,7 +290,8 @@ class StepRunner(StepRegion):
             watch = self._fit.watch
             watch.logged.returned(returned, watch.function)
             return returned
-        return self._run_step(*args, **kwargs)
+        with self._fit.watch.logged.watching(self._module, later=True):
+            return self._run_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def _observing(self, *, is_last: bool) -> Iterator[None]:
