@@ -148,9 +148,15 @@ Where it lacks the function there seem to be none.
 def tensor_hooks(tensor: Tensor) -> dict[int, Callable[..., Any]]:
     """Return the hooks on a tensor and on its gradient, each by the number of its handle.
 
-    The numbers are unique among all hooks of torch, which has no public reader of either.
+    The numbers are unique among all hooks of torch.
     """
-    return {**(tensor._backward_hooks or {}), **(tensor._post_accumulate_grad_hooks or {})}
+    return {number: hook for table in tensor_hook_tables(tensor) for number, hook in table.items()}
+
+
+def tensor_hook_tables(tensor: Tensor) -> list[dict[int, Callable[..., Any]]]:
+    """Return the tables of these hooks that a tensor has; torch has no public reader of either."""
+    tables = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    return [table for table in tables if table is not None]
 
 
 def has_gradient_hooks(leaf: Tensor, node: Node | None = None) -> bool:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import FILLED, MOVING_VALUE, Obstacle
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import named_at, site_in
-from lightning_graphs.private.engine import tensor_hooks
+from lightning_graphs.private.engine import tensor_hook_tables, tensor_hooks
 from lightning_graphs.private.exchange import replaced
 from lightning_graphs.private.generators import CapturedDropout, dropout_state_of
 from lightning_graphs.private.torch import hook_tables, hooks_registered, step_hook_tables
@@ -580,7 +580,8 @@ class _Hooks:
         self._tables = [*{id(table): table for table in tables}.values()]
         self._parameters = list(module.parameters())
         self._known = self._now()
-        self._in_use = [table for table in self._tables if table]
+        of_tensors = (table for p in self._parameters for table in tensor_hook_tables(p))
+        self._in_use: list[Any] = [table for table in (*self._tables, *of_tensors) if table]
         self._counts = list(map(len, self._in_use))
         self._number = hooks_registered()
 

@@ -96,13 +96,24 @@ def test_change(backend: str, tmp_path: Path, change: str, scope: str) -> None:
     assert fits[1].statistics.replayed > 0
 
 
-class HookTakenOff(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.handle = self.net[2].register_forward_hook(lambda _, __, output: output * 0.5)
+def _halve(parameter: Any) -> None:
+    parameter.grad.mul_(0.5)
 
 
-def test_a_hook_that_is_taken_off(backend: str, tmp_path: Path) -> None:
+HOOKS: dict[str, Change] = {
+    "of a module": lambda net, times: net[2].register_forward_hook(lambda *given: times(given[2])),
+    "of a parameter": lambda net, times: net[4].weight.register_hook(times),
+    "of a gradient": lambda net, _: net[4].weight.register_post_accumulate_grad_hook(_halve),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_is_taken_off(backend: str, tmp_path: Path, hook: str) -> None:
+    class HookTakenOff(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.handle: Any = HOOKS[hook](self.net, lambda value: value * 0.5)
+
     def change(trainer: Any, module: Any) -> None:
         module.handle.remove()
 
