@@ -420,7 +420,7 @@ class SideEffects:
         """After a replay, copy in-place writes back to the tensors in their places."""
         if self._written:
             targets = [self._raw[position] for _, position in self._written]
-            with torch.no_grad():
+            with torch.inference_mode():  # eager steps may have made some of them in it
                 torch._foreach_copy_(targets, [own for own, _ in self._written])
 
     @property
