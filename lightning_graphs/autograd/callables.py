@@ -555,10 +555,10 @@ def make_graphed_callables(
             f"got {param_grads!r}",
             "write param_grads='autograd', or 'direct' for loss.backward() loops",
         )
-    if num_warmup_iters < 1:
+    if not isinstance(num_warmup_iters, int) or num_warmup_iters < 1:
         raise CaptureError(
             "num_warmup_iters must be a whole number of at least 1.",
-            f"got {num_warmup_iters}: libraries and caches initialize in the warm-up",
+            f"got {num_warmup_iters!r}: libraries and caches initialize in the warm-up",
             "write num_warmup_iters=1 or more",
         )
     several = isinstance(callables, tuple)
@@ -588,6 +588,13 @@ def _refuse_misfits(
             f"got {len(functions)} callables, {len(args)} sample_args, {len(kwargs)} sample_kwargs",
             "pass a tuple of arguments for each callable: ((x,), (y,))",
         )
+    for function in functions:
+        if not callable(function):
+            raise CaptureError(
+                "callables must be a module, a function, or a tuple of these.",
+                f"got a {type(function).__qualname__}",
+                "write a tuple for several: (first, second)",
+            )
     modules = [f for f in functions if isinstance(f, nn.Module)]
     if len(set(modules)) < len(modules):
         raise CaptureError(

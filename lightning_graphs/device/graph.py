@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -135,6 +135,13 @@ class CUDAGraph:
                 f"got {capture_error_mode!r}",
                 "write 'thread_local' where other threads use the GPU, as data loaders do",
             )
+        is_handle = isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]
+        if pool is not None and not is_handle:
+            raise CaptureError(
+                "pool must be what graph_pool_handle() or another graph's pool() returns.",
+                f"got {pool!r}",
+                "write pool=lightning_graphs.core.graph_pool_handle()",
+            )
         refuse_nested(self.backend, "capture_begin()")
         if self._capturing or self._replay is not _replay_of_nothing:
             raise CaptureError(
@@ -186,6 +193,14 @@ class CUDAGraph:
             ReplayError: An input was freed (``check_input_liveness``; always if emulated).
         """
         self._replay()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "A CUDAGraph can be neither copied nor pickled, because its work is bound to the "
+            "memory of its capture.",
+            "copy or pickle was called on it, or on an object that holds it",
+            "keep it out of what is copied, and capture the copy",
+        )
 
     @property
     def launch(self) -> Callable[[], None]:
@@ -262,6 +277,12 @@ class CUDAGraph:
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         """Let the captured code draw from ``generator``: replays advance it as eager code would."""
+        if not isinstance(generator, torch.Generator):
+            raise CaptureError(
+                "register_generator_state() must be given a torch.Generator.",
+                f"got a {type(generator).__qualname__}",
+                "pass the generator that the captured code draws from",
+            )
         self._captured.register_generator_state(generator)
 
     def inspection(self) -> GraphInfo:
