@@ -104,7 +104,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
 
 def train_step(x):
     optimizer.zero_grad()
-    loss = (model(x) * torch.tensor(2.0) + torch.zeros(4)).square().mean()
+    loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -116,6 +116,23 @@ for _ in range(8):
     step(torch.ones(2, 4))
 print(step.report.replayed > 2, sorted({*OURS, "torchmetrics"} & set(sys.modules)))
 """
+
+
+FACTORY = """
+import torch
+from lightning_graphs import core
+
+graph = core.CUDAGraph(backend="emulated")
+with core.graph(graph):
+    made = torch.ones(3)
+graph.replay()
+print(made.tolist())
+"""
+
+
+def test_the_core_alone_captures_factories() -> None:
+    """Nothing else has imported what torch knows of the default device."""
+    assert run_python(FACTORY) == "[1.0, 1.0, 1.0]"
 
 
 def test_neither_the_core_nor_a_captured_loop_imports_lightning() -> None:

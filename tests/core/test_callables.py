@@ -351,6 +351,7 @@ def test_training_equals_eager_bit_by_bit(
 _MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "param_grads": ({"param_grads": "both"}, "param_grads must be .*, got 'both'"),
     "no warm-up": ({"num_warmup_iters": 0}, "num_warmup_iters must be .*, got 0"),
+    "a warm-up of words": ({"num_warmup_iters": "3"}, "num_warmup_iters must be .*, got '3'"),
     "a bare tensor": ({"sample_args": torch.ones(1, 2)}, r"write \(x,\)"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import threading
 import weakref
@@ -515,3 +516,14 @@ class TestBesideACapture:
         finally:
             warn(True)
         assert kept.requires_grad
+
+
+def test_what_is_no_pool_no_generator_and_no_copy(backend: str) -> None:
+    """torch refuses these as well; a copy would write copies of the graph's memory."""
+    captured = CUDAGraph(backend=backend)
+    with pytest.raises(CaptureError, match=r"pool must be what (.|\n)*got 3"):
+        captured.capture_begin(pool=3)  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"must be given a torch.Generator(.|\n)*got a int"):
+        captured.register_generator_state(3)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="neither copied nor pickled"):
+        copy.deepcopy(captured)
