@@ -331,15 +331,17 @@ class LogRecorder(StepRecorder):
         if isinstance(value, DeviceNumber):
             self._kept.logged.add(name)
             value = value.tensor.to(_dtype_of_numbers())
-        now = value.now if isinstance(value, Tracer) else self.live(value)
-        if is_late := isinstance(value, LateTracer):
+        is_late = isinstance(value, LateTracer)
+        if is_late:
             now = value.at_end
+        else:
+            now = value.now if isinstance(value, Tracer) else self.live(value)
         if now is None and isinstance(value, Number):
-            here = name, site = name, CallSiteFinder().here()
-            if self._numbers is not None and self._numbers.changing.get(here, value) != value:
-                what = f"self.log({name!r}, ...) logged different numbers during warm-up, at "
-                what += site.describe()
-                error = NumberMovedError(LOGGED_NUMBER.rule, what, LOGGED_NUMBER.remedy)
+            site = CallSiteFinder().here()
+            if self._numbers is not None and (name, site) in self._numbers.changing:
+                what = f"self.log({name!r}, ...) logged different numbers during warm-up"
+                observed = f"{what}, at {site.describe()}"
+                error = NumberMovedError(LOGGED_NUMBER.rule, observed, LOGGED_NUMBER.remedy)
                 error.number = value
                 refuse(error)
             value = _tensor_of(value, device)
@@ -482,31 +484,25 @@ class LoggedNumbers:
     """
 
     # The number that was logged first, by its name and where: branches may log constants in turn
-    values: dict[Any, Any] = field(default_factory=dict)
-    changing: dict[Any, Any] = field(default_factory=dict)  # to what a later eager step has logged
+    values: dict[tuple[str, CallSite], Any] = field(default_factory=dict)
+    changing: set[tuple[str, CallSite]] = field(default_factory=set)
     # The first batch size, by the name that is logged, and the first number returned, by its key
     others: dict[Any, Any] = field(default_factory=dict)
     frozen: dict[Any, CallSite] = field(default_factory=dict)
     is_asked: bool = False  # such a number was refused
-    is_later: bool = False  # than the warm-up
 
-    def watching(
-        self, module: LightningModule, *, later: bool = False
-    ) -> contextlib.AbstractContextManager[object]:
-        """Watch a step of the warm-up; a later one, too, after changes: ramps come to an end."""
-        self.is_later, watches = later, self.changing or not later
-        return log_exchanged(module, self._watched) if watches else contextlib.nullcontext()
+    def watching(self, module: LightningModule) -> contextlib.AbstractContextManager[object]:
+        return log_exchanged(module, self._watched)
 
     def _watched(
         self, log: Callable[..., None], name: str, value: Any, *args: Any, **kwargs: Any
     ) -> None:
-        here = name, CallSiteFinder().here()
-        if isinstance(value, Number) and self.is_later:
-            self.changing.update({here: value} if here in self.changing else {})
-        elif isinstance(value, Number) and self.values.setdefault(here, value) != value:
-            self.changing[here] = None
-        if not self.is_later and type(size := kwargs.get("batch_size")) is int:
-            self._compare(name, size, lambda: here[1])
+        if isinstance(value, Number):
+            here = name, CallSiteFinder().here()
+            if self.values.setdefault(here, value) != value:
+                self.changing.add(here)
+        if type(size := kwargs.get("batch_size")) is int:
+            self._compare(name, size, CallSiteFinder().here)
         log(name, value, *args, **kwargs)
 
     def returned(self, value: Any, function: Callable[..., Any]) -> None:

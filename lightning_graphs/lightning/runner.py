@@ -290,8 +290,7 @@ class StepRunner(StepRegion):
             watch = self._fit.watch
             watch.logged.returned(returned, watch.function)
             return returned
-        with self._fit.watch.logged.watching(self._module, later=True):
-            return self._run_step(*args, **kwargs)
+        return self._run_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def _observing(self, *, is_last: bool) -> Iterator[None]:

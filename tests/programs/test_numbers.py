@@ -158,14 +158,6 @@ def warmed_up(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * weight
 
 
-def ramps_up(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    """As mean teachers do: behind the ramp the weight follows from no counter."""
-    share = min(self.global_step / 12, 1.0)
-    weight = math.exp(-5.0 * (1.0 - share) ** 2)
-    self.log("weight", weight)
-    return self.loss(batch) * weight
-
-
 def tempered(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     temperature = max(0.5, 3.0 - 0.07 * self.global_step)
     logits = self.net(batch["x"]) * (1 / temperature)
@@ -416,13 +408,12 @@ ROWS = (
     | stepping(Moving, in_turn, max_epochs=4, graphs=2, replayed=13)
     | stepping(Moving, decays, around=scheduling, max_epochs=4, graphs=1)
     | stepping(Moving, drawn, max_epochs=3)
-    | stepping(Moving, ramps_up, max_epochs=3, graphs=2, replayed=20)
     | stepping(Moving, stores)
     | {"stored over itself": row(type("Over", (Stored,), {"training_step": stores}))}
     | {"Overriding": row(type("Overriding", (Overriding,), {"training_step": overrides_log}))}
     | stepping(Moving, each=REFUSED)
     | stepping(Moving, schedules_itself, said="the step sets .*last_epoch", placed=False,
-        ignored="Seems like .optimizer.step|Detected call of .lr_scheduler.step",)
+        ignored="Seems like .optimizer.step",)
 )  # fmt: skip
 # No line is known
 ROWS["schedules_itself"] = replace(ROWS["schedules_itself"], found="rule remedy")
