@@ -46,7 +46,8 @@ def test_a_fit_on_another_gpu_leaves_the_memory_of_both_as_it_was(tmp_path: Path
     assert captured.trainer.strategy.root_device == OTHER
     del eager, captured
     torch._C._cuda_clearCublasWorkspaces()
-    assert allocated() == before
+    # The first fits may only now be gone
+    assert all(now <= then for now, then in zip(allocated(), before, strict=True))
 
 
 class Divided(nn.Module):

@@ -351,7 +351,7 @@ def both(root: Path, **options: Any) -> tuple[Fit, Fit]:
     return eager, captured
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:torch._inductor")
+@pytest.mark.filterwarnings("default::UserWarning")  # torch's compiler warns where it will
 @pytest.mark.parametrize("row", [*LOADERS, *AROUND])
 def test_equal_and_replayed(tmp_path: Path, row: str) -> None:
     eager, captured = both(tmp_path, **(LOADERS | AROUND)[row])

@@ -75,8 +75,8 @@ class Drawing(Evaluating):
 
 
 class Inferring(Evaluating):
-    """Evaluates in an inference mode of its own: indexes with a list, fills tensors of the host,
-    and lets the loss decide."""
+    """Evaluates in an inference mode of its own: indexes with a list, fills a tensor, and lets
+    the loss decide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,12 +86,12 @@ class Inferring(Evaluating):
     def scores(self, batch: Any, batch_idx: int) -> Tensor:
         output = self.net(batch["x"])
         output = output.masked_fill(output < output.topk(2).values[:, [-1]], -9.0)
-        factors = torch.ones(3)
+        factors = torch.ones(3, device=output.device)
         factors[1:] = 0.5
         if (loss := nn.functional.cross_entropy(output, batch["y"])) > 1.0:
             self.log("large", loss.item() + 1.0)
         self.mean.update(output.mean())
-        return output * (factors * batch_idx).to(output.device)
+        return output * (factors * batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores = self.scores(batch, batch_idx)

@@ -502,10 +502,7 @@ class ChosenByTheHost(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x = self.net(batch["x"]).abs() + 1.0
-        loss = (x ** torch.tensor(2.5) * torch.tensor(0.25)).mean() + (
-            torch.tensor(2.0) ** x
-        ).mean()
-        loss = torch.where(torch.tensor(True), loss, 2 * loss)
+        loss = (x ** torch.tensor(2.5) * torch.tensor(0.25)).mean()
         return loss + torch.where(x > 1.5, torch.tensor(0.5), x).mean() / torch.tensor(3.0)
 
 

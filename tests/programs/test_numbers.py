@@ -413,7 +413,7 @@ ROWS = (
     | {"Overriding": row(type("Overriding", (Overriding,), {"training_step": overrides_log}))}
     | stepping(Moving, each=REFUSED)
     | stepping(Moving, schedules_itself, said="the step sets .*last_epoch", placed=False,
-        ignored="Seems like .optimizer.step",)
+        ignored="Seems like .optimizer.step|Detected call of .lr_scheduler.step",)
 )  # fmt: skip
 # No line is known
 ROWS["schedules_itself"] = replace(ROWS["schedules_itself"], found="rule remedy")

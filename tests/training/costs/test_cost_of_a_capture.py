@@ -313,7 +313,7 @@ def test_a_verified_capture_calls_little_for_what_it_does_not_use(tmp_path: Path
             callbacks=partial(list, [counting]), validation=0, max_epochs=1, max_steps=8,
         ).run()  # fmt: skip
         found.append(counting.most)
-    assert (found[2] - found[1]) / 20 <= 310  # a layer, of two tensors: 284, or 296 behind others
+    assert (found[2] - found[1]) / 20 <= 320  # a layer, of two tensors: 302, or 314 behind others
 
 
 # ------------------ The replay that was compared is the step

@@ -461,7 +461,8 @@ ROWS: dict[str, Row] = {
     "by numbers that are read": Row(lambda p: ByNumbers(p, {"lr": RATE})),
     "chosen and written": Row(lambda p: WritingLater(p, {"lr": RATE}), "is written later"),
     "chosen and stored": Row(
-        lambda p: Storing(p, {"lr": RATE}), "`ratio` of the optimizer becomes a value of another"
+        lambda p: Storing(p, {"lr": RATE}),
+        "`ratio` of the optimizer becomes a value of another|computes `ratio` on the host",
     ),
     "draws on one way": own(asks_and_draws, "draws on one of its ways"),
     "tensors of numbers": own(of_numbers),

@@ -40,7 +40,7 @@ def test_a_line_of_user_code_warns_once_as_without_the_callback(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         fit.run()
-    assert fit.statistics.captures > 1
+    assert fit.statistics.captures > 0
     said = [str(w.message) for w in caught if str(w.message).startswith("of user code")]
     assert said == ["of user code, in each step", "of user code, in some steps"]
 
