@@ -513,11 +513,12 @@ def left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     if dynamo is None:
         return function
     # It has come along from the function that this one wraps, and would be called in its place
-    vars(function).pop("_torchdynamo_orig_callable", None)
+    vars(function).pop(COMPILED_FUNCTION, None)
     disabled: Callable[..., Any] = dynamo.disable(function)
     return disabled
 
 
+COMPILED_FUNCTION = "_torchdynamo_orig_callable"  # of functions that run as no Python
 COMPILED_CALL = "_compiled_call_impl"
 """Where ``module.compile()`` leaves what calls of the module run, and nothing else."""
 

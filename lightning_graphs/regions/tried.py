@@ -29,7 +29,13 @@ from lightning_graphs.device.trace import (
 from lightning_graphs.errors import CaptureError, GraphError, first_line, in_one_line
 from lightning_graphs.private.callsite import IN_LIBRARIES, is_result_dropped, line_of_class
 from lightning_graphs.private.exchange import Absence, replaced
-from lightning_graphs.private.torch import compiled_code_noticed, hides_memory, out_of_sight, plain
+from lightning_graphs.private.torch import (
+    COMPILED_FUNCTION,
+    compiled_code_noticed,
+    hides_memory,
+    out_of_sight,
+    plain,
+)
 from lightning_graphs.values.guards import OF_TENSORS, REALS, is_plain
 from lightning_graphs.values.memory import clone_all, extent
 from lightning_graphs.values.snapshot import PythonSnapshot, iter_inside
@@ -37,7 +43,6 @@ from lightning_graphs.values.tree import flatten, leaves_of, parameters_of
 from lightning_graphs.watch.both_ways import BothWays
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.on_device import DeviceNumber
-from lightning_graphs.watch.reads import COMPILED
 from lightning_graphs.watch.scalars import HostScalar, holds_number, scalars_followed
 from lightning_graphs.watch.tracers import Conversion, ScalarTracer, present
 
@@ -371,7 +376,7 @@ def can_watch(optimizer: Optimizer) -> bool:
     held = chain(*(vars(o).values() for o in (optimizer, type(optimizer), module) if o))
     tables = (getattr(value, "__dict__", {}) for value in held)
     # Dynamo marks what it leaves alone as well: functions of torch.optim, once it is imported
-    return not any(COMPILED in t and not t.get("_torchdynamo_disable") for t in tables)
+    return not any(COMPILED_FUNCTION in t and not t.get("_torchdynamo_disable") for t in tables)
 
 
 class ClosureUse:

@@ -38,7 +38,12 @@ from lightning_graphs.private.exchange import (
     replaced,
 )
 from lightning_graphs.private.generators import OF_TORCH
-from lightning_graphs.private.torch import module_hooks, modules_in, parameters_in
+from lightning_graphs.private.torch import (
+    COMPILED_FUNCTION,
+    module_hooks,
+    modules_in,
+    parameters_in,
+)
 from lightning_graphs.values.guards import (
     BARE,
     ValueGuards,
@@ -392,7 +397,6 @@ def reached_by(root: nn.Module, function: Any, own: UserCode) -> list[tuple[str,
 
 
 _DEFAULTS = attrgetter("__defaults__")
-COMPILED = "_torchdynamo_orig_callable"  # an attribute of functions that run as no Python
 _OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
@@ -616,7 +620,7 @@ class GlobalReads:
             return
         elif not self._is_own(function):
             wrapped = getattr(function, "__wrapped__", None)
-            if function.__name__ != "step" or hasattr(function, COMPILED):
+            if function.__name__ != "step" or hasattr(function, COMPILED_FUNCTION):
                 self.assume(wrapped)
             else:  # of an optimizer, as a rule, which may not be called; else it is followed
                 self._look_inside(wrapped)

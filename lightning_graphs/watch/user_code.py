@@ -38,6 +38,7 @@ from lightning_graphs.private.engine import tensor_hooks
 from lightning_graphs.private.exchange import code_of
 from lightning_graphs.private.torch import (
     COMPILED_CALL,
+    COMPILED_FUNCTION,
     compiled_code_noticed,
     hides_memory,
     is_compiled,
@@ -139,7 +140,13 @@ class UserCode:
 
 
 def inside_of_compiled(root: nn.Module) -> set[nn.Module]:
-    """List modules whose class compiled code checks, but for the root: its step is watched."""
+    """List modules whose class compiled code checks.
+
+    The root is one of them if its step is compiled, as by ``trainer.fit(torch.compile(module))``.
+    """
+    own = [vars(value) for value in vars(root).values() if isinstance(value, FunctionType)]
+    if any(COMPILED_FUNCTION in each and not each.get("_torchdynamo_disable") for each in own):
+        return {*modules_in(root)}
     compiled = filter(is_compiled, modules_in(root))
     return {module for owner in compiled for module in modules_in(owner)} - {root}
 

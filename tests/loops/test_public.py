@@ -878,7 +878,7 @@ ROWS: dict[str, tuple[Callable[[Lab], Any], int | str]] = {
     "now_and_then": (now_and_then, 30),
     "stopping": (stopping, 25),
     "annealed_outside": (annealed_outside, 20),
-    "read_outside": (read_outside, "which keeps changing: structure: history"),
+    "read_outside": (read_outside, "compute with the list: history|structure: history"),
     "frozen_and_copied": (frozen_and_copied, 20),
     "rewards": (rewards, r"goes through .*test_public.py:\d+ in update: loss.backward\(\)"),
     "called": (called, 15),
