@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import functools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from lightning_graphs.device.rules import HOST_READ
 from lightning_graphs.private.callsite import compiled, evaluated, lines_in, tree_of, variables_of
-from lightning_graphs.watch.forks import Asking, if_asking
+from lightning_graphs.watch.forks import Asking, UpToTheEnd, if_asking
 
 
 class Way(Protocol):
@@ -48,7 +47,7 @@ class Ways(Protocol):
         """Return one value where a condition holds, and the other one elsewhere."""
 
 
-class Branch:
+class Branch(UpToTheEnd):
     """An ``if`` that asks the device, and the trace function of its frame up to the line behind it.
 
     Its branches do no more than to compute, to bind variables, and to write tensors in place.
@@ -56,10 +55,8 @@ class Branch:
 
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
-        self._lines, self._else = (
-            lines_in(asking.node),
-            lines_in(*asking.node.orelse or [asking.node]),
-        )
+        otherwise = asking.node.orelse
+        self._else = lines_in(*otherwise) if otherwise else range(0)
         self._code = asking.frame.f_code
 
     @classmethod
@@ -93,7 +90,7 @@ class Branch:
                 enters = self._value_of(asking.node.test, ways)
         if not isinstance(enters, Tensor):  # the host knows
             return None if enters is None else asking.leaving is not enters
-        self._begin(enters, ways)
+        self._run_ahead(enters, ways)
         return asking.leaving
 
     def _value_of(self, test: ast.expr, ways: Ways) -> Tensor | bool | None:
@@ -114,7 +111,7 @@ class Branch:
         both = torch.logical_or if decides else torch.logical_and
         return functools.reduce(both, found) if found else not decides
 
-    def _begin(self, enters: Tensor, ways: Ways) -> None:
+    def _run_ahead(self, enters: Tensor, ways: Ways) -> None:
         frame, node = self._asking.frame, self._asking.node
         self._enters, self._ways = enters, ways
         self._variables = variables_of(frame)
@@ -123,26 +120,20 @@ class Branch:
             exec(compiled(node.body, frame), frame.f_globals, self._variables)
         self._body.undo()
         self._is_inside = False  # of the other way, which has statements
-        self._own, self._before = frame.f_trace, sys.gettrace()
-        frame.f_trace = self
-        sys.settrace(lambda *_: None)
+        self.begin(frame, node)
 
-    def __call__(self, at: FrameType, event: str, _: object) -> Any:
-        if event == "line" and at.f_lineno in self._lines:
-            if at.f_lineno in self._else and not self._is_inside:
-                self._is_inside = True
-                self._without.__enter__()
-            return self
-        sys.settrace(self._before)
-        at.f_trace = self._own
+    def passes(self, line: int) -> None:
+        if line in self._else and not self._is_inside:
+            self._is_inside = True
+            self._without.__enter__()
+
+    def ends(self, table: dict[str, Any] | None) -> None:
         if self._is_inside:
             self._without.__exit__(None, None, None)
-        if event != "exception":
+        if table is not None:
             with torch.no_grad():
                 self._choose_memory()
-                table = at.f_locals  # each look at it before Python 3.13 would undo changes of it
                 table.update(dict(self._chosen(table)))
-        return self._own
 
     def _choose_memory(self) -> None:
         body, without = self._body.written, self._without.written

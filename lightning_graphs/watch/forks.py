@@ -311,32 +311,48 @@ class Choice(NamedTuple):
         if isinstance(waiting, _Behind):  # its condition asks once more: `if a or b`
             waiting.choosing.append(choose)
         else:
-            self.frame.f_trace = _Behind(self, choose)
+            _Behind(choose).begin(self.frame, self.node)
 
 
 Choose = Callable[[dict[str, Any]], Mapping[str, Any]]
 """Gives what some variables become, of all of them."""
 
 
-class _Behind:
+class UpToTheEnd:
     """Traces a frame up to the first line behind an ``if``, or to its end."""
 
-    def __init__(self, choice: Choice, choose: Choose) -> None:
-        self.choosing = [choose]
-        self._lines, self._own = lines_in(choice.node), choice.frame.f_trace
-        self._before = sys.gettrace()
+    def begin(self, frame: FrameType, node: ast.If) -> None:
+        self._lines, self._own, self._before = lines_in(node), frame.f_trace, sys.gettrace()
+        frame.f_trace = self
         sys.settrace(lambda *_: None)
 
     def __call__(self, at: FrameType, event: str, _: object) -> Any:
         if event == "line" and at.f_lineno in self._lines:
+            self.passes(at.f_lineno)
             return self
         sys.settrace(self._before)
         at.f_trace = self._own
-        if event != "exception":
-            table = at.f_locals  # each look at it before Python 3.13 would undo changes of it
+        # Each look at the variables before Python 3.13 would undo changes of them
+        self.ends(None if event == "exception" else at.f_locals)
+        return self._own
+
+    def passes(self, line: int) -> None:
+        """React to a line of the ``if`` that is about to run."""
+
+    def ends(self, table: dict[str, Any] | None) -> None:
+        """React to the end, with the variables there; None if an error leads to it."""
+
+
+class _Behind(UpToTheEnd):
+    """Sets variables at the first line behind an ``if``."""
+
+    def __init__(self, choose: Choose) -> None:
+        self.choosing = [choose]
+
+    def ends(self, table: dict[str, Any] | None) -> None:
+        if table is not None:
             for choose in self.choosing:
                 table.update(choose(table))
-        return self._own
 
 
 def choice_of(frame: FrameType, *, called: bool) -> Choice | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_graphs.watch.user_code import CompiledCode
-from tests.loops.test_training import adamw, loss_of
+from tests.loops.test_training import adamw, loss_of, training
 from tests.loops.twice import Lab, twice
 
 
@@ -26,15 +26,7 @@ def test_methods_that_read_are_kept_back_without_a_mode(
     def loop(lab: Lab) -> Any:
         model = lab.net()
         optimizer = adamw(model)
-
-        def train_step(batch: Any) -> Any:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            return read(loss)
-
-        step = lab.capture(train_step, model, optimizer)
+        step = lab.capture(training(model, optimizer, read), model, optimizer)
         return [step(batch) for batch in lab.batches(10)]
 
     item, cpu = torch.Tensor.item, torch.Tensor.cpu
