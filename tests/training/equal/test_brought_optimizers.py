@@ -209,12 +209,16 @@ def projection(p: Tensor, g: Tensor, state: Any, group: Any) -> None:
     p.sub_(update, alpha=group["lr"])
 
 
+@torch.enable_grad()
+def loss_by(closure: Any) -> Any:
+    return closure() if closure is not None else None
+
+
 class Lars(optim.Optimizer):
     """As Lightning Bolts has it, and most libraries of self-supervised training after it."""
 
     def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+        loss = loss_by(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 d_p = p.grad
@@ -237,8 +241,7 @@ class NovoGrad(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+        loss = loss_by(closure)
         for p in self.param_groups[0]["params"]:
             g, rate = p.grad, self.param_groups[0]["lr"]
             norm, spread = g.pow(2).sum(), self.state[p].setdefault("spread", g.new_zeros(1))
@@ -261,8 +264,7 @@ class ByNumbers(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+        loss = loss_by(closure)
         for p in self.param_groups[0]["params"]:
             size, factor = p.grad.abs().sum().item(), 1.0
             if size > 2**-3:
@@ -276,8 +278,7 @@ class WritingLater(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+        loss = loss_by(closure)
         for p in self.param_groups[0]["params"]:
             update = p.grad
             if p.grad.sum() > 0:
@@ -292,8 +293,7 @@ class Storing(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure is not None else None
+        loss = loss_by(closure)
         for p in self.param_groups[0]["params"]:
             ratio: Any = p.grad.norm() / p.norm()
             if p.grad.sum() > 0:
