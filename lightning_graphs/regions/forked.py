@@ -25,12 +25,21 @@ class WatchedState:
     """Tells which of some tensors a capture has written.
 
     Fused kernels of optimizers and of scalers count no versions; the schemas of operators tell.
+
+    Args:
+        tensors: Which.
+        refuse: Is called with each error of an operator, which user code may catch.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[Tensor] = (),
+        refuse: Callable[[RuntimeError], object] = lambda error: None,
+    ) -> None:
         self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
         self._memory: set[int] = set()  # where what operators have written begins
         self.seeing = OperatorsSeen(self._see)
+        self.seeing.on_error = refuse
 
     def _see(self, call: OperatorCall, _: object) -> None:
         self._memory.update(addresses_of(call.written))

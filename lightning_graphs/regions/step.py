@@ -120,7 +120,7 @@ class Attempts(StepBody):
         self._numbers: OptimizerNumbers  # of the present capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._behind: list[UpdateBehind] = []
-        self._state = WatchedState(())  # of the present capture, where it may fork
+        self._state = WatchedState()  # of the present capture, where it may fork
         self._written_ahead: list[Tensor] = []  # state that graphs ahead of forks write
         self.gives_way: Callable[[CaptureError], bool] = lambda _: False  # to a head
         # Surrounds what a graph captures
@@ -459,7 +459,8 @@ class StepCapture(Attempts):
             for watcher in watchers:
                 self._inside.enter_context(watcher.inside())
             if self._facts.forks.is_on:
-                self._state = WatchedState(self.state_written(begun.environment))
+                written = self.state_written(begun.environment)
+                self._state = WatchedState(written, self._followed.refuse)
                 self._facts.forks.ends = fork
                 self._inside.enter_context(self._facts.forks.quiet())
                 if not self.context.compiled.runs:  # it would be compiled again

@@ -447,7 +447,7 @@ class Followed:
             copies, room = client.copies_on_host(tensors), self.room_on_device
             given = inputs.tensors, copies, room, self._generators
             self.tracer = HostTracer(self._device, *given)
-            self.tracer.on_read, self.tracer.on_error = self._note_read, self._note_refusal
+            self.tracer.on_read, self.tracer.on_error = self._note_read, self.refuse
             self.tracer.declines, tape = client.declines, self.tracer.tape
             self.tracer.leaves_reals = self._leaves_reals
         is_here = all(tensor.device == self._device for tensor in inputs.tensors)
@@ -520,7 +520,7 @@ class Followed:
         if inside is not None:
             self.reads.append(CallAt.of((inside, inside.f_lasti, inside.f_lineno)))
 
-    def _note_refusal(self, error: RuntimeError) -> None:
+    def refuse(self, error: RuntimeError) -> None:
         """End the code at an operator that CUDA refuses, while the user's line runs."""
         if (refusal := self._refusal(error)) is not None:
             if refusal.rule == NOT_RECORDED.rule:
@@ -538,7 +538,7 @@ class Followed:
             try:
                 asked.condition().item()
             except RuntimeError as error:
-                self._note_refusal(error)
+                self.refuse(error)
         return None
 
     def _answered_last(self, asked: Question) -> Any:

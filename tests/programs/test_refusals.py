@@ -69,6 +69,17 @@ class TryingGradient(Trying):
         return 1 if gradient is None else 1 + gradient.abs().mean()
 
 
+class TryingShape(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        loss = loss.reshape(1)
+        return loss[loss > 0].sum()
+
+
+class TryingCopy(Trying):
+    def scale(self, loss: Tensor) -> Any:
+        return loss.cpu().to(self.device)
+
+
 class TryingIterator(Trying):
     def scale(self, loss: Tensor) -> Any:
         return next(self.scales)
@@ -236,6 +247,8 @@ ROWS = (
     | table(
         each={
             TryingGradient: ".grad of a parameter is read at",
+            TryingCopy: "cannot read a value on the host",
+            TryingShape: "an operator whose output shape depends on values",
             TryingIterator: "self.scales, an iterator, is read at",
         },
         validation=0,
