@@ -18,6 +18,7 @@ from lightning_graphs.device.graph import GraphPool
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.policy.options import Options
 from lightning_graphs.policy.worth import CapturePolicy, MemoryBudget
+from lightning_graphs.private.callsite import site_in
 from lightning_graphs.private.exchange import nothing
 from lightning_graphs.regions.conditions import NO_OBSERVERS, Observers, in_turn
 from lightning_graphs.regions.gradients import KeptGradients
@@ -267,3 +268,24 @@ class CaptureFacts:
         if self.foreseen.is_any:
             self.has_host_program = True
             context.policy.follows_host()
+
+
+class Notes:
+    """What attempts refuse, where :func:`~lightning_graphs.device.rules.noting` is entered."""
+
+    def __init__(self) -> None:
+        self.last: Sequence[CaptureError] = ()  # what the last attempt has refused
+        self.answered: list[CaptureError] = []  # what a host program does in place of the graph
+        self._asked: Sequence[CaptureError] = ()  # perhaps the next attempt's program does that
+
+    def take(self, refused: Sequence[CaptureError], *, asks_host: bool = False) -> bool:
+        """Take note of an attempt; return whether another one may go further in the code."""
+        before, self.last = self.last, refused
+        self.answered += [e for e in self._asked if not any(map(partial(_is_alike, e), refused))]
+        self._asked = refused if asks_host else ()
+        texts = [[(e.rule, e.observed) for e in found] for found in (before, refused)]
+        return bool(refused) and not refused[-1].is_noted and texts[0] != texts[1]
+
+
+def _is_alike(one: CaptureError, other: CaptureError) -> bool:
+    return one.rule == other.rule and site_in(one.observed) == site_in(other.observed)

@@ -6,6 +6,7 @@ Where that is another way than the captured one, all that they have written is u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,39 +14,55 @@ from torch import Tensor, nn
 
 from lightning_graphs.device.graph import CUDAGraph
 from lightning_graphs.device.trace import OperatorCall, OperatorsSeen
-from lightning_graphs.private.generators import RandomState
+from lightning_graphs.private.generators import RandomState, draws_in_cudnn
 from lightning_graphs.private.torch import is_strided, out_of_sight, plain, version_of
 from lightning_graphs.values.memory import addresses_of, bytes_of, copy_all
 from lightning_graphs.values.snapshot import Snapshot
-from lightning_graphs.watch.forks import Fork
+from lightning_graphs.watch.forks import Fork, Forks
 from lightning_graphs.watch.mechanism import Instruction
 
 
-class WatchedState:
-    """Tells which of some tensors a capture has written.
+class CapturedForks:
+    """Ends a graph where captured code asks the device which way to go on, and begins another one.
 
-    Fused kernels of optimizers and of scalers count no versions; the schemas of operators tell.
+    Fused kernels of optimizers and of scalers count no versions of the tensors that they write; the
+    schemas of operators tell.
 
     Args:
-        tensors: Which.
+        forks: The ways that captures of the fit go.
+        ends: End the graph that is captured, and begin another one; the first tells if it could.
+        state: Tensors of the step from before the capture.
         refuse: Is called with each error of an operator, which user code may catch.
     """
 
     def __init__(
         self,
-        tensors: Iterable[Tensor] = (),
-        refuse: Callable[[RuntimeError], object] = lambda error: None,
+        forks: Forks,
+        ends: Sequence[Callable[[], object]],
+        state: Iterable[Tensor],
+        refuse: Callable[[RuntimeError], object],
     ) -> None:
-        self._versions = [(tensor, version_of(tensor)) for tensor in tensors]
+        self._forks, self._ends = forks, ends
+        self._versions = [(tensor, version_of(tensor)) for tensor in state]
         self._memory: set[int] = set()  # where what operators have written begins
+        self._written: list[Tensor] = []  # of the state, by the graphs ahead of forks
         self.seeing = OperatorsSeen(self._see)
         self.seeing.on_error = refuse
 
     def _see(self, call: OperatorCall, _: object) -> None:
         self._memory.update(addresses_of(call.written))
 
-    def written(self) -> list[Tensor]:
-        """List those that were written so far."""
+    def end(self) -> bool:
+        """End a graph here; return whether it could."""
+        end, *others = self._ends
+        if not end():
+            return False
+        self._written = self._written_so_far()
+        for other in others:
+            other()
+        return True
+
+    def _written_so_far(self) -> list[Tensor]:
         with out_of_sight():  # each fork asks, while modes of the capture see functions of torch
             return [
                 tensor
@@ -53,6 +70,13 @@ class WatchedState:
                 if version_of(tensor) != before
                 or not self._memory.isdisjoint(addresses_of([tensor]))
             ]
+
+    def replayed(self, graphs: Sequence[CUDAGraph], module: Any) -> Forked:
+        """Return what replays do with the graphs that have ended at the forks of a module."""
+        draws = any(graph.dropout for graph in graphs)
+        modules = [*filter(draws_in_cudnn, module.modules())] if draws else []
+        parts = self._written, module.device, modules
+        return Forked(graphs, self._forks.taken, *parts, partial(self._forks.went, now=False))
 
 
 class Forked:

@@ -22,10 +22,8 @@ from lightning_graphs.private.callsite import (
     add_line,
     calls_observed,
     definition_of,
-    site_in,
 )
 from lightning_graphs.private.engine import backward_passes_observed, renew_gradient_nodes
-from lightning_graphs.private.generators import draws_in_cudnn
 from lightning_graphs.private.torch import (
     capture_unseen,
     deepcopies_cloned,
@@ -42,9 +40,9 @@ from lightning_graphs.regions.conditions import (
     conditions_of,
     refuse_new_seeds,
 )
-from lightning_graphs.regions.context import CaptureFacts, StepRecorder, TrainingContext
-from lightning_graphs.regions.forked import Forked, WatchedState
-from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients
+from lightning_graphs.regions.context import CaptureFacts, Notes, StepRecorder, TrainingContext
+from lightning_graphs.regions.forked import CapturedForks, Forked
+from lightning_graphs.regions.gradients import GradientTargets, PersistentGradients, StepGradients
 from lightning_graphs.regions.optimizer import CapturableOptimizer, UpdateRefused, state_undone
 from lightning_graphs.regions.own_gradients import OwnGradients, uses_refused
 from lightning_graphs.regions.plan import (
@@ -64,6 +62,7 @@ from lightning_graphs.values.tree import parameters_of
 from lightning_graphs.watch.batch import UnreadValues, objects_undone, of_host, written_tensors
 from lightning_graphs.watch.environment import Environment, RaisedInCapture, code_captured
 from lightning_graphs.watch.filled import PlaceUsedError
+from lightning_graphs.watch.head import Head
 from lightning_graphs.watch.host_trace import ArenaFull
 from lightning_graphs.watch.kept import LATE_RULES, first_read
 from lightning_graphs.watch.mechanism import Mechanism, Watcher
@@ -74,29 +73,8 @@ from lightning_graphs.watch.side_effects import SetData, SideEffects
 from lightning_graphs.watch.user_code import held_elsewhere
 
 
-class Notes:
-    """What attempts refuse, where :func:`~lightning_graphs.device.rules.noting` is entered."""
-
-    def __init__(self) -> None:
-        self.last: Sequence[CaptureError] = ()  # what the last attempt has refused
-        self.answered: list[CaptureError] = []  # what a host program does in place of the graph
-        self._asked: Sequence[CaptureError] = ()  # perhaps the next attempt's program does that
-
-    def take(self, refused: Sequence[CaptureError], *, asks_host: bool = False) -> bool:
-        """Take note of an attempt; return whether another one may go further in the code."""
-        before, self.last = self.last, refused
-        self.answered += [e for e in self._asked if not any(map(partial(_is_alike, e), refused))]
-        self._asked = refused if asks_host else ()
-        texts = [[(e.rule, e.observed) for e in found] for found in (before, refused)]
-        return bool(refused) and not refused[-1].is_noted and texts[0] != texts[1]
-
-
-def _is_alike(one: CaptureError, other: CaptureError) -> bool:
-    return one.rule == other.rule and site_in(one.observed) == site_in(other.observed)
-
-
 class Attempts(StepBody):
-    """Attempts to capture training steps of one fit, which learn of each other."""
+    """Attempts to capture training steps of one fit; each goes on from what others have met."""
 
     def __init__(
         self,
@@ -108,24 +86,24 @@ class Attempts(StepBody):
         super().__init__(context, optimizers, observers)
         self._facts = facts
         self.persistent = PersistentGradients()  # the gradients that outlive a replay
-        self._units = context.ranks.units
-        self._hooks, self._registers_hooks = 0, False
         self._asked: list[str] = []
         given = context.module, context.watch, facts, context.compiled, context.assertions
         self._followed = Followed(*given, context.pool.backend.refusal)
-        self._reduction: BucketReduction | None = None  # in place of DDP's own
         self._unread: UnreadValues | None = None  # the unguarded values of what is captured
-        self._inside = contextlib.ExitStack()  # surrounds the step's own code
         self._has_several_passes = False  # the capture has seen a backward pass inside of its own
-        self._numbers: OptimizerNumbers  # of the present capture
         self._unforeseen: list[Parameter] = []  # lacked memory for a gradient
         self._behind: list[UpdateBehind] = []
-        self._state = WatchedState()  # of the present capture, where it may fork
-        self._written_ahead: list[Tensor] = []  # state that graphs ahead of forks write
         self.gives_way: Callable[[CaptureError], bool] = lambda _: False  # to a head
+        self.notes = Notes()
+        self._units = context.ranks.units
         # Surrounds what a graph captures
         self.seeing: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.notes = Notes()
+        # Of the present capture
+        self._inside = contextlib.ExitStack()  # surrounds the step's own code
+        self._numbers: OptimizerNumbers
+        self._reduction: BucketReduction | None = None  # in place of DDP's own
+        self._hooks, self._registers_hooks = 0, False
+        self._forks: CapturedForks | None = None  # where it may fork
 
     def _attempts(
         self,
@@ -155,7 +133,8 @@ class Attempts(StepBody):
         compiled, had_program = self.context.compiled.runs, self._facts.has_host_program
         try:
             plan = attempt()
-            self.notes.take(())
+            if are_noted():
+                self.notes.take(())
             goes = call is None or plan.forked is None or are_noted() or self._goes(plan, call)
             return plan if goes else None
         except CaptureError as raised:
@@ -351,6 +330,14 @@ class _Begun(NamedTuple):
         self.asked.finish_capture()
 
 
+class _Results(NamedTuple):
+    """What the code of a captured step has left."""
+
+    output: StepOutputs
+    gradients: StepGradients
+    scaling: dict[str, Any]  # of the scaler, as its optimizers step
+
+
 class StepCapture(Attempts):
     """Captures training steps of one fit."""
 
@@ -425,64 +412,16 @@ class StepCapture(Attempts):
 
     @code_captured("A captured step")
     def _captured(self, given: Given | Behind, phase: Phase, watch: ReplayGuards) -> StepPlan:
-        self._segments = segments = Segments(self.context.pool, self._facts.reads, self.seeing)
-        scaling: dict[str, Any] = {}
-        recorder = self.client.recorder()
-        around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
-        self._behind = []
+        self._segments = Segments(self.context.pool, self._facts.reads, self.seeing)
+        self._behind, self._forks = [], None
         self._facts.forks.taken.clear()
-        self._facts.forks.ends, self._written_ahead = None, []
-        watchers: list[Watcher] = []
-
-        def cut(name: str) -> None:
-            if name == "step":
-                scaling.update(self.scaling())
-            self._begun.effects.look(self._facts.places.adopt)
-            segments.cut(name)
-
-        def fork() -> bool:
-            if has_forked := segments.fork():
-                self._written_ahead = self._state.written()
-                self._numbers.fork()
-            return has_forked
-
-        def begin(given: Given) -> Sequence[Any]:
-            """Begin to capture, at the end of the head if there is one."""
-            self._begun = begun = self._begin(given, phase, recorder)
-            watchers.extend(self._watched(begun, given, recorder, segments))
-            for watcher in watchers:
-                around.enter_context(watcher.around())
-            begun.targets.begin()
-            renew_gradient_nodes(begun.targets.parameters)
-            capturing.enter_context(segments.capturing("forward"))
-            capturing.enter_context(self._passes_counted(adds=begun.targets.adds))
-            for watcher in watchers:
-                self._inside.enter_context(watcher.inside())
-            if self._facts.forks.is_on:
-                written = self.state_written(begun.environment)
-                self._state = WatchedState(written, self._followed.refuse)
-                self._facts.forks.ends = fork
-                self._inside.enter_context(self._facts.forks.quiet())
-                if not self.context.compiled.runs:  # it would be compiled again
-                    self._inside.enter_context(self._state.seeing)
-            self._hooks = hooks_registered()  # those of the capture itself are no user's
-            return begun.arguments
-
+        self._facts.forks.ends = None
+        recorder, watchers = self.client.recorder(), list[Watcher]()
         try:
             with given.around():
-                with around:
-                    with capturing:
-                        code, keep = partial(given.run, begin), lambda: self._begun.targets.keep()
-                        output = self.run((code,), phase, recorder, cut=cut, keep=keep)
-                        begun = self._begun
-                        begun.effects.look(self._facts.places.adopt)
-                        self._sets.refuse_kept((*output.tensors, *begun.effects.left))
-                    copied = self._facts.kept.are_copied
-                    gradients = begun.targets.found(copied=copied)
-                for watcher in watchers:
-                    watcher.finish()
+                results = self._record(given, phase, recorder, watchers)
         except BaseException:  # KeyboardInterrupt and the like, too
-            segments.abandon()
+            self._segments.abandon()
             if self._units is not None:
                 self._units.forget_step()
             raise
@@ -491,6 +430,76 @@ class StepCapture(Attempts):
             before, self._facts.places.last = self._facts.places.last, None
         if [*self._facts.places]:  # other values stood there
             before = None
+        return self._planned(given.head, phase, recorder, watchers, watch, results, before)
+
+    def _record(
+        self,
+        given: Given | Behind,
+        phase: Phase,
+        recorder: StepRecorder,
+        watchers: list[Watcher],  # to which those of this capture are added
+    ) -> _Results:
+        """Run the step's code once, which its segments capture, under all that is watched."""
+        around, capturing = contextlib.ExitStack(), contextlib.ExitStack()
+        scaling: dict[str, Any] = {}
+
+        def cut(name: str) -> None:
+            if name == "step":
+                scaling.update(self.scaling())
+            self._begun.effects.look(self._facts.places.adopt)
+            self._segments.cut(name)
+
+        def begin(given: Given) -> Sequence[Any]:
+            """Begin to capture, at the end of the head if there is one."""
+            self._begun = begun = self._begin(given, phase, recorder)
+            watchers.extend(self._watched(begun, given, recorder, self._segments))
+            for watcher in watchers:
+                around.enter_context(watcher.around())
+            begun.targets.begin()
+            renew_gradient_nodes(begun.targets.parameters)
+            capturing.enter_context(self._segments.capturing("forward"))
+            capturing.enter_context(self._passes_counted(adds=begun.targets.adds))
+            for watcher in watchers:
+                self._inside.enter_context(watcher.inside())
+            if self._facts.forks.is_on:
+                self._follow_forks(begun.environment)
+            self._hooks = hooks_registered()  # those of the capture itself are no user's
+            return begun.arguments
+
+        with around:
+            with capturing:
+                code, keep = partial(given.run, begin), lambda: self._begun.targets.keep()
+                output = self.run((code,), phase, recorder, cut=cut, keep=keep)
+                effects, targets = self._begun.effects, self._begun.targets
+                effects.look(self._facts.places.adopt)
+                self._sets.refuse_kept((*output.tensors, *effects.left))
+            gradients = targets.found(copied=self._facts.kept.are_copied)
+        for watcher in watchers:
+            watcher.finish()
+        return _Results(output, gradients, scaling)
+
+    def _follow_forks(self, environment: Environment) -> None:
+        """Let the captured code go several ways, from here to the end of its forward pass."""
+        forks, state = self._facts.forks, self.state_written(environment)
+        ends = self._segments.fork, self._numbers.fork
+        self._forks = CapturedForks(forks, ends, state, self._followed.refuse)
+        forks.ends = self._forks.end
+        self._inside.enter_context(forks.quiet())
+        if not self.context.compiled.runs:  # it would be compiled again
+            self._inside.enter_context(self._forks.seeing)
+
+    def _planned(
+        self,
+        head: Head | None,
+        phase: Phase,
+        recorder: StepRecorder,
+        watchers: Sequence[Watcher],
+        watch: ReplayGuards,
+        results: _Results,
+        before: Any,  # the contents of the places that the step stores to, if they still hold
+    ) -> StepPlan:
+        """Make the plan of what was captured."""
+        begun, segments, (output, gradients, scaling) = self._begun, self._segments, results
         effects, environment = begun.effects, begun.environment
         for capturable in self.in_graphs:
             capturable.guard.remember()
@@ -500,13 +509,9 @@ class StepCapture(Attempts):
         effects.finish_capture()
         mechanisms = [m for w in watchers if (m := w.mechanism()) is not None]
         forked: Forked | None = None
-        if segments.ahead:
-            forks = self._facts.forks
-            mechanisms.append(Mechanism(key=(forks.reads,)))
-            draws = any(graph.dropout for graph in segments.ahead)
-            modules = [*filter(draws_in_cudnn, self.module.modules())] if draws else []
-            parts = self._written_ahead, self.module.device, modules
-            forked = Forked(segments.ahead, forks.taken, *parts, partial(forks.went, now=False))
+        if self._forks is not None and segments.ahead:
+            mechanisms.append(Mechanism(key=(self._facts.forks.reads,)))
+            forked = self._forks.replayed(segments.ahead, self.module)
         conditions = replace(conditions_of(begun.signature), attributes=watch.attributes())
         read = itertools.chain.from_iterable(mechanism.key for mechanism in mechanisms)
         return StepPlan(
@@ -529,7 +534,7 @@ class StepCapture(Attempts):
             stores=stores,
             scaling=scaling,
             present=begun.present,
-            head=given.head,
+            head=head,
             forked=forked,
             between=segments.between,
             behind=self._behind,
