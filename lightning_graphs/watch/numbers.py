@@ -74,10 +74,9 @@ from lightning_graphs.watch.tracers import (
     ScalarTracer,
     calls_followed,
     computed_instead,
-    constants_around,
     tensors_asked,
 )
-from lightning_graphs.watch.user_code import CompiledCode, UserCode
+from lightning_graphs.watch.user_code import CompiledCode, UserCode, constants_around
 
 _ROOM = 64  # numbers on the device, in one step
 WAYS = 8.0  # which draws may lead a step, at most: so many graphs there are for one batch

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_graphs.device.rules import CLOCK, COUNTER, DRAWN, Obstacle, refuse, with_known_remedy
 from lightning_graphs.errors import CaptureError, GraphError
-from lightning_graphs.private.callsite import OURS, CallSiteFinder, frames_from, is_library
+from lightning_graphs.private.callsite import OURS, CallSiteFinder
 from lightning_graphs.private.exchange import FOR_A_WHILE, Member, exchanged, nothing, standing_in
 from lightning_graphs.private.torch import PLAIN_TENSORS, is_wrapped
 from lightning_graphs.values.tree import leaves_of
@@ -245,6 +245,7 @@ def present(value: Any) -> Any:
 _LONGEST = 1000  # characters of an expression; loops make longer ones
 _FEW = 8  # values of a number, of which each may have a graph
 _PLAIN = (int, float, bool)
+_ROUNDING = (int, round, math.floor, math.ceil, math.trunc)
 
 
 class NumberUses:
@@ -291,7 +292,7 @@ class ScalarTracer(Tracer):
         super().__init__(name, read, nothing)
         self.numbers, self.name, self.value = numbers, name, value
         self.lasts, self.obstacle = lasts, obstacle
-        self.comes_back = False  # it has few values, such as batch_idx % 2: a guard for each
+        self.stays = False  # few values (batch_idx % 2) or long ones (step // 99): guards
 
     def class_for(self, frame: Any) -> type:
         """Return the number's class, for which ``F.interpolate`` asks of sizes."""
@@ -365,7 +366,7 @@ class ScalarTracer(Tracer):
         """Apply a function to the bare value, for code that cannot be traced."""
         self.numbers.are_places |= function is operator.index
         is_place = function is operator.index and not self.numbers.finds_places
-        if not self.lasts and (is_place or not self.comes_back):
+        if not self.lasts and (is_place or not self.stays):
             self.refuse()
             return function(self.value, *args)
         if self.obstacle is DRAWN:
@@ -398,9 +399,7 @@ class ScalarTracer(Tracer):
         if not kind:
             return value
         found = kind(self.numbers, name, read, value, lasts, obstacle)
-        is_residue = function is operator.mod and type(operands[1]) is int
-        found.comes_back = is_residue and 0 < operands[1] <= _FEW
-        found.comes_back |= all(number.comes_back for number in numbers)
+        found.stays = all(n.stays for n in numbers) or _is_coarse(function, operands)
         return found
 
     def outcome(self, name: str, function: Callable[..., Any], *operands: Any) -> Any:
@@ -504,6 +503,14 @@ def _obstacle_of(numbers: Sequence[ScalarTracer]) -> Obstacle:
     return next((o for o in (CLOCK, DRAWN) if o in others), (others or found)[0])
 
 
+def _is_coarse(function: Callable[..., Any], operands: Sequence[Any]) -> bool:
+    """Return whether a function gives few values, or the same one for many of its operand."""
+    if function in (operator.mod, operator.floordiv) and type(by := operands[1]) is int:
+        return 0 < by <= _FEW if function is operator.mod else by > _FEW
+    value = getattr(operands[0], "value", None)
+    return function in _ROUNDING and len(operands) == 1 and isinstance(value, float)
+
+
 def _operand(value: Any) -> str:
     name = value.name if isinstance(value, ScalarTracer) else repr(value)
     return f"({name})" if " " in name else name
@@ -577,13 +584,6 @@ def _conversion(kind: Any) -> type:
 
 
 _CONVERSIONS: dict[type, type] = {kind: _conversion(kind) for kind in (float, int)}
-
-
-def constants_around() -> Iterator[Any]:
-    """Return the constants in the code of running user functions."""
-    for frame in frames_from(sys._getframe(1)):
-        if not is_library(frame.f_code.co_filename):
-            yield from frame.f_code.co_consts
 
 
 # ------------------ What code asks of tensors

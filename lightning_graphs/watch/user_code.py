@@ -559,3 +559,10 @@ def asking(own: UserCode, frame: FrameType) -> FrameType | None:
         if module.partition(".")[0] in _ON_THEIR_OWN and not module.startswith(_FOR_OTHERS):
             return None
     return None
+
+
+def constants_around() -> Iterator[Any]:
+    """Return the constants in the code of running user functions."""
+    for frame in frames_from(sys._getframe(1)):
+        if not is_library(frame.f_code.co_filename):
+            yield from frame.f_code.co_consts

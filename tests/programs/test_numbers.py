@@ -370,6 +370,20 @@ def in_turn(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return nn.functional.cross_entropy(self.net(x), batch["y"]) * (0.5, 2.0)[batch_idx % 2]
 
 
+def in_stages(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """A layer, a length, a loop and an exponent that stay for many steps each."""
+    seen = math.ceil(min(1.0, 0.3 + self.global_step / 40) * 8)
+    x = nn.functional.pad(batch["x"][:, :seen], (0, 8 - seen))
+    for _ in range(1 + self.global_step // 20):
+        x = x * 1.25
+    layer = (self.net[0], self.net)[min(self.global_step // 16, 1)]
+    share = 0.5 ** int(self.global_step / 20)
+    smoothed = nn.functional.cross_entropy(
+        self.net(x), batch["y"], label_smoothing=0.1 / (1 + self.global_step // 20)
+    )
+    return smoothed + share * layer(x).square().mean()
+
+
 class Overriding(Moving):
     """Looks at what it logs."""
 
@@ -406,6 +420,7 @@ ROWS = (
     )
     | stepping(Moving, all_operators, also="by threes; float64; bf16", **FACTOR)
     | stepping(Moving, in_turn, max_epochs=4, graphs=2, replayed=13)
+    | stepping(Moving, in_stages, max_epochs=4, replayed=13, resumes=False, found=None)
     | stepping(Moving, decays, around=scheduling, max_epochs=4, graphs=1)
     | stepping(Moving, drawn, max_epochs=3)
     | stepping(Moving, stores)
