@@ -265,7 +265,7 @@ class StepRegion(HeadedSteps):
 
     def _follows_numbers(self, key: Signature) -> bool:
         """Let numbers that keep changing be inputs of graphs, as those that steps count are."""
-        before = self._notices.latest
+        before = self._notices.last
         names = [] if before is None else numbers_moved(before, key)
         self._moves = self._moves + 1 if names else 0
         return self._moves == FEW and self._facts.places.learn_named(names)
@@ -477,12 +477,15 @@ class StepMessages:
     def __init__(self, fit: TrainingContext, step: str) -> None:
         self._fit, self._messages = fit, fit.messages
         self._step = step  # what the user calls it
-        self.latest: Signature | None = None
+        self._is_refused = False  # a capture was
+        self.latest: Signature | None = None  # of the last captured step
+        # What a step is compared with: that, or the last one after a refused capture
+        self.last: Signature | None = None
 
     def captured(self, signature: Signature, moved: Sequence[str]) -> None:
         """Count a capture, and say what tells it from the last one, or what it follows now."""
         self._fit.statistics.captures += 1
-        before, self.latest = self.latest, signature
+        before, self.latest, self.last = self.latest, signature, signature
         if before is None or not (changes := self._differences(before, signature) or [*moved]):
             return
         phases = [conditions_of(key).phase for key in (before, signature)]
@@ -510,7 +513,9 @@ class StepMessages:
         at_once: bool,  # do not wait for more of them
     ) -> bool:
         """Say once why steps run eagerly, after many in a row."""
-        before = self.latest
+        before = self.last
+        if self._is_refused and self.latest is None:
+            self.last = signature
         moved = moving(before, signature, codes) if before is not None else None
         read = read or (_read_on_host(signature, plans) if plans else None)
         say = read is None and moved is None
@@ -528,6 +533,7 @@ class StepMessages:
         """Warn, or raise with ``on_failure="raise"``, that a step cannot be captured."""
         if self._fit.options.on_failure == "raise":
             raise (error.__cause__ or error) if isinstance(error, RaisedInCapture) else error
+        self._is_refused = True
         self.say_refused(error, has_graphs=has_graphs)
 
     def say_refused(self, error: GraphError, *, has_graphs: bool) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torchmetrics
 from torch import Tensor, nn
@@ -56,6 +57,37 @@ class Trying(Net):
         except Exception:  # as frameworks of disent
             self.trainer.callbacks.clear()
             return loss
+
+
+class Player:
+    """Plays in a world of arrays."""
+
+    def __init__(self) -> None:
+        self.state = np.zeros(8, dtype=np.float32)
+
+    def play(self, net: nn.Module) -> float:
+        with torch.no_grad():
+            choice = int(net(torch.from_numpy(self.state)[None]).argmax())
+        self.state = (0.9 * self.state + 0.1 * np.arange(8) * (choice - 1)).astype(np.float32)
+        return float(self.state[0])
+
+
+class Playing(Net):
+    """Plays in the step, and copies its weights now and then, so that a branch is refused first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+        self.target = copy.deepcopy(self.layers).requires_grad_(False)
+        self.player = Player()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        reward = self.player.play(self.layers)
+        aim = self.target(batch["x"]).softmax(1)
+        if self.global_step % 7 == 0:
+            self.target.load_state_dict(self.layers.state_dict())
+        self.log("reward", reward)
+        return nn.functional.cross_entropy(self.layers(batch["x"]), aim)
 
 
 class TryingMetric(Trying):
@@ -238,6 +270,11 @@ ROWS = (
     | table(
         Windowed, said="cannot compute with the list: self.losses: list of", found=None, replayed=0,
         data=lambda: batches(48), validation=0, max_epochs=1,
+    )
+    | table(
+        Playing, said="which keeps changing: self.player.state", placed=False, found=None,
+        replayed=60, capture={"scope": "auto"}, data=lambda: batches(120), validation=0,
+        max_epochs=1,
     )
     | table(Saving, found=None, **TWENTY)  # saves behind each replay
     | table(ListingLabels, found=None, **TWENTY)  # ahead of the graph
