@@ -158,6 +158,7 @@ class StepRunner(StepRegion):
         """Replay the optimizer step after hooks have run, or run it eagerly if they changed it."""
         guard = self._capture.in_graphs[0].guard
         moved = guard.numbers() != plan.conditions.hyper_parameters
+        moved = moved or not self._watch.are_in_place()
         if moved or guard.is_replaced(self._trainer.current_epoch) or not plan.gradients.complete():
             self._capture.step_eagerly(plan.scaling)
             return

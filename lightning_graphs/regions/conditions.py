@@ -451,7 +451,7 @@ class ReplayGuards:
         code, hooks, kept = CodeOfModules([module]), _Hooks(module), facts.kept
         # What makes all graphs invalid, and why; the first two take longest
         self._of_all: tuple[tuple[Check, Callable[[], str]], ...] = (
-            ((self._are_in_place, True), self._moved),
+            ((self.are_in_place, True), self._moved),
             ((code.now, code.known), code.exchanged),
             ((hooks.have_changed, False), lambda: "a hook was registered or removed"),
             *client.of_all,
@@ -472,7 +472,8 @@ class ReplayGuards:
                 return reason
         return ""
 
-    def _are_in_place(self) -> bool:
+    def are_in_place(self) -> bool:
+        """Return whether tensors have the memory of the capture, or could be moved back there."""
         guard = self._guard
         return guard.holds() or (guard.bring_back() and guard.holds())
 

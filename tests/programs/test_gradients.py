@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -236,6 +237,45 @@ class CancelsTheLast(Net):
         return torch.optim.Adam(self.parameters(), lr=1e-2, fused=True)
 
 
+class Attacking(Net):
+    """Adds the gradients of an attack on its weights in a hook, which gives them other memory."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch = batch
+        return self.loss(batch)
+
+    def on_after_backward(self) -> None:
+        weight = self.net[0].weight
+        self.attack(weight)
+        self.loss(self.batch).backward()
+        self.put_back(weight)
+
+    def attack(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self.kept = [weight.data.clone()]
+        weight.data.add_(weight.grad, alpha=0.5)
+
+    def put_back(self, weight: Tensor) -> None:
+        weight.data = self.kept.pop()
+
+
+class AttackingAsFgm(Attacking):
+    """Keeps the weights in a dict of an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attacker = SimpleNamespace(backup={})
+
+    def attack(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self.attacker.backup["weight"] = weight.data.clone()
+        weight.data.add_(weight.grad, alpha=0.5)
+
+    def put_back(self, weight: Tensor) -> None:
+        weight.data = self.attacker.backup["weight"]
+        self.attacker.backup = {}
+
+
 def steps_in_graphs_again(fit: Fit) -> bool:
     return any("made the state" in reason for reason in fit.statistics.recaptures)
 
@@ -256,6 +296,7 @@ ROWS = (
         CancelsTheLast, said=None, found=None, replayed=15, validation=0, max_epochs=3,
         data=lambda: batches(12), check=steps_in_graphs_again,
     )
+    | table(Attacking, AttackingAsFgm, said=None, found=None, validation=0, max_epochs=3)
     | table(ReadsInAHook, said=r"\.grad of a parameter is read at .*# read", validation=0)
 )  # fmt: skip
 
