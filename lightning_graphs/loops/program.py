@@ -27,11 +27,12 @@ from lightning_graphs.private.distributed import is_within_backward
 from lightning_graphs.private.engine import backward_passes_noted
 from lightning_graphs.regions.context import Client, StepRecorder
 from lightning_graphs.values.guards import REALS, is_object
+from lightning_graphs.values.memory import Given
 from lightning_graphs.values.tree import item_label, leaves_of, parameters_of, stepping
 from lightning_graphs.watch.environment import Effect, Environment, effects_watched
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.kept import CallAt, KeptCalls
-from lightning_graphs.watch.late import LateCalls
+from lightning_graphs.watch.late import LateCalls, LatePolicy, LateValue
 from lightning_graphs.watch.reads import AttributeGuards, reached_by
 from lightning_graphs.watch.user_code import Held, UserCode, function_of
 
@@ -353,6 +354,10 @@ class ReadRecorder(StepRecorder):
 
     def keeping(self, *, by_methods: bool) -> AbstractContextManager[object]:
         return self._kept.of_torch(self._late.keep, by_methods=by_methods)
+
+    def keep(self, function: Callable[..., Any], given: Given, policy: LatePolicy) -> LateValue:
+        """Keep a call back; see :data:`~lightning_graphs.watch.late.Keep`."""
+        return self._late.keep(function, given, policy)
 
     def finish(self) -> None:
         for name in self._late.finish():

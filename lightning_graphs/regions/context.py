@@ -30,6 +30,7 @@ from lightning_graphs.watch.environment import Environment
 from lightning_graphs.watch.foreseen import ForeseenReads
 from lightning_graphs.watch.forks import Forks
 from lightning_graphs.watch.kept import CallAt, KeptCalls
+from lightning_graphs.watch.late import LatePolicy, LateValue
 from lightning_graphs.watch.mechanism import Instruction
 from lightning_graphs.watch.mirrors import Mirrors
 from lightning_graphs.watch.places import StepState
@@ -55,6 +56,10 @@ class StepRecorder:
             by_methods: See :meth:`~lightning_graphs.watch.kept.KeptCalls.of_torch`.
         """
         return nullcontext()
+
+    def keep(self, function: Callable[..., Any], given: Given, policy: LatePolicy) -> LateValue:
+        """Keep a call back; see :data:`~lightning_graphs.watch.late.Keep`."""
+        policy.refuse(policy.name)
 
     def finish(self) -> None:
         """Called at the end of the step's own code, as a part of it."""

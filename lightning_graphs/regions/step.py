@@ -238,7 +238,8 @@ class Attempts(StepBody):
         if compiled != self.context.compiled.runs:
             return True  # it was followed as if none of it was compiled
         if isinstance(error, PlaceUsedError):
-            facts.places.are_used(error.place)
+            if not (error.place.is_late and self.client.keeps_back(error, self._followed.reads)):
+                facts.places.are_used(error.place)
             return True
         if isinstance(error, NumberMovedError) and facts.places.learn_logged(error.number):
             return True
@@ -599,7 +600,7 @@ class StepCapture(Attempts):
             Watcher(partial(state_undone, self.optimizers, targets.parameters, self._scaler), old),
             Watcher(self.context.compiled.watching),
             Watcher(
-                partial(effects.exchanged, number, self.client.own.modules),
+                partial(effects.exchanged, number, recorder, self.client.own),
                 finish=lambda: effects.refuse_untouched(environment.outside.codes),
                 mechanism=partial(effects.mechanism, present),
             ),

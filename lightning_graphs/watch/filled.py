@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import builtins
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import itemgetter
 from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
+
+import numpy
+from torch import Tensor
 
 from lightning_graphs.device.rules import FILLED
-from lightning_graphs.errors import CaptureError
+from lightning_graphs.errors import CaptureError, stop
 from lightning_graphs.private.callsite import CallSiteFinder
 from lightning_graphs.private.exchange import exchanged, standing_in
 from lightning_graphs.values.guards import REALS
+from lightning_graphs.values.memory import Given
+from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.forms import MakeNumber
-from lightning_graphs.watch.late import LateValue
+from lightning_graphs.watch.late import Keep, LatePolicy, LateValue, kept_if_late
 from lightning_graphs.watch.tracers import Tracer
 
 
@@ -22,6 +31,109 @@ class PlaceUsedError(CaptureError):
     """Raised if a captured step computes with a list that it fills, or reads what others store."""
 
     place: Any  # where that is kept
+
+
+def _refuse(place: Any, name: str) -> NoReturn:
+    observed = f"{name} is used at {CallSiteFinder().here().describe()}"
+    error = PlaceUsedError(FILLED.rule, observed, FILLED.remedy)
+    error.place = place
+    stop(error)
+
+
+def use(place: Any) -> None:
+    """Let captures follow what steps compute with the list that they fill in a place.
+
+    A list of numbers, as most often some that the steps have read, is used behind the graph, unless
+    they need what they compute there; any other is state.
+    """
+    held = place.now()
+    are_numbers = isinstance(held, (list, deque)) and all(type(v) in REALS for v in held)
+    place.is_late = are_numbers and not place.is_late
+    place.is_used = not place.is_late
+
+
+class Recorder(Protocol):
+    """Keeps calls back; see :class:`~lightning_graphs.regions.context.StepRecorder`."""
+
+    @property
+    def keep(self) -> Keep:
+        """What keeps them back."""
+
+    def at_end(self, instruction: Callable[[], object]) -> None:
+        """Let a replay do this in the end."""
+
+
+class LateList:
+    """A list with which user code computes no more than what is logged or stored.
+
+    All that it does with the list is done behind the graph, with the list itself. How long that is
+    is known ahead of the graph: a number of the step.
+
+    Attributes:
+        tracer: Stands for the list while the code is captured.
+    """
+
+    def __init__(
+        self,
+        place: Any,
+        number: MakeNumber,
+        recorder: Recorder,
+        is_own: Callable[[FrameType], bool],  # whether a frame runs user code
+    ) -> None:
+        self._place, self._number, self._recorder = place, number, recorder
+        self._held = place.now()
+        self._room = getattr(self._held, "maxlen", None)
+        self._bound: dict[int, tuple[str, LateValue]] = {}  # methods, by the ``id`` of the tracer
+        self._changes: list[int | None] = []  # of its length by calls of these, if that is known
+        # How long it was ahead of the present replay, while calls behind that are made
+        self._before: list[int] = []
+        policy = LatePolicy(place.name, partial(_refuse, place), is_own, self._keep)
+        self.tracer = recorder.keep(self._begin, ((), {}), policy)
+        self.tracer.length = self._length
+        recorder.at_end(self._before.clear)
+
+    def _begin(self) -> Any:
+        now = self._place.now()
+        self._before[:] = [len(now)]
+        return now
+
+    def _now(self) -> int:
+        if self._before:
+            return self._before[0]
+        return len(self._held if (now := self._place.now()) is self.tracer else now)
+
+    def _keep(self, function: Callable[..., Any], given: Given, policy: LatePolicy) -> Any:
+        (first, *rest), _ = given
+        is_attribute = function is getattr and first is self.tracer
+        if is_attribute and rest == ["maxlen"]:
+            return self._room
+        if id(first) in self._bound or function in _OPERATORS:
+            method = self._bound[id(first)][0] if id(first) in self._bound else function.__name__
+            adds = method in ("extend", "iadd") and type(rest[0]) in (list, tuple)
+            by_slice = method in ("setitem", "delitem") and type(rest[0]) is not int
+            known = None if by_slice else _CHANGES.get(method)
+            self._changes.append(len(rest[0]) if adds else known)
+        if any(tensor.requires_grad for tensor in leaves_of(given, Tensor)):
+            self.tracer.refuse()  # the list would hold its history
+        late = self._recorder.keep(function, given, policy)
+        if is_attribute:
+            self._bound[id(late)] = rest[0], late
+        return late
+
+    def _length(self) -> Any:
+        length = self._number(f"len({self._place.name})", self._now)
+        for change in self._changes:
+            if change is None:
+                self.tracer.refuse()
+            length = length + change
+            if self._room is not None and length > self._room:
+                length = self._room
+        return length
+
+
+_OPERATORS = (operator.iadd, operator.setitem, operator.delitem)
+_CHANGES = {"append": 1, "appendleft": 1, "pop": -1, "popleft": -1, "setitem": 0, "delitem": -1}
+"""By how much these methods and operators change the length of a list or deque."""
 
 
 Operations = Sequence[tuple[str, tuple[Any, ...]]]
@@ -43,10 +155,7 @@ class ListAppend(Tracer):
         self.operations: list[tuple[str, tuple[Any, ...]]] = []
 
     def _used(self, name: str) -> NoReturn:
-        observed = f"{name} is used at {CallSiteFinder().here().describe()}"
-        error = PlaceUsedError(FILLED.rule, observed, FILLED.remedy)
-        error.place = self._place
-        raise error
+        _refuse(self._place, name)
 
     def _note(self, method: str, *args: Any) -> None:
         if not hasattr(self._kind, method):
@@ -124,14 +233,28 @@ for _method in (*_OF_ONE, *_OF_MANY):
     setattr(ListAppend, _method, _filling(_method, many=_method in _OF_MANY))
 
 
-def lengths_followed(modules: Iterable[ModuleType]) -> AbstractContextManager[None]:
-    """Let ``len`` in these modules, of user code, give a number of the step for such a list."""
+def functions_followed(modules: Iterable[ModuleType]) -> AbstractContextManager[None]:
+    """Let these modules, of user code, give tracers for lists to functions in C."""
 
-    def length(_: FrameType, container: Any) -> Any:
-        return container.applied(len, ()) if type(container) is ListAppend else len(container)
+    def following(function: Callable[..., Any]) -> Callable[..., Any]:
+        late = kept_if_late(function)
 
-    instead = standing_in(len, length)
-    return exchanged((module, "len", instead) for module in modules)
+        def call(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+            if args and type(args[0]) is ListAppend:
+                return args[0].applied(function, args)
+            if function in (max, min) or (args and isinstance(args[0], LateValue)):
+                return late(frame, *args, **kwargs)  # it asks tensors which is less
+            return function(*args, **kwargs)
+
+        return standing_in(function, call)
+
+    instead = {name: following(getattr(builtins, name)) for name in _OF_LISTS}
+    own = ((m, name, function) for m in modules for name, function in instead.items())
+    arrays = ((numpy, name, following(getattr(numpy, name))) for name in ("array", "asarray"))
+    return exchanged((*own, *arrays))
+
+
+_OF_LISTS = ("len", "sum", "max", "min", "sorted")
 
 
 def perform(operations: Operations, container: Any) -> None:

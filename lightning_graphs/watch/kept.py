@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_graphs.device.rules import (
     DYNAMIC_SHAPE,
+    FILLED,
     HOST_READ,
     LINEAR_ALGEBRA,
     NOT_RECORDED,
@@ -43,7 +44,15 @@ from lightning_graphs.values.guards import is_object
 from lightning_graphs.values.memory import RETURNED, Given
 from lightning_graphs.values.tree import leaves_of
 from lightning_graphs.watch.host import RULE as ON_HOST
-from lightning_graphs.watch.late import ITEM, OF_ONE_SHAPE, Keep, LatePolicy, LateValue, acts
+from lightning_graphs.watch.late import (
+    ITEM,
+    OF_ONE_SHAPE,
+    Keep,
+    LatePolicy,
+    LateValue,
+    acts,
+    kept_if_late,
+)
 from lightning_graphs.watch.texts import (
     forget_parts,
     function_called,
@@ -149,14 +158,15 @@ class KeptCalls:
         """
         used = {site: kept for site, kept in self.known.items() if kept.is_used}
         texts = next((kept.error for kept in used.values()), None)
-        if texts is None and (error.rule in LATE_RULES or error.__cause__ is not None):
+        may = error.rule in LATE_RULES or error.rule == FILLED.rule
+        if texts is None and (may or error.__cause__ is not None):
             texts = error.rule, error.observed, error.remedy
         for at in causes_of(error):
             frames = [*_entries(at)]
             if texts is None and any(is_asked_for_text(frame) for frame, *_ in frames):
                 texts = error.rule, error.observed, error.remedy
             if texts is not None and any(self.own.runs_in(frame) for frame, *_ in frames):
-                anyway = bool(used) or error.rule in LATE_RULES
+                anyway = bool(used) or may
                 if self.learn_call(frames, texts, anyway=anyway):
                     for kept in used.values():
                         kept.is_used = False
@@ -372,7 +382,8 @@ class KeptCalls:
 
         modules = asking & sys.modules.keys()
         conversions = {(name, kind) for name in modules for kind in (float, int)}
-        chosen = [(sys.modules[m], f.__name__, _among_late(f)) for m in modules for f in (max, min)]
+        instead = {f.__name__: standing_in(f, kept_if_late(f)) for f in (max, min)}
+        chosen = [(sys.modules[m], *pair) for m in modules for pair in instead.items()]
         calls = _CallsOfTorch(self, keep)
         reads = exchanged(calls.members) if by_methods else calls
         with calls_followed(conversions), tensors_asked(number), exchanged(chosen), reads:
@@ -423,6 +434,7 @@ def _refuse_histories(function: Any, given: Given, policy: LatePolicy) -> None:
 _READING = frozenset(
     {"item", "tolist", "numpy", "cpu", "to", "__getitem__", "nonzero", "argwhere", "bincount"}
     | {"masked_select", "svd", "svdvals", "eigh", "eigvalsh", "eig", "eigvals", "matrix_rank"}
+    | {"tensor", "as_tensor"}
 )
 """Functions that read values on the host, also for the shapes of their results."""
 
@@ -470,16 +482,6 @@ class _CallsOfTorch(FunctionMode):
         if name in OF_ONE_SHAPE and type(late) is LateValue:  # the doctor makes the call
             late.sizes = tuple(args[0].shape)
         return late
-
-
-def _among_late(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
-        late = next((a for a in args if isinstance(a, LateValue)), None)
-        if late is None or kwargs:
-            return called_from(frame, function)(*args, **kwargs)  # it asks tensors which is less
-        return late.applied(function, args)
-
-    return standing_in(function, call)
 
 
 def _refuse(kept: _Kept, _: str) -> NoReturn:

@@ -8,6 +8,7 @@ the next one gives a tracer for its result, on which user code may compute furth
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import sys
 import weakref
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_graphs.private.callsite import OURS, frames_from, instruction_at
-from lightning_graphs.private.exchange import in_inference_mode
+from lightning_graphs.private.exchange import called_from, in_inference_mode
 from lightning_graphs.private.torch import is_wrapped, version_of
 from lightning_graphs.values.memory import Given, addresses_of, clone_all, storage_address
 from lightning_graphs.values.tree import leaves_of, substitute
@@ -54,6 +55,7 @@ class LateValue(Tracer):
 
     sizes: Sequence[int] = ()  # of its dimensions, as far as the capture knows them
     _sizes_given: Sequence[int] = ()  # those of what it gives if it is called
+    length: Callable[[], Any] | None = None  # of a list: gives how long it is by now
 
     def __init__(self, policy: LatePolicy) -> None:
         self._value: Any = None
@@ -73,10 +75,12 @@ class LateValue(Tracer):
             self.refuse()
         return self.kind or type(self)
 
-    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> LateValue:
-        """Keep back ``float``, ``int`` and functions of ``math``."""
+    def applied(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Keep back ``float``, ``int``, functions of ``math`` and of lists."""
         if function is self.kind:
             return self
+        if function is len and self.length is not None:
+            return self.length()
         frame = _caller_past(OURS)
         if frame is None or not self._policy.is_own(frame):
             self.refuse()
@@ -117,6 +121,24 @@ class LateValue(Tracer):
         if not self.sizes:
             self.refuse()
         return self.sizes[0]
+
+    def __iadd__(self, values: Any) -> Any:
+        if self.length is None:
+            return NotImplemented
+        self._kept(operator.iadd, self, values)
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._change(operator.setitem, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._change(operator.delitem, key)
+
+    def _change(self, function: Callable[..., Any], *args: Any) -> None:
+        """Change a list; what changes another value could be seen through other names."""
+        if self.length is None:
+            self.refuse()
+        self._kept(function, self, *args, depth=3)
 
     __enter__ = __exit__ = Tracer._refuse  # as of an open file
 
@@ -199,6 +221,18 @@ def _caller_past(*packages: str) -> FrameType | None:
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
+
+
+def kept_if_late(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what keeps a function in C back if it is given what comes late; the frame is first."""
+
+    def call(frame: FrameType, *args: Any, **kwargs: Any) -> Any:
+        late = next((a for a in args if isinstance(a, LateValue)), None)
+        if late is None:
+            return called_from(frame, function)(*args, **kwargs)
+        return late.applied(functools.partial(function, **kwargs) if kwargs else function, args)
+
+    return call
 
 
 ITEM = Tensor.item

@@ -42,7 +42,7 @@ from lightning_graphs.values.guards import (
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
 from lightning_graphs.values.tree import leaves_of, parameters_of, substitute
-from lightning_graphs.watch.filled import ListAppend
+from lightning_graphs.watch.filled import ListAppend, use
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
@@ -85,7 +85,8 @@ class Entry(Place):
 
     owner: Any  # the module, or a table of its parameters or buffers
     keys: tuple[Any, ...]  # of the attribute, of the entry in what it holds, and so on
-    is_used: bool = False  # steps compute with the list that they fill there
+    is_used: bool = False  # steps compute with the list that they fill there: it is state
+    is_late: bool = False  # they do so behind the graph alone
     binding: str = ""  # of a place outside of modules: the variable that leads to it
 
     @property
@@ -120,7 +121,7 @@ class Entry(Place):
         return id(self.holder), self.keys[-1]
 
     def is_filled(self) -> bool:
-        """Return whether it holds a list, deque or set that steps fill and do not compute with."""
+        """Return whether it holds a list, deque or set that steps fill, and is no state of them."""
         return not self.is_used and type(self.now()) in _FILLED
 
 
@@ -244,6 +245,7 @@ class Arranged:
 
     def __init__(self, places: Iterable[Place]) -> None:
         self.filled: list[Entry] = []  # lists that are filled, and neither read nor state
+        self.late: list[Entry] = []  # lists that are filled, and read, behind the graph
         self.counted: list[Place] = []  # numbers
         self.stored: list[Place] = []  # others
         known: set[tuple[int, Any]] = set()
@@ -251,17 +253,18 @@ class Arranged:
             if isinstance(place, Entry) and place.where in known:
                 continue  # by another name
             known.update([place.where] if isinstance(place, Entry) else [])
-            if any(isinstance(place, Entry) and place.path_in(outer) for outer in self.filled):
+            outer = (*self.filled, *self.late)
+            if any(isinstance(place, Entry) and place.path_in(one) for one in outer):
                 continue  # a step that changes it reads the list that it is in
             if isinstance(place, Entry) and place.is_filled():
-                self.filled.append(place)
+                (self.late if place.is_late else self.filled).append(place)
             else:
                 counts = isinstance(place, Number) and type(place.now()) in REALS
                 (self.counted if counts else self.stored).append(place)
 
     @property
     def all(self) -> list[Place]:
-        return [*self.stored, *self.filled, *self.counted]
+        return [*self.stored, *self.filled, *self.late, *self.counted]
 
 
 class State:
@@ -493,10 +496,10 @@ class StepState:
         return self.learn_named([n for n, where in self._reads.where.items() if where in moved])
 
     def are_used(self, *filled: Entry) -> bool:
-        """Mark filled lists with which steps compute as state: these, or all; False if none."""
+        """Follow what steps compute with lists that they fill: these, or all; False if none."""
         found = filled or [p for p in self if isinstance(p, Entry) and p.is_filled()]
         for place in found:
-            place.is_used = True
+            use(place)
         if found:
             self._changed()
         return bool(found)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,7 +45,14 @@ from lightning_graphs.values.signature import CallPlan
 from lightning_graphs.values.snapshot import Result, results_in
 from lightning_graphs.values.tree import item_label, leaves_of, substitute
 from lightning_graphs.watch.batch import Holder, holders_in, new_results
-from lightning_graphs.watch.filled import ListAppend, PlaceUsedError, lengths_followed, perform
+from lightning_graphs.watch.filled import (
+    LateList,
+    ListAppend,
+    PlaceUsedError,
+    Recorder,
+    functions_followed,
+    perform,
+)
 from lightning_graphs.watch.forms import MakeNumber
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.mechanism import Mechanism
@@ -62,6 +69,7 @@ from lightning_graphs.watch.places import (
     signature_of,
 )
 from lightning_graphs.watch.tracers import LateTracer, Tracer
+from lightning_graphs.watch.user_code import UserCode
 
 
 class CopiedOut:
@@ -226,10 +234,10 @@ class SideEffects:
     ) -> None:
         self._copies = CopiedOut(state)
         found, self._is_read = Arranged(places), is_read
-        self._filled, self._counted = found.filled, found.counted
+        self._filled, self._late, self._counted = found.filled, found.late, found.counted
         self._states = [State(place, found.all) for place in found.stored if is_read(place)]
         self._unread = [place for place in found.stored if not is_read(place)]
-        self._types = [(place, type(place.now())) for place in (*self._filled, *self._counted)]
+        self._types = [(p, type(p.now())) for p in (*self._filled, *self._late, *self._counted)]
         signature, tensors = signature_of(self._states)
         self.signature = (signature,) if places else ()
         self._call = CallPlan(signature, check_modes=False)
@@ -266,13 +274,15 @@ class SideEffects:
     def exchanged(
         self,
         number: MakeNumber,
-        modules: Callable[[], Iterable[ModuleType]] = tuple,
+        recorder: Recorder,
+        own: UserCode,
     ) -> Iterator[None]:
         """While the body, a capture, runs, places hold what the graph is to read.
 
         Args:
             number: Makes the tracer for a number.
-            modules: Gives those of user code, which may ask for the length of a list.
+            recorder: Keeps back what user code computes with a list.
+            own: The user code of the fit, which may ask for the length of a list.
         """
         inside = [*self._inside, *(ListAppend(place, number) for place in self._filled)]
         shared = [inside[i if first < 0 else first] for i, first in enumerate(self._same)]
@@ -280,13 +290,15 @@ class SideEffects:
         given += [(place, place.now()) for place in self._unread]
         given.sort(key=lambda pair: depth_of(pair[0]))
         given += [(place, number(place.name, place.now)) for place in self._counted]
+        given += [(p, LateList(p, number, recorder, own.runs_in).tracer) for p in self._late]
+        lists = self._filled or self._late
         before = [(place, place.now()) for place, _ in given]
         self._given += given
         self._contents += [place.content(value) for place, value in given]
         for place, value in given:
             place.put(value)
         try:
-            with lengths_followed(modules()) if self._filled else contextlib.nullcontext():
+            with functions_followed(own.modules()) if lists else contextlib.nullcontext():
                 yield
         finally:
             for place, value in reversed(before):

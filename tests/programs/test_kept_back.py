@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -191,6 +193,87 @@ def collected(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
+class Averaging(Predicting):
+    """Collects what it has read of the device, and shows what it computes with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent: deque[float] = deque(maxlen=5)
+        self.all: list[float] = []
+        self.by_name = {"loss": [0.0], "top": [0.0]}
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append((*self.recent, *self.all, str(self.by_name)))
+
+    def on_train_epoch_end(self) -> None:
+        self.all = []
+
+    def read(self, batch: Any) -> tuple[Tensor, float]:
+        loss, _ = self.predicted(batch)
+        self.recent.append(loss.item())
+        self.all.append(self.recent[-1])
+        return loss, self.recent[-1]
+
+
+def averaged(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, _ = self.read(batch)
+    self.log("mean", numpy.mean(self.recent))
+    self.log("sum", sum(self.all) / len(self.all))
+    self.log("middle", statistics.median(self.recent))
+    return {"loss": loss, "last": float(numpy.mean(self.all[-3:]))}
+
+
+def asked_for_more(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, _ = self.read(batch)
+    self.log("best", min(self.recent), prog_bar=True)
+    self.log("worst", max(self.all, default=0.0))
+    self.log("middle", sorted(self.recent)[len(self.recent) // 2])
+    self.mean = numpy.array(self.all).mean()
+    self.log("deviation", torch.tensor(self.all).std(correction=0))
+    return loss
+
+
+def by_how_many(self: Any, batch: Any, batch_idx: int) -> Any:
+    """A window that is cut, one that is full, and one that begins anew."""
+    loss, value = self.read(batch)
+    if len(self.recent) == self.recent.maxlen:
+        self.log("full", numpy.mean(self.recent))
+    self.by_name["loss"] += [value]
+    if len(self.by_name["loss"]) > 4:
+        del self.by_name["loss"][0]
+    self.log("cut", numpy.std(self.by_name["loss"]))
+    if len(self.all) == 6:
+        self.all.pop(0)
+        self.all[0] = 0.5 * self.all[0]
+        self.log("anew", numpy.sum(self.all) / len(self.all))
+        self.all.clear()
+    return loss
+
+
+def by_names(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    append = self.by_name["top"].append
+    append(logits.amax().item())
+    append(logits.amin().item())
+    self.by_name["loss"].append(loss.item())
+    for name, values in self.by_name.items():
+        self.log(name, sum(values) / len(values))
+    return loss
+
+
+def as_one_tensor(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.predicted(batch)
+    both = torch.tensor([loss.item(), logits.amax().item()])
+    self.log("both", both.mean())
+    return loss
+
+
+def scaled_by_average(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, _ = self.read(batch)
+    return loss / numpy.mean(self.recent)
+
+
 ROWS = stepping(
     Predicting, checked, also="bf16; verified; cut; accumulated", max_epochs=3,
     data=lambda: batches(6),
@@ -205,6 +288,9 @@ ROWS = stepping(
     Handing, returned_and_used, max_epochs=4, data=lambda: batches(6),
 ) | stepping(
     Collecting, collected, also="verified", max_epochs=3, data=lambda: batches(6),
+) | stepping(
+    Averaging, averaged, asked_for_more, by_how_many, by_names, as_one_tensor, also="verified",
+    each={scaled_by_average: "scaled_by_average"}, max_epochs=2, data=lambda: batches(12),
 )  # fmt: skip
 
 
