@@ -489,11 +489,12 @@ class StepState:
     def learn_logged(self, logged: object) -> bool:
         """Add numbers of which a step logs one, or what it computes of some that hooks move."""
         value = Constant.plain(logged) if type(logged) is float else None
-        if self.learn_named([name for name, held in self._reads.now() if held == value]):
-            return True
-        now, before = _numbers_in(self._all_held()), self._numbers
-        moved = {where for where in now.keys() & before.keys() if now[where] != before[where]}
-        return self.learn_named([n for n, where in self._reads.where.items() if where in moved])
+        alike = [name for name, held in self._reads.now() if held == value]
+        now, before, where = _numbers_in(self._all_held()), self._numbers, self._reads.where
+        moved = {at for at in now.keys() & before.keys() if now[at] != before[at]}
+        have_moved = [name for name, at in where.items() if at in moved]
+        both = [name for name in alike if where.get(name) in moved]  # others may be so by chance
+        return self.learn_named(both) or self.learn_named(have_moved) or self.learn_named(alike)
 
     def are_used(self, *filled: Entry) -> bool:
         """Follow what steps compute with lists that they fill: these, or all; False if none."""

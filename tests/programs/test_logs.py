@@ -132,6 +132,21 @@ class ComputedOfHook(Net):
         self.images += len(batch["x"])
 
 
+class AsAnother(Net):
+    """Logs a number that a hook moves, and that comes by the ``p`` of a dropout layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.annealed = {"beta": 0.0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("beta", self.annealed["beta"])
+        return self.loss(batch) * self.annealed["beta"]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.annealed["beta"] = min(1.0, self.annealed["beta"] + 0.05)
+
+
 class Varying(Net):
     """Batch sizes and options that change, and a key that is logged twice in a step."""
 
@@ -401,7 +416,10 @@ ROWS = (
         ),
     }
     | table(Temperature, FromHooks, **OF_NET)
-    | table(SetByHook, ComputedOfHook, graphs=1, modules=("net",), also="accumulated; verified")
+    | table(
+        SetByHook, ComputedOfHook, AsAnother, graphs=1, modules=("net",),
+        also="accumulated; verified",
+    )
     | table(OneName, max_epochs=3, also="modules, verified")
     | table(
         Varying, said="would freeze a counter", found=None, data=lambda: batches(11, last=3),
