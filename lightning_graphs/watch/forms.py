@@ -344,6 +344,19 @@ def _made(make: Callable[[], Tensor], number: Any) -> Form | None:
     return fill
 
 
+def fill_part(tensor: Tensor, index: Any, number: float) -> bool:
+    """Fill a part of a tensor without one that torch would make of the number; False if not."""
+    parts = index if type(index) is tuple else (index,)
+    if isinstance(index, Tensor) and index.dtype is torch.bool:  # so does torch's own kernel
+        further = (1,) * (tensor.dim() - index.dim())
+        tensor.masked_fill_(index.reshape(index.shape + further), number)
+    elif all(part is None or part is ... or type(part) in (int, slice) for part in parts):
+        tensor[index].fill_(number)
+    else:
+        return False
+    return True
+
+
 def tensor_of_numbers(
     given: Numbers, data: Any, *, device: Any = None, dtype: Any = None, **others: Any
 ) -> Tensor | None:

@@ -34,7 +34,7 @@ from lightning_graphs.private.torch import (
 )
 from lightning_graphs.values.memory import empty_as, extent
 from lightning_graphs.values.tree import leaves_of
-from lightning_graphs.watch.forms import tensor_of_numbers
+from lightning_graphs.watch.forms import fill_part, tensor_of_numbers
 from lightning_graphs.watch.host import (
     OF_SHAPES,
     PACKING,
@@ -474,7 +474,7 @@ class HostTracer(LightMode):
             self.has_given = True
             self.on_read(sys._getframe())
             return self.tape.run(OperatorCall(aten.clone.default, (shadow,), {}))
-        if name == "__setitem__" and type(args[2]) in (bool, int, float) and _filled(*args):
+        if name == "__setitem__" and type(args[2]) in (bool, int, float) and fill_part(*args):
             return None
         is_full = name in _OF_A_NUMBER and is_made_ahead(name, args, kwargs)
         if is_full and any(self.reader_of(arg) is not None for arg in args):
@@ -482,7 +482,7 @@ class HostTracer(LightMode):
         if name == "__getitem__" and self._is_host(args[0]) and (read := self.reader_of(args[1])):
             self.has_given = True
             return self.tape.entry(args[0], args[1], read)
-        func, args = self._with_scalars(func, name, args)
+        func, args, kwargs = _with_copies(self, func, name, args, kwargs)
         if name in _INDEXING and len(args) > 1 and not self._is_host(args[0]):
             index = self._index(args[0], _INDEXING[name](args[1]))
             written = (self._written(args[0], index, value) for value in args[2:3])
@@ -508,25 +508,6 @@ class HostTracer(LightMode):
             return func(*args, **kwargs)
         finally:
             self._makes_on_host = False
-
-    def _with_scalars(self, func: Any, name: str, args: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """A call with numbers of the host that change on the device, where autograd keeps them.
-
-        CUDA divides by one of the host by multiplying with its inverse.
-        """
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        others = [t for t in tensors if not self._is_host(t)]
-        dtypes = {t.dtype for t in others if t.is_floating_point()}
-
-        def is_scalar(arg: Any) -> bool:
-            is_one = isinstance(arg, Tensor) and arg.dim() == 0 and dtypes <= {arg.dtype}
-            return is_one and self._is_host(arg) and self.tape.changes(arg)
-
-        if not others or name in _MOVING or not any(map(is_scalar, args)):
-            return func, args
-        if not self._emulated and name in _DIVISIONS and is_scalar(args[1]):
-            func, args = _DIVISIONS[name], (args[0], args[1].reciprocal())
-        return func, [self._copied(arg, {}) if is_scalar(arg) else arg for arg in args]
 
     def _with_lengths(self, log_probs: Tensor, targets: Tensor, *given: Any) -> tuple[Any, ...]:
         """Return arguments of ``ctc_loss`` with lengths as numbers, since it reads them itself.
@@ -649,6 +630,36 @@ class HostTracer(LightMode):
         return result.requires_grad_() if grad else result
 
 
+def _with_copies(
+    tracer: HostTracer, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """Return a call with copies of what autograd may keep of the host.
+
+    On CUDA these are numbers, by which it divides by multiplying with their inverse; in a
+    rehearsal, tensors of any shape.
+    """
+    given, emulated = [*args, *kwargs.values()], tracer._emulated
+    others = [t for t in given if isinstance(t, Tensor) and not tracer._is_host(t)]
+    dtypes = {t.dtype for t in others if t.is_floating_point()}
+
+    def is_kept(arg: Any) -> bool:
+        if not isinstance(arg, Tensor) or not tracer._is_host(arg) or arg.requires_grad:
+            return False
+        is_scalar = arg.dim() == 0 and dtypes <= {arg.dtype} and tracer.tape.changes(arg)
+        return is_scalar or (emulated and arg.dim() > 0 and name not in _INDEXING)
+
+    def copied(arg: Any) -> Any:
+        return tracer._copied(arg, {}) if is_kept(arg) else arg
+
+    if not (others and any(map(is_kept, given))) or name in _MOVING or "out" in kwargs:
+        return func, args, kwargs
+    if not emulated and name in _DIVISIONS and is_kept(args[1]):
+        func, args = _DIVISIONS[name], (args[0], args[1].reciprocal())
+    writes = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    args = [*args[:writes], *map(copied, args[writes:])]  # what it writes stays itself
+    return func, args, {k: copied(v) if getattr(v, "ndim", 0) else v for k, v in kwargs.items()}
+
+
 def counted(tracer: HostTracer, tensor: Tensor) -> Tensor | None:
     """Return the host copy of a whole number that replays compute again; None of others."""
     shadow = tracer._shadow(tensor)
@@ -679,16 +690,3 @@ def _asks_for_host(
     kinds = (str,) if emulated else (str, torch.device)
     given = [a for a in (*args[1:], kwargs.get("device")) if isinstance(a, kinds)]
     return name == "cpu" or (name == "to" and "cpu" in [torch.device(a).type for a in given])
-
-
-def _filled(tensor: Tensor, index: Any, number: float) -> bool:
-    """Fill a part of a tensor, without the tensor that torch makes of the number unseen."""
-    parts = index if type(index) is tuple else (index,)
-    if isinstance(index, Tensor) and index.dtype is torch.bool:  # so does torch's own kernel
-        further = (1,) * (tensor.dim() - index.dim())
-        tensor.masked_fill_(index.reshape(index.shape + further), number)
-    elif all(part is None or part is ... or type(part) in (int, slice) for part in parts):
-        tensor[index].fill_(number)
-    else:
-        return False
-    return True

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.programs.table import Promises, table
-from tests.training.fits import Net, batches
+from tests.training.fits import Net, batches, compare, fit_twice
 
 
 class Plain(Net):
@@ -625,3 +627,22 @@ ROWS = (
 
 class TestHost(Promises):
     rows = ROWS
+
+
+class OfTheCPUAlone(Plain):
+    """Names no device: CUDA refuses such weights, and a CPU takes them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        weight = torch.tensor([1.0, 2.0, 0.5])
+        loss = functional.cross_entropy(self.net(batch["x"]), batch["y"], weight, reduction="none")
+        drawn = torch.from_numpy(np.random.beta(0.4, 0.4, 8).astype(np.float32))
+        return (drawn * loss).mean() + functional.nll_loss(loss[:, None], weight=weight[:1],
+            target=torch.tensor([0] * 8))  # fmt: skip
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_rehearsal_keeps_tensors_of_numbers_for_the_backward_pass(
+    tmp_path: Path, verify: bool
+) -> None:
+    found = fit_twice("emulated", tmp_path, module=OfTheCPUAlone, capture={"verify": verify})
+    compare(*found)
