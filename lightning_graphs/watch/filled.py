@@ -1,4 +1,4 @@
-"""Lists, deques and sets that steps fill, and of which they read no more than the end."""
+"""Lists, deques and sets that steps fill, and what steps may do with them besides."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _refuse(place: Any, name: str) -> NoReturn:
     stop(error)
 
 
-def use(place: Any) -> None:
+def follow_use(place: Any) -> None:
     """Let captures follow what steps compute with the list that they fill in a place.
 
     A list of numbers, as most often some that the steps have read, is used behind the graph, unless
@@ -133,6 +133,7 @@ class LateList:
 
 _OPERATORS = (operator.iadd, operator.setitem, operator.delitem)
 _CHANGES = {"append": 1, "appendleft": 1, "pop": -1, "popleft": -1, "setitem": 0, "delitem": -1}
+_CHANGES |= dict.fromkeys(("copy", "count", "index", "reverse", "rotate", "sort"), 0)
 """By how much these methods and operators change the length of a list or deque."""
 
 

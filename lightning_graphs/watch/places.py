@@ -42,7 +42,7 @@ from lightning_graphs.values.guards import (
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill
 from lightning_graphs.values.tree import leaves_of, parameters_of, substitute
-from lightning_graphs.watch.filled import ListAppend, use
+from lightning_graphs.watch.filled import ListAppend, follow_use
 from lightning_graphs.watch.late import LateValue
 from lightning_graphs.watch.reads import AttributeGuards
 from lightning_graphs.watch.tracers import Tracer
@@ -500,7 +500,7 @@ class StepState:
         """Follow what steps compute with lists that they fill: these, or all; False if none."""
         found = filled or [p for p in self if isinstance(p, Entry) and p.is_filled()]
         for place in found:
-            use(place)
+            follow_use(place)
         if found:
             self._changed()
         return bool(found)
