@@ -61,7 +61,7 @@ from lightning_graphs.regions.tolerance import Tolerance
 from lightning_graphs.regions.verify import Comparison, Verifier
 from lightning_graphs.report.messages import FEW, PATIENCE
 from lightning_graphs.values.memory import StaticInputs
-from lightning_graphs.values.signature import Signature
+from lightning_graphs.values.signature import Signature, Steady
 from lightning_graphs.values.snapshot import PythonSnapshot, RegionState, Result, results_in
 from lightning_graphs.values.tree import leaves_of, substitute
 from lightning_graphs.watch.user_code import iter_objects
@@ -130,6 +130,8 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
         self._life = Lifecycle[StepCall, CapturedStep](self, context, verifier, itemgetter(0))
         self._plans = self._life.cache
         self._last: CapturedStep | None = None
+        # Steps are known by their batches; False: the arguments of modules decide
+        self._by_batch, self._steady = True, Steady()
         self._forgotten = 0  # how often all graphs were dropped
         self._observed: Observed | None = None
         self._missed = 0  # steps with a call that found no graph
@@ -345,12 +347,17 @@ class ModuleGraphs(Region[StepCall, CapturedStep]):
     # ------------------------------------------------------------------ the region
 
     def key(self, call: StepCall) -> Hashable:
-        kind = StepKind(batch_signature(call.batch, self._device_type), call.flags)
+        signature = batch_signature(call.batch, self._device_type) if self._by_batch else None
+        kind = StepKind(signature, call.flags)
         return kind, self._read(kind)
 
     def wait(self, key: Any) -> None:
         plans = self._plans
         is_new, is_full = plans.is_new(key), plans.is_full
+        signature = key[0].signature
+        self._steady.steps += 1
+        if is_new and signature is not None and self._steady.see(signature, PATIENCE):
+            self._by_batch = False
         self._context.messages.waits(
             key[0], plans.why_not, self._difference, is_new=is_new, at_once=is_full
         )

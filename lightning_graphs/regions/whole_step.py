@@ -57,8 +57,8 @@ from lightning_graphs.regions.plan import StepPlan
 from lightning_graphs.regions.recovery import MemoryRecovery
 from lightning_graphs.regions.step import StepCapture
 from lightning_graphs.regions.verify import Verification, Verifier
-from lightning_graphs.report.messages import FEW, capture_cost, listed, padding_for
-from lightning_graphs.values.signature import Modes, Signature
+from lightning_graphs.report.messages import FEW, PATIENCE, capture_cost, listed, padding_for
+from lightning_graphs.values.signature import Modes, Signature, Steady
 from lightning_graphs.values.snapshot import Gradients, RegionState
 from lightning_graphs.values.tree import parameters_of
 from lightning_graphs.watch.batch import BatchValueRead, BatchValues, refuse_iterator
@@ -100,6 +100,7 @@ class StepRegion(HeadedSteps):
         self._captures_unseen = True
         self._moved = ""
         self._ways_refused = 0  # so many steps went a way that cannot be captured
+        self._steady = Steady()
         self._moves = 0  # so many steps in a row waited, and found other numbers
         self._warmup_left = options.warmup_steps
         self._facts = CaptureFacts(fit, self.forget_plans, recovery.gradients_held)
@@ -260,6 +261,9 @@ class StepRegion(HeadedSteps):
         step = key, why, self._values.why, self._facts.reads.codes, self._cache.by_key.values()
         if self._gives_up_head():
             return
+        self._steady.steps += 1
+        if is_new and self._steady.see(key, PATIENCE):
+            self._fail()
         if self._notices.explain_wait(*step, is_new=is_new, at_once=self._cache.is_full):
             self._fail()
 

@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from math import inf
+from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -393,6 +393,31 @@ class _Seen:
 
     batches: float = 0.0
     visits: float = 0.0
+
+
+_MOST_ARE_NEW = 0.75
+"""The part of steps without graphs, at least, whose batch has a shape that none had before."""
+
+
+class Steady:
+    """Tells of batches whose shapes are others each time, but for that of their largest tensor.
+
+    Such are images with lists of boxes: hardly a shape of a whole batch comes back, and the modules
+    that are given the images have one shape all the time.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0  # without graphs, since there is such a tensor; the caller counts them
+        self._new = 0  # those of them with a new shape
+        self._largest: TensorSpec | None = None
+
+    def see(self, batch: Signature, patience: int) -> bool:
+        """Note a batch of a new shape; return whether more than ``patience`` steps are like it."""
+        largest = max(batch.specs, key=lambda spec: prod(spec.shape), default=None)
+        if largest != self._largest:
+            self._largest, self.steps, self._new = largest, 1, 0
+        self._new += 1
+        return self.steps > patience and self._new >= _MOST_ARE_NEW * self.steps
 
 
 class Sightings:

@@ -122,6 +122,28 @@ class Unpacked(Sequences):
         return loss
 
 
+class WithBoxes(Net):
+    """Has a list of boxes for each sample, of which the modules know nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.net(batch["x"])
+        pairs = zip(found, batch["boxes"], strict=True)
+        loss = torch.stack([(one - boxes).abs().mean() for one, boxes in pairs]).mean()
+        self.log("loss", loss, batch_size=8)
+        return loss
+
+
+def boxes() -> list[dict[str, Any]]:
+    """Batches whose numbers of boxes hardly come back."""
+    generator = torch.Generator().manual_seed(5)
+
+    def some() -> list[Tensor]:
+        counts = torch.randint(1, 6, (8,), generator=generator).tolist()
+        return [torch.randn(count, 3, generator=generator) for count in counts]
+
+    return [{"x": batch["x"], "boxes": some()} for batch in batches(160)]
+
+
 def packed() -> list[Any]:
     """Of as many numbers each, but of other lengths."""
     found = sequences([[4, 4, 4, 4, 4, 3, 2, 1], [4, 4, 4, 4, 3, 3, 3, 1]])
@@ -155,6 +177,12 @@ ROWS = {
     "of any lengths": row(
         Longer, data=of_any_lengths, validation=0, max_epochs=1, found=None, replayed=1,
         said=r"others in most batches: .* is read on the host at (?s:.*)pad to a few fixed",
+    ),
+    # No shape of a batch comes back, but those of the modules' arguments do.
+    **table(
+        WithBoxes, data=boxes, validation=0, max_epochs=1, said="came back often enough",
+        placed=False, found=None, replayed=60, also="auto; modules, verified",
+        capture={"scope": "auto"},
     ),
 }  # fmt: skip
 
