@@ -241,7 +241,7 @@ class Attempts(StepBody):
             if not (error.place.is_late and self.client.keeps_back(error, self._followed.reads)):
                 facts.places.are_used(error.place)
             return True
-        if isinstance(error, NumberMovedError) and facts.places.learn_logged(error.number):
+        if isinstance(error, NumberMovedError) and self._followed.learn_moved(error.number):
             return True
         if self._behind and error.rule == USED_BEHIND.rule and not facts.steps_between:
             facts.steps_between = True

@@ -8,14 +8,18 @@ number first on a CPU. CUDA divides by a number of the host by multiplying with 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_graphs.device.rules import COUNTER, HOST_READ, Obstacle
+from lightning_graphs.private.exchange import exchanged, standing_in
 from lightning_graphs.private.torch import PLAIN_TENSORS
 from lightning_graphs.values.guards import REALS
 from lightning_graphs.values.memory import empty_as
@@ -615,3 +619,27 @@ _FORMS: dict[str, Callable[..., Form | None]] = {
         partial(x.new_empty, size, **o), fill_value
     ),
 }
+
+
+# ------------------ Functions of Python
+
+
+def bounds_followed(modules: Iterable[str]) -> AbstractContextManager[None]:
+    """Let ``max`` and ``min`` in these modules give numbers that stay followed.
+
+    To Python these are comparisons: a number that has reached its bound is a constant then, and
+    so is what code computes of it.
+    """
+
+    def bounding(function: Callable[..., Any]) -> Callable[..., Any]:
+        def bound(_: FrameType, *args: Any, **kwargs: Any) -> Any:
+            numbers = [arg for arg in args if isinstance(arg, ScalarTracer)]
+            are_plain = len(numbers) + sum(type(arg) in REALS for arg in args) == len(args)
+            if kwargs or not (numbers and are_plain) or any(n.is_of_device for n in numbers):
+                return function(*args, **kwargs)
+            return numbers[0].applied(function, args)
+
+        return standing_in(function, bound)
+
+    found = [(f.__name__, bounding(f)) for f in (max, min)]
+    return exchanged([(sys.modules[module], *each) for module in modules for each in found])

@@ -56,12 +56,13 @@ from lightning_graphs.watch.draws import draws_recorded, draws_refused
 from lightning_graphs.watch.environment import Client, Environment
 from lightning_graphs.watch.foreseen import ForeseenReads
 from lightning_graphs.watch.forks import Forks
-from lightning_graphs.watch.forms import PARTS, Numbers, part_of
+from lightning_graphs.watch.forms import PARTS, Numbers, bounds_followed, part_of
 from lightning_graphs.watch.host import HostProgram, HostTape, Reading
 from lightning_graphs.watch.host_trace import HostTracer, counted
 from lightning_graphs.watch.kept import CallAt
 from lightning_graphs.watch.mechanism import Instruction, Mechanism, Watcher
 from lightning_graphs.watch.mirrors import FollowedState, Mirrors, answered, held_numbers
+from lightning_graphs.watch.places import StepState
 from lightning_graphs.watch.reads import NUMBERS, AttributeGuards
 from lightning_graphs.watch.tables import Tables
 from lightning_graphs.watch.tracers import (
@@ -345,6 +346,7 @@ class FollowedFacts(Protocol):
     """What captures have learned of a fit."""
 
     reads: AttributeGuards
+    places: StepState
     mirrors: Mirrors
     forks: Forks
     foreseen: ForeseenReads
@@ -402,6 +404,7 @@ class Followed:
         self._conversions: frozenset[Conversion] = frozenset()
         self._functions: frozenset[DrawingFunction] = frozenset()
         self._finds_places = False
+        self._bounding: set[str] = set()  # modules whose `min` and `max` are followed
         self._generators: list[torch.Generator] = []  # that were there ahead of a capture
         self._learns_generators = True
         self._leaves_reals = True  # on the device, which the host could compute
@@ -463,6 +466,7 @@ class Followed:
     def watchers(self, environment: Environment) -> list[Watcher]:
         """List what the coming capture follows."""
         clocks, compiled = Clocks(self.numbers, self._client.own), self._compiled.runs
+        bounding = () if compiled else self._bounding
         return [
             Watcher(
                 inside=nullcontext if compiled else partial(calls_followed, self._conversions),
@@ -473,6 +477,7 @@ class Followed:
             Watcher(inside=self._draws, finish=self._finish, mechanism=self._computed),
             Watcher(inside=self._asked, mechanism=self._asserted),
             Watcher(inside=self._places_found),
+            Watcher(inside=partial(bounds_followed, bounding) if bounding else nullcontext),
             Watcher(inside=partial(self._tables, environment)),
         ]
 
@@ -499,6 +504,12 @@ class Followed:
         self._functions |= self.numbers.refused
         self._finds_places |= self.numbers.are_places and not self._compiled.runs
         return learned or known != (self._conversions, self._functions, self._finds_places)
+
+    def learn_moved(self, logged: object) -> bool:
+        """Learn of a refusal of a logged number; return whether another capture may follow it."""
+        new = {*filter(self._client.own.has_module, self.numbers.comparing)} - self._bounding
+        self._bounding |= new
+        return bool(new) or self._facts.places.learn_logged(logged)
 
     def reads_bare(self) -> bool:
         """Let the next capture have bare numbers of the host, if the refused one had tracers."""

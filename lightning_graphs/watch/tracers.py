@@ -255,6 +255,7 @@ class NumberUses:
         self.device = device  # where the numbers are, if they are in tensors
         # What a number is compared with: `min` and `max` may return this very object
         self.bounds: list[float] = []
+        self.comparing: set[str] = set()  # modules whose code compares numbers
         self.asked: set[Conversion] = set()  # where code asks for bare numbers
         self.are_bare = False  # code needs one that the device has
         self.are_places = False  # it asks for one as an index
@@ -310,6 +311,7 @@ class ScalarTracer(Tracer):
             own = next((n for n in _numbers_among(pair) if n.is_of_device), self)
             if kind is Kind.ARITHMETIC:
                 return own.computed(name, function, *pair, *rest)
+            self.numbers.comparing.add(sys._getframe(2).f_globals.get("__name__", ""))
             if type(other) is float:
                 self.numbers.bounds.append(other)
             return own.outcome(name, function, *pair)

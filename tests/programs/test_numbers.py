@@ -158,6 +158,14 @@ def warmed_up(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return self.loss(batch) * weight
 
 
+def ramps_up(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """As mean teachers do: at its bound the share is a constant to Python, and so is the weight."""
+    share = min(self.global_step / 12, 1.0)
+    weight = math.exp(-5.0 * (1.0 - share) ** 2) + max(0.0, 1 - self.global_step / 15)
+    self.log("weight", weight)
+    return self.loss(batch) * weight
+
+
 def tempered(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     temperature = max(0.5, 3.0 - 0.07 * self.global_step)
     logits = self.net(batch["x"]) * (1 / temperature)
@@ -423,6 +431,7 @@ ROWS = (
     | stepping(Moving, in_stages, max_epochs=4, replayed=13, resumes=False, found=None)
     | stepping(Moving, decays, around=scheduling, max_epochs=4, graphs=1)
     | stepping(Moving, drawn, max_epochs=3)
+    | stepping(Moving, ramps_up, max_epochs=3, graphs=2, replayed=19)
     | stepping(Moving, stores)
     | {"stored over itself": row(type("Over", (Stored,), {"training_step": stores}))}
     | {"Overriding": row(type("Overriding", (Overriding,), {"training_step": overrides_log}))}
