@@ -326,6 +326,7 @@ class HostTape:
         # Tensors of the host, and where replays compute them; None of constants
         self._registers: dict[Tensor, Register | None] = {}
         self._born: set[Tensor] = set()  # those among them that the captured code has made
+        self._before: set[int] = set()  # the memory of the others
         self._entries: list[Tensor] = []  # copies of parts of others, where code has views
         self._draws: list[tuple[HostGenerator, Reading]] = []
         self._sites = CallSiteFinder()
@@ -334,7 +335,8 @@ class HostTape:
         return tensor in self._registers
 
     def made(self, tensor: Tensor | None) -> bool:
-        return tensor in self._born
+        """Return whether the captured code has made a tensor, and its memory."""
+        return tensor in self._born and memory_of(tensor) not in self._before
 
     def changes(self, tensor: Tensor) -> bool:
         """Return whether replays compute a tensor again."""
@@ -343,6 +345,7 @@ class HostTape:
     def input(self, tensor: Tensor, index: int) -> None:
         """Register the host copy of an input."""
         register = self._registers[tensor] = self._new_register(tensor)
+        self._before.add(memory_of(tensor))
         self.inputs.append((register.index, index))
 
     def constant(self, tensor: Tensor) -> None:
@@ -496,6 +499,8 @@ class HostTape:
             # change: every replay reads it again.
             constant = func is aten.lift_fresh.default
             self._registers[tensor] = None if constant else self._new_register(tensor)
+            if not constant:
+                self._before.add(memory_of(tensor))
         return self._registers[tensor]
 
     def _meet(self, tensor: Tensor) -> Register:
@@ -508,7 +513,7 @@ class HostTape:
 
     def _before_write(self, func: OpOverload, tensor: Tensor, changes: bool) -> None:
         """Give a register to a constant that is about to be written."""
-        if tensor not in self._born:
+        if not self.made(tensor):
             self.refuse(f"{func} writes to a tensor from before the step")
         if memory_of(tensor) in map(memory_of, self._entries):
             self.refuse(f"{func} writes to an entry of a table")

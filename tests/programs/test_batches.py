@@ -191,6 +191,16 @@ class Masked(Net):
         return self.loss(batch)
 
 
+class CutAndMixed(Net):
+    """Writes a part of its batch in place, if it draws so on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch["x"]
+        if np.random.rand() < 0.5:
+            x[:, 1:3] = x[torch.randperm(x.size(0)).to(self.device), 1:3]
+        return super().training_step(batch, batch_idx)
+
+
 class MixedUp(Net):
     """As the ``Mixup`` of timm."""
 
@@ -426,6 +436,9 @@ ROWS = {
     "renamed": row(Renaming, data=partial(copied_anew, dict)),
     "masked": row(Masked, trace=SeesBatches, data=copied_anew),
     "mixed up": row(MixedUp, trace=SeesBatches, data=copied_anew),
+    "cut and mixed": row(
+        CutAndMixed, trace=SeesBatches, data=copied_anew, max_epochs=3, also="unverified; cut",
+    ),
     "shared memory": row(
         Shifted, said="memory.*training_step changes one of them in place",
         placed=False, found="rule remedy",
