@@ -637,7 +637,10 @@ def bounds_followed(modules: Iterable[str]) -> AbstractContextManager[None]:
             are_plain = len(numbers) + sum(type(arg) in REALS for arg in args) == len(args)
             if kwargs or not (numbers and are_plain) or any(n.is_of_device for n in numbers):
                 return function(*args, **kwargs)
-            return numbers[0].applied(function, args)
+            found = numbers[0].applied(function, args)
+            if isinstance(found, ScalarTracer):  # code may have its bound bare
+                found.stays |= any(type(arg) in REALS and arg == found.value for arg in args)
+            return found
 
         return standing_in(function, bound)
 
