@@ -221,6 +221,7 @@ class StepHead:
         environment = self.context.watch.environment()
         outside, generators = environment.outside, environment.generators
         outside.on_iterator, outside.on_clock = stop, nothing
+        outside.know_iterators(environment.held)
         found = FirstUse([], False)
         with self.undone(args) as undone, noting(), refusals() as refused:
             with contextlib.suppress(HeadEnded, CaptureStopped), environment.acting():

@@ -519,11 +519,13 @@ class GlobalReads:
             self._look_into_cells(function)
         self._tell_of_iterators()
 
+    def know_iterators(self, held: Iterable[tuple[str, Any]]) -> None:
+        """Tell of iterators in modules, too, where no read of an attribute is watched."""
+        self._iterators += iterators_in(held)
+
     def _tell_of_iterators(self) -> None:
         """Tell of iterators that the code names, before it takes a value from one."""
-        if not self._is_followed:
-            return
-        for label in list(self._iterators):
+        for label in list(self._iterators) if self._is_followed else ():
             word = label.partition("[")[0].rpartition(".")[2]
             if word in self.words or word in self._free:
                 self._iterators.remove(label)

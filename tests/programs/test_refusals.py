@@ -117,6 +117,18 @@ class TryingIterator(Trying):
         return next(self.scales)
 
 
+class IteratorAhead(Net):
+    """Takes a number from an iterator ahead of all weights, of which none may be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = (1.0 + i / 8 for i in range(1000))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = next(self.scales)
+        return self.loss(batch) * scale
+
+
 class Box:
     """Holds a tensor."""
 
@@ -287,6 +299,7 @@ ROWS = (
             TryingCopy: "cannot read a value on the host",
             TryingShape: "an operator whose output shape depends on values",
             TryingIterator: "self.scales, an iterator, is read at",
+            IteratorAhead: "self.scales, an iterator, is read at",
         },
         validation=0,
     )
