@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import re
 import sys
 import threading
@@ -17,9 +18,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import Enum
-from functools import partial, wraps
-from types import CodeType, FrameType, FunctionType, ModuleType
+from functools import lru_cache, partial, wraps
+from types import (
+    CodeType,
+    FrameType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    ModuleType,
+)
 from typing import Any
+from weakref import ProxyTypes, ref
 
 import torch
 from torch.utils import _device, _python_dispatch
@@ -44,12 +53,70 @@ def contents_of_c(value: Any) -> Any:
     return memoryview((ctypes.c_char * ctypes.sizeof(value)).from_buffer(value)).cast("B")
 
 
+def referent_of(value: Any) -> Any:
+    """Return what a weak reference, a weak proxy or a read-only view of a dict leads to.
+
+    Of a reference whose object is gone, None; other values as they are.
+    """
+    kind = type(value)  # a proxy says that its class is that of its object
+    if kind is MappingProxyType:
+        return gc.get_referents(value)[0]
+    if kind in ProxyTypes:
+        try:
+            return value.__reduce_ex__.__self__
+        except ReferenceError:
+            return None
+    return ref.__call__(value) if issubclass(kind, ref) else value
+
+
+def id_of_referent(value: Any) -> int:
+    return id(referent_of(value))
+
+
+LRU_CACHE = type(lru_cache(len))
+
+
+class Clearings:
+    """Counts how often a ``functools.lru_cache`` was cleared, as its own counts tell."""
+
+    def __init__(self, cache: Any) -> None:
+        self._info, self._last, self._count = cache.cache_info, (0, 0), 0
+
+    def count(self, _: object = None) -> int:
+        """Return how often it was found cleared."""
+        hits, misses, *_ = self._info()
+        self._count += hits < self._last[0] or misses < self._last[1]
+        self._last = hits, misses
+        return self._count
+
+
 def in_slot(value: Any, key: str) -> Any:
     """Return what an object keeps in a slot."""
     try:
         return object.__getattribute__(value, key)
     except (AttributeError, ValueError):  # the latter of a cell that is not filled yet
         return Absence.ABSENT  # its own `__getattr__` is not asked: it may do anything
+
+
+@lru_cache
+def _slots(kind: type) -> tuple[str, ...]:
+    tables = [vars(base).items() for base in kind.__mro__]
+    found = (k for table in tables for k, v in table if isinstance(v, MemberDescriptorType))
+    return tuple(key for key in found if key != "__dict__")  # a SimpleNamespace names it so
+
+
+slots_of: Callable[[type], tuple[str, ...]] = _slots
+"""The names under which instances of a class keep values outside of their ``__dict__``."""
+
+
+def is_of_python(kind: type) -> bool:
+    """Return whether a class is written in Python, by the way its instances are made."""
+    new = vars(kind).get("__new__")
+    return bool(kind.__flags__ & _HEAP_TYPE) and (new is None or isinstance(new, staticmethod))
+
+
+_HEAP_TYPE = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE`` of CPython's stable interface: classes of its own are none."""
 
 
 def bound(owner: Any, key: Any) -> Any:

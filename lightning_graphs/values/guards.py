@@ -16,14 +16,13 @@ from datetime import date, datetime, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from threading import Event, Semaphore, local
 from types import (
     BuiltinFunctionType,
     FunctionType,
     GeneratorType,
-    MemberDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -37,7 +36,18 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_graphs.private.callsite import is_library, is_of_library
-from lightning_graphs.private.exchange import Absence, code_of, contents_of_c, in_slot
+from lightning_graphs.private.exchange import (
+    LRU_CACHE,
+    Absence,
+    Clearings,
+    code_of,
+    contents_of_c,
+    id_of_referent,
+    in_slot,
+    is_of_python,
+    referent_of,
+    slots_of,
+)
 
 # ------------------ Closures and defaults
 
@@ -311,28 +321,7 @@ def is_object(value: Any) -> bool:
         return True
     if issubclass(kind, (type, nn.Module, Enum)) or is_of_library(kind):
         return False
-    return all(map(_is_python, kind.__mro__[:-1]))
-
-
-def _is_python(kind: type) -> bool:
-    """Return whether a class is written in Python, by the way its instances are made."""
-    new = vars(kind).get("__new__")
-    return bool(kind.__flags__ & _HEAP_TYPE) and (new is None or isinstance(new, staticmethod))
-
-
-_HEAP_TYPE = 1 << 9
-"""``Py_TPFLAGS_HEAPTYPE`` of CPython's stable interface: classes of its own are none."""
-
-
-@lru_cache
-def _slots(kind: type) -> tuple[str, ...]:
-    tables = [vars(base).items() for base in kind.__mro__]
-    found = (k for table in tables for k, v in table if isinstance(v, MemberDescriptorType))
-    return tuple(key for key in found if key != "__dict__")  # a SimpleNamespace names it so
-
-
-slots_of: Callable[[type], tuple[str, ...]] = _slots
-"""The names under which instances of a class keep values outside of their ``__dict__``."""
+    return all(map(is_of_python, kind.__mro__[:-1]))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -476,6 +465,7 @@ class ValueGuards:
         # compared by identity, unless code reads something that they hold
         self.called: Mapping[int, object] = {}
         self._known_called = 0
+        self._clearings: dict[int, Clearings] = {}  # of caches, by their ``id``
         # Gives the ``id`` of optimizers and the like that regions follow
         self.followed: Callable[[], Container[int]] = tuple
 
@@ -559,6 +549,11 @@ class ValueGuards:
         return True
 
     def _describe(self, name: str, value: Any, depth: int, most: int) -> None:
+        if (held := referent_of(value)) is not value:
+            self._checks.append((id_of_referent, value, id(held)))
+            name += "()" if issubclass(type(value), weakref.ref) else ""
+            self._describe(name, held, depth, most)
+            return
         if is_plain(value) or type(value) in _WRITTEN:
             self._values.append((name, Constant.plain(value)))
             return
@@ -571,6 +566,12 @@ class ValueGuards:
             self._checks.append((value.get, Absence.ABSENT, held))
             self._values.append((name, Identity(value)))
             self._describe(f"{name}.get()", held, depth - 1, most)
+            return
+        if isinstance(value, LRU_CACHE):
+            cleared = self._clearings.setdefault(id(value), Clearings(value)).count
+            self._checks.append((cleared, None, cleared()))
+            self._values.append((name, Identity(value)))
+            self._values.append((f"{name}.cache_clear", Constant.plain(cleared())))
             return
         value = contents_of_c(value)
         if is_of_objects(value) and depth and len(self._values) + value.size <= most:

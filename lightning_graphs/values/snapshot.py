@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import ReplayError
-from lightning_graphs.private.exchange import Absence, bind, bound, contents_of_c, is_exchanged
+from lightning_graphs.private.exchange import (
+    Absence,
+    bind,
+    bound,
+    contents_of_c,
+    is_exchanged,
+    slots_of,
+)
 from lightning_graphs.private.torch import (
     flattened,
     named_buffers_in,
@@ -41,7 +48,6 @@ from lightning_graphs.values.guards import (
     is_object,
     is_still,
     label_of,
-    slots_of,
     walk,
 )
 from lightning_graphs.values.memory import bytes_of, copy_all

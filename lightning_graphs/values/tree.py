@@ -36,6 +36,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_graphs.errors import CaptureError
+from lightning_graphs.private.exchange import slots_of
 from lightning_graphs.values.guards import (
     REALS,
     Constant,
@@ -44,7 +45,6 @@ from lightning_graphs.values.guards import (
     attributes_of,
     is_object,
     members_of,
-    slots_of,
 )
 
 # ------------------ Leaves

@@ -30,9 +30,9 @@ from lightning_graphs.private.callsite import (
     add_line,
     site_using,
 )
-from lightning_graphs.private.exchange import Absence, bind, bound
+from lightning_graphs.private.exchange import Absence, bind, bound, slots_of
 from lightning_graphs.private.torch import of_class, version_of
-from lightning_graphs.values.guards import Constant, attributes_of, is_object, slots_of
+from lightning_graphs.values.guards import Constant, attributes_of, is_object
 from lightning_graphs.values.signature import Modes, Signature
 from lightning_graphs.values.snapshot import PythonSnapshot, Result, iter_inside, refill, results_in
 from lightning_graphs.values.tree import (

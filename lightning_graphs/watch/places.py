@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_graphs.device.rules import DRAWN, STORED
 from lightning_graphs.errors import CaptureError
 from lightning_graphs.private.callsite import LIBRARIES, OURS
-from lightning_graphs.private.exchange import Absence, bind, in_slot
+from lightning_graphs.private.exchange import Absence, bind, in_slot, slots_of
 from lightning_graphs.private.generators import Generators
 from lightning_graphs.private.torch import (
     is_strided,
@@ -37,7 +37,6 @@ from lightning_graphs.values.guards import (
     is_array,
     is_constant,
     is_still,
-    slots_of,
 )
 from lightning_graphs.values.signature import Signature
 from lightning_graphs.values.snapshot import Change, PythonSnapshot, refill

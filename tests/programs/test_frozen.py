@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import gc
 import json
 import random
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from queue import Queue
 from threading import local
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -330,6 +333,9 @@ class Holder:
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
+    def get(self) -> float:
+        return self.scale
+
 
 class Reading(Net):
     """Reads a value that a hook changes before the second epoch."""
@@ -371,6 +377,30 @@ def _of_this_thread(values: Any, scale: float = 1.0) -> Any:
     return values
 
 
+ALIVE: list[Holder] = []  # to which something refers weakly
+TABLE = {"scale": 1.0}
+
+
+def _alive() -> Holder:
+    ALIVE[:] = [Holder(1.0)]
+    return ALIVE[0]
+
+
+def _looked_up() -> float:
+    return TABLE["scale"]
+
+
+def _cached() -> Any:
+    TABLE["scale"] = 1.0
+    return functools.lru_cache(_looked_up)
+
+
+def _clear(cache: Any) -> None:
+    TABLE["scale"] = 3.0
+    cache.cache_clear()
+    cache()
+
+
 VALUES: dict[str, tuple[Any, Any, Any, str]] = {
     "number": (lambda: 1.0, lambda _: 3.0, lambda w: w, "self._held: 1.0 -> 3.0"),
     "tuple": (lambda: (1.0,), lambda _: (3.0,), lambda w: w[0], "self._held[0]: 1.0 -> 3.0"),
@@ -386,6 +416,24 @@ VALUES: dict[str, tuple[Any, Any, Any, str]] = {
         lambda: _of_this_thread(local()), lambda w: _of_this_thread(w, 3.0), lambda w: w.scale,
         "self._held.scale: 1.0 -> 3.0",
     ),
+    "read-only view": (
+        lambda: MappingProxyType({"scale": 1.0}),
+        lambda w: gc.get_referents(w)[0].update(scale=3.0), lambda w: w["scale"],
+        "self._held['scale']: 1.0 -> 3.0",
+    ),
+    "weak reference": (
+        lambda: weakref.ref(_alive()), lambda w: setattr(w(), "scale", 3.0), lambda w: w().scale,
+        "self._held().scale: 1.0 -> 3.0",
+    ),
+    "weak proxy": (
+        lambda: weakref.proxy(_alive()), lambda w: setattr(w, "scale", 3.0), lambda w: w.scale,
+        "self._held.scale: 1.0 -> 3.0",
+    ),
+    "weak method": (
+        lambda: weakref.WeakMethod(_alive().get), lambda w: setattr(ALIVE[0], "scale", 3.0),
+        lambda w: w()(), "self._held().scale: 1.0 -> 3.0",
+    ),
+    "cleared cache": (_cached, _clear, lambda w: w(), "self._held.cache_clear: 0 -> 1"),
     "array of Python": (
         lambda: array("d", [1.0]), lambda w: w.append(2.0), sum, "self._held: d[1] of [1.0] -> ",
     ),
