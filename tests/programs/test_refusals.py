@@ -66,8 +66,9 @@ class Player:
         self.state = np.zeros(8, dtype=np.float32)
 
     def play(self, net: nn.Module) -> float:
+        seen = torch.from_numpy(self.state).to(next(net.parameters()).device)
         with torch.no_grad():
-            choice = int(net(torch.from_numpy(self.state)[None]).argmax())
+            choice = int(net(seen[None]).argmax())
         self.state = (0.9 * self.state + 0.1 * np.arange(8) * (choice - 1)).astype(np.float32)
         return float(self.state[0])
 
@@ -296,8 +297,8 @@ ROWS = (
     | table(
         each={
             TryingGradient: ".grad of a parameter is read at",
-            TryingCopy: "cannot read a value on the host",
-            TryingShape: "an operator whose output shape depends on values",
+            TryingCopy: "cannot read a value on the host|CUDA refuses to record",
+            TryingShape: "an operator whose output shape depends on values|CUDA refuses to record",
             TryingIterator: "self.scales, an iterator, is read at",
             IteratorAhead: "self.scales, an iterator, is read at",
         },
