@@ -28,7 +28,7 @@ from types import (
     ModuleType,
 )
 from typing import Any
-from weakref import ProxyTypes, ref
+from weakref import ProxyTypes, WeakKeyDictionary, ref
 
 import torch
 from torch.utils import _device, _python_dispatch
@@ -70,24 +70,30 @@ def referent_of(value: Any) -> Any:
 
 
 def id_of_referent(value: Any) -> int:
+    """Return the identity of what such a value leads to, which guards compare."""
     return id(referent_of(value))
 
 
 LRU_CACHE = type(lru_cache(len))
+"""The class of functions that ``functools.lru_cache`` has wrapped."""
 
 
-class Clearings:
-    """Counts how often a ``functools.lru_cache`` was cleared, as its own counts tell."""
+_counts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # hits, misses, clearings
 
-    def __init__(self, cache: Any) -> None:
-        self._info, self._last, self._count = cache.cache_info, (0, 0), 0
 
-    def count(self, _: object = None) -> int:
-        """Return how often it was found cleared."""
-        hits, misses, *_ = self._info()
-        self._count += hits < self._last[0] or misses < self._last[1]
-        self._last = hits, misses
-        return self._count
+def clearings_of(cache: Any) -> int:
+    """Return how often a ``functools.lru_cache`` was found cleared, as its own counts tell."""
+    hits, misses, *_ = cache.cache_info()
+    known = _counts.setdefault(cache, [0, 0, 0])
+    known[:] = hits, misses, known[2] + (hits < known[0] or misses < known[1])
+    return known[2]
+
+
+def clear_uncounted(cache: Any) -> None:
+    """Clear a ``functools.lru_cache`` of what a capture has left there, which is no clearing."""
+    clearings_of(cache)
+    cache.cache_clear()
+    _counts[cache][:2] = 0, 0
 
 
 def in_slot(value: Any, key: str) -> Any:

@@ -39,7 +39,7 @@ from lightning_graphs.private.callsite import is_library, is_of_library
 from lightning_graphs.private.exchange import (
     LRU_CACHE,
     Absence,
-    Clearings,
+    clearings_of,
     code_of,
     contents_of_c,
     id_of_referent,
@@ -465,7 +465,6 @@ class ValueGuards:
         # compared by identity, unless code reads something that they hold
         self.called: Mapping[int, object] = {}
         self._known_called = 0
-        self._clearings: dict[int, Clearings] = {}  # of caches, by their ``id``
         # Gives the ``id`` of optimizers and the like that regions follow
         self.followed: Callable[[], Container[int]] = tuple
 
@@ -568,10 +567,9 @@ class ValueGuards:
             self._describe(f"{name}.get()", held, depth - 1, most)
             return
         if isinstance(value, LRU_CACHE):
-            cleared = self._clearings.setdefault(id(value), Clearings(value)).count
-            self._checks.append((cleared, None, cleared()))
+            self._checks.append((clearings_of, value, known := clearings_of(value)))
             self._values.append((name, Identity(value)))
-            self._values.append((f"{name}.cache_clear", Constant.plain(cleared())))
+            self._values.append((f"{name}.cache_clear", Constant.plain(known)))
             return
         value = contents_of_c(value)
         if is_of_objects(value) and depth and len(self._values) + value.size <= most:

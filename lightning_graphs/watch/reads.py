@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import gc
 import io
 import os
@@ -29,9 +28,11 @@ from lightning_graphs.device.trace import FunctionMode, tensors_in
 from lightning_graphs.private.callsite import LIBRARIES, codes_in, is_library, named_at
 from lightning_graphs.private.engine import current_autograd_node, tensor_hooks
 from lightning_graphs.private.exchange import (
+    LRU_CACHE,
     Absence,
     bind,
     bound,
+    clear_uncounted,
     code_of,
     is_exchanged,
     nothing,
@@ -399,7 +400,6 @@ def reached_by(root: nn.Module, function: Any, own: UserCode) -> list[tuple[str,
 _DEFAULTS = attrgetter("__defaults__")
 _OF_ENVIRONMENT = frozenset({"environ", "getenv"})
 _OF_SUPER = "__class__"  # the enclosing variable that super() reads
-_LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
 class GlobalReads:
@@ -590,7 +590,7 @@ class GlobalReads:
         """Record a value and its contents."""
         if isinstance(value, type):
             self.look_into(value)
-        elif isinstance(value, _LRU_CACHE):
+        elif isinstance(value, LRU_CACHE):
             self._caches.setdefault(value, value.cache_info().misses)
             self._look_inside(value.__wrapped__)
         elif isinstance(function_of(value), FunctionType):
@@ -662,7 +662,7 @@ class GlobalReads:
         """
         for cache, misses in self._caches.items():
             if cache.cache_info().misses != misses:
-                cache.cache_clear()
+                clear_uncounted(cache)
                 self._caches[cache] = cache.cache_info().misses
 
     # ------------------------------------------------------------------ what a graph depends on

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from tests.programs.table import Promises, row, table
@@ -346,6 +348,26 @@ CHANGES = {
     HoldingAFunction: ("SCALE: 1.0 -> 2.0",),
 }
 BLOCK = named("block", verify=False)
+
+
+class InTurn(Net):
+    """Looks up a table that a capture may be the first to make, which no hook has cleared."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) + tabled(3 + batch_idx % 2, batch["x"].device).sum()
+
+
+@functools.lru_cache(maxsize=8)
+def tabled(count: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(count, device=device) / 8
+
+
+@contextmanager
+def emptied() -> Iterator[None]:
+    tabled.cache_clear()
+    yield
+
+
 ROWS = {
     kind.__name__: row(kind, changes=changes, around=as_before, capture={"verify": False})
     for kind, changes in CHANGES.items()
@@ -354,6 +376,7 @@ ROWS = {
         WithReadingBlock, changes=CHANGES[ReadingGlobals], around=as_before, capture=BLOCK
     ),
     **table(WithUnfilled, around=as_before, capture=named("block"), validation=0),
+    **table(InTurn, around=emptied, graphs=2, max_epochs=3),
     **table(
         Both, BothOther, capture=named("blocks.*", verify=False), changes=("scale: 1.0 -> 2.0",)
     ),
