@@ -107,8 +107,9 @@ class LateList:
         is_attribute = function is getattr and first is self.tracer
         if is_attribute and rest == ["maxlen"]:
             return self._room
-        if id(first) in self._bound or function in _OPERATORS:
-            method = self._bound[id(first)][0] if id(first) in self._bound else function.__name__
+        method = self._bound[id(first)][0] if id(first) in self._bound else ""
+        if method or function in _OPERATORS:
+            method = method or function.__name__
             adds = method in ("extend", "iadd") and type(rest[0]) in (list, tuple)
             by_slice = method in ("setitem", "delitem") and type(rest[0]) is not int
             known = None if by_slice else _CHANGES.get(method)
